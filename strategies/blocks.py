@@ -1,0 +1,68 @@
+"""Find the repeated blocks of a module tree: containers whose children share a class."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """A container of repeated blocks."""
+
+    path: str
+    """Path of the container, as in ``module.get_submodule(path)``."""
+    kind: str
+    """Class name of its blocks."""
+    count: int
+    """Number of blocks."""
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.count} x {self.kind})"
+
+
+def find_containers(module: nn.Module) -> list[Container]:
+    """Outermost ModuleLists and Sequentials with two or more children of one class that has children of its own.
+
+    A list of bare layers (Linear, Conv2d) is not a list of blocks: compiling a single layer gains nothing.
+    """
+    found: list[Container] = []
+    for path, candidate in module.named_modules():
+        if not isinstance(candidate, CONTAINERS) or any(path.startswith(f"{outer.path}.") for outer in found):
+            continue
+        children = list(candidate.children())
+        kinds = {type(child) for child in children}
+        if len(children) >= 2 and len(kinds) == 1 and any(True for _ in children[0].children()):
+            found.append(Container(path=path, kind=kinds.pop().__name__, count=len(children)))
+    return found
+
+
+def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Paths of the blocks: the children of each container named, and every other submodule named as it is."""
+    blocks: list[str] = []
+    for path in paths:
+        submodule = module.get_submodule(path)
+        if isinstance(submodule, CONTAINERS):
+            blocks.extend(f"{path}.{name}" for name, _ in submodule.named_children())
+        else:
+            blocks.append(path)
+    return blocks
+
+
+def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> None:
+    """Raise ValueError naming near matches and candidates when a path is no submodule of ``module``."""
+    names = [name for name, _ in module.named_modules() if name]
+    for path in paths:
+        if path not in names:
+            near = difflib.get_close_matches(path, names, n=3)
+            candidates = [str(container) for container in find_containers(module)]
+            raise ValueError(
+                f"{key}: {path!r} matches no submodule"
+                + (f"; near: {', '.join(near)}" if near else "")
+                + (f"; repeated blocks found: {', '.join(candidates)}" if candidates else "")
+            )

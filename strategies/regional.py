@@ -1,0 +1,55 @@
+"""``compile=regional``: each kind of repeated block compiled once and shared, the rest that matters as its own regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from strategies.base import Program, Stage
+from strategies.options import CompileOptions
+
+
+@dataclass(kw_only=True, slots=True)
+class Regional(CompileOptions):
+    """Compile repeated blocks in place so that copies share one compiled graph, and separable parts beside them.
+
+    Far shorter compiles than ``whole`` at nearly its speed, as long as the head with the loss is one of the parts.
+    The idea of sharing is the "regional compilation" recipe of the PyTorch tutorials.
+    """
+
+    name: ClassVar[str] = "regional"
+    stage: ClassVar[Stage] = Stage.MODULE
+
+    blocks: list[str] | None = None
+    """Paths of blocks or of containers of blocks; null = what the task declares, else found in the module tree."""
+    parts: list[str] | None = None
+    """Paths of other submodules to compile, each a region of its own; null = what the task declares."""
+
+    def apply(self, program: Program) -> None:
+        """Compile in place. Raises ValueError, with candidates, when no block or part matches."""
+        from strategies.blocks import expand_blocks, find_containers, require_submodules
+        from strategies.inplace import compile_in_place
+
+        containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
+        if not containers and self.blocks is None:
+            containers = [found.path for found in find_containers(program.module)]
+            if containers:
+                program.notes.append(f"regional: found repeated blocks in {', '.join(containers)}")
+        parts = list(self.parts) if self.parts is not None else list(program.parts)
+        require_submodules(program.module, "compile.regional.blocks", containers)
+        require_submodules(program.module, "compile.regional.parts", parts)
+        paths = expand_blocks(program.module, containers)
+        if not paths:
+            raise ValueError(
+                "compile.regional: no repeated blocks found in this module; name them with "
+                "compile.regional.blocks=[path,...] or use compile=whole"
+            )
+        if not parts:
+            program.notes.append(
+                "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
+                "compile.regional.parts"
+            )
+        for path in [*paths, *(part for part in parts if part not in paths)]:
+            compile_in_place(program, path, self.compile_arguments())
+        # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
+        program.settings["optimize_ddp"] = False

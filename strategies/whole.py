@@ -1,0 +1,42 @@
+"""``compile=whole``: one graph for the module's forward and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from strategies.base import Program, Stage
+from strategies.options import CompileOptions
+
+
+@dataclass(kw_only=True, slots=True)
+class Whole(CompileOptions):
+    """Compile everything that the task declares as its forward and loss, one graph for each declared module.
+
+    The most speed that one compile gives, for the longest wait. A module that declares nothing has each of its
+    children that own parameters compiled; its loss then stays eager, and a note says so.
+    """
+
+    name: ClassVar[str] = "whole"
+    stage: ClassVar[Stage] = Stage.MODULE
+
+    fullgraph: bool = False
+    """Stop with the reason at a graph break instead of splitting the graph."""
+
+    def apply(self, program: Program) -> None:
+        """Compile in place. Raises ValueError when the module has nothing with parameters to compile."""
+        from strategies.inplace import compile_in_place
+
+        paths = program.whole
+        if not paths:
+            paths = tuple(
+                path for path, child in program.module.named_children() if any(True for _ in child.parameters())
+            )
+            program.notes.append(
+                f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(paths)}, "
+                "the loss outside them stays eager"
+            )
+        if not paths:
+            raise ValueError("compile.whole: the module has no child with parameters to compile")
+        for path in paths:
+            compile_in_place(program, path, self.compile_arguments())
