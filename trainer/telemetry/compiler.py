@@ -1,0 +1,158 @@
+"""What the compiler did during a run, read from torch's own counters, metrics and callbacks (never from logs).
+
+Everything under ``torch._dynamo.utils`` and ``torch._dynamo.callback`` is private to torch; this is the only module of
+the trainer that reads it, and the tests run it on the oldest and the newest torch that the project supports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch._dynamo.callback as dynamo_callback
+import torch._dynamo.utils as dynamo_utils
+
+from trainer.telemetry.record import Event
+
+METRICS_KEPT = 100_000
+"""Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
+
+PHASES = {
+    "dynamo": "dynamo_cumulative_compile_time_us",
+    "aot_autograd": "aot_autograd_cumulative_compile_time_us",
+    "inductor": "inductor_cumulative_compile_time_us",
+    "code_generation": "inductor_code_gen_cumulative_compile_time_us",
+    "backend_kernels": "triton_compile_time_us",
+    "backward": "backward_cumulative_compile_time_us",
+}
+"""Phase names in the record and the metric fields they add up; phases nest."""
+
+
+class CompilerWatch:
+    """Counts what the compiler does between ``start`` and ``stop`` and tags each event with the step it fell in."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        """Optimizer step under way, set by the owner; events are tagged with it."""
+        self.compilations = 0
+        """Outermost compilations begun so far; the owner compares it to tell whether a step compiled."""
+        self.compile_seconds = 0.0
+        """Wall seconds of the compilations that ended."""
+        self.events: list[Event] = []
+        self._began: float | None = None
+        self._seen_metrics = 0
+        self._seen_breaks = 0
+        self._first_metric = 0
+        self._counters: dict[str, int] = {}
+        self._frames: set[tuple[str, int]] = set()
+
+    def start(self) -> None:
+        """Begin to watch; figures count from here."""
+        dynamo_utils.set_compilation_metrics_limit(METRICS_KEPT)
+        self._first_metric = self._seen_metrics = len(dynamo_utils.get_compilation_metrics())
+        self._seen_breaks = len(dynamo_utils.graph_break_reasons)
+        self._counters = self._read_counters()
+        dynamo_callback.on_compile_start(self._on_start)
+        dynamo_callback.on_compile_end(self._on_end)
+
+    def stop(self) -> None:
+        """Stop watching; figures stay."""
+        self.collect()
+        handler = dynamo_callback.callback_handler
+        for registered, callback in (
+            (handler.start_callbacks, self._on_start),
+            (handler.end_callbacks, self._on_end),
+        ):
+            if callback in registered:  # torch._dynamo.reset() clears them behind our back
+                registered.remove(callback)
+
+    @property
+    def compiling_seconds(self) -> float | None:
+        """Seconds since the compilation under way began; None when nothing is being compiled. Any thread may ask."""
+        began = self._began
+        return None if began is None else time.perf_counter() - began
+
+    def collect(self) -> list[Event]:
+        """Read what is new since the last call, tag it with the current step and return it."""
+        new: list[Event] = []
+        metrics = dynamo_utils.get_compilation_metrics()
+        for metric in metrics[self._seen_metrics :]:
+            new.extend(self._events_of(metric))
+        self._seen_metrics = len(metrics)
+        breaks = dynamo_utils.graph_break_reasons
+        for reason in breaks[self._seen_breaks :]:
+            frame = reason.user_stack[-1] if reason.user_stack else None
+            where = f"{frame.filename}:{frame.lineno} {frame.name}" if frame else None
+            new.append(Event(kind="graph_break", reason=reason.reason.strip(), location=where, step=self.step))
+        self._seen_breaks = len(breaks)
+        self.events.extend(new)
+        return new
+
+    def figures(self) -> dict[str, Any]:
+        """The record's compiler fields for everything since ``start``; what was never asked of torch is None."""
+        metrics = dynamo_utils.get_compilation_metrics()[self._first_metric :]
+        now = self._read_counters()
+        delta = {name: value - self._counters[name] for name, value in now.items()}
+        asked = delta["fxgraph_cache_hit"] + delta["fxgraph_cache_miss"] > 0
+        phases = {
+            phase: sum(getattr(metric, name, None) or 0 for metric in metrics) / 1e6 for phase, name in PHASES.items()
+        }
+        return {
+            "compile_seconds": self.compile_seconds if self.compilations else None,
+            "compile_phases_seconds": {phase: round(value, 4) for phase, value in phases.items() if value},
+            "graphs": delta["unique_graphs"],
+            "graph_breaks": self.count("graph_break"),
+            "recompiles": self.count("recompile"),
+            "cudagraph_skips": delta["cudagraph_skips"],
+            "cache_hits": delta["fxgraph_cache_hit"] if asked else None,
+            "cache_misses": delta["fxgraph_cache_miss"] if asked else None,
+            "cache": _cache_word(delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"]),
+        }
+
+    def count(self, kind: str) -> int:
+        """Number of events of one kind so far."""
+        return sum(event.kind == kind for event in self.events)
+
+    def compiled(self, frames: Iterable[tuple[str, int]]) -> list[bool]:
+        """For each ``(file, first line)``: whether this process holds compiled code for it. Line 0 matches any line."""
+        for metric in dynamo_utils.get_compilation_metrics():
+            if metric.has_guarded_code and metric.co_filename:
+                self._frames.update({(metric.co_filename, metric.co_firstlineno or 0), (metric.co_filename, 0)})
+        return [frame in self._frames for frame in frames]
+
+    def _events_of(self, metric: Any) -> list[Event]:
+        where = f"{metric.co_filename}:{metric.co_firstlineno} {metric.co_name}" if metric.co_filename else None
+        if metric.fail_type:
+            if metric.fail_user_frame_filename:
+                where = f"{metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}"
+            reason = f"{metric.fail_type}: {metric.fail_reason or 'no reason given'}".strip()
+            return [Event(kind="fallback", reason=reason, location=where, step=self.step)]
+        if metric.recompile_reason and metric.has_guarded_code:
+            return [Event(kind="recompile", reason=metric.recompile_reason.strip(), location=where, step=self.step)]
+        return []
+
+    def _on_start(self, _: Any) -> None:
+        self.compilations += 1
+        self._began = time.perf_counter()
+
+    def _on_end(self, _: Any) -> None:
+        if self._began is not None:
+            self.compile_seconds += time.perf_counter() - self._began
+            self._began = None
+
+    @staticmethod
+    def _read_counters() -> dict[str, int]:
+        counters = dynamo_utils.counters
+        return {
+            "unique_graphs": counters["stats"]["unique_graphs"],
+            "fxgraph_cache_hit": counters["inductor"]["fxgraph_cache_hit"],
+            "fxgraph_cache_miss": counters["inductor"]["fxgraph_cache_miss"],
+            "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+        }
+
+
+def _cache_word(hits: int, misses: int) -> str | None:
+    if hits and misses:
+        return "mixed"
+    return "warm" if hits else "cold" if misses else None

@@ -1,0 +1,49 @@
+"""The TensorBoard keys of every run, with unit and meaning; the README's table is checked against this one."""
+
+from __future__ import annotations
+
+SCALARS: dict[str, tuple[str, str]] = {
+    "train/loss": ("task's own", "training loss, mean of the optimizer steps since the last point"),
+    "train/learning_rate": ("1", "learning rate of the first parameter group"),
+    "throughput/steps_per_second": ("1/s", "steady optimizer steps since the last point"),
+    "throughput/samples_per_second": ("1/s", "samples of those steps, this process"),
+    "throughput/tokens_per_second": ("1/s", "token positions computed, padding included"),
+    "throughput/useful_tokens_per_second": ("1/s", "token positions without padding"),
+    "throughput/padded_share": ("1", "padding over all token positions"),
+    "throughput/teraflops_per_second": ("TFLOP/s", "the task's forward and backward operations"),
+    "throughput/model_flops_utilization": ("1", "the same over the device's dense peak; absent when that is unknown"),
+    "time/step_milliseconds_median": ("ms", "median steady step since the last point"),
+    "time/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
+    "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
+    "time/warmup_seconds": ("s", "all steps that are not steady, so far"),
+    "compile/seconds": ("s", "wall time inside the compiler so far"),
+    "compile/graphs": ("count", "graphs compiled so far"),
+    "compile/graph_breaks": ("count", "graph breaks so far"),
+    "compile/recompiles": ("count", "recompiles so far, validation's own graphs included"),
+    "compile/cache_hits": ("count", "graphs taken from Inductor's cache so far"),
+    "compile/cache_misses": ("count", "graphs that were not there"),
+    "memory/peak_device_gib": ("GiB", "highest allocation on the accelerator so far; absent on a CPU"),
+    "memory/peak_process_gib": ("GiB", "highest resident memory of the process so far"),
+    "energy/joules_per_sample": ("J", "board energy over steady steps so far; absent without NVML"),
+}
+"""Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written."""
+
+FINAL: dict[str, str] = {
+    "final/samples_per_second": "samples_per_second",
+    "final/useful_tokens_per_second": "useful_tokens_per_second",
+    "final/steps_per_second": "steady_steps_per_second",
+    "final/step_milliseconds_p95": "steady_step_seconds_p95",
+    "final/compile_seconds": "compile_seconds",
+    "final/first_step_seconds": "first_step_seconds",
+    "final/warmup_seconds": "warmup_seconds",
+    "final/peak_device_gib": "peak_device_memory_gib",
+    "final/loss": "final_loss",
+}
+"""Metric columns of the HParams table and the record field behind each, written when a run finishes."""
+
+TEXTS: dict[str, str] = {
+    "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",
+    "run/config": "the whole configuration as YAML-like text",
+    "run/summary": "the summary table of the run",
+}
+"""Text summaries."""

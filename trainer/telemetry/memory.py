@@ -1,0 +1,27 @@
+"""Peak memory of a run: the accelerator's allocations and this process's resident set."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+GIB = 1024.0**3
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Forget the accelerator's peak so far."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_device_gib(device: torch.device) -> float | None:
+    """Highest memory held by tensors on ``device`` since ``reset_peaks``, in GiB; None for a CPU."""
+    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+
+
+def peak_process_gib() -> float:
+    """Highest resident memory of this process since it started, in GiB."""
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * (1.0 if sys.platform == "darwin" else 1024.0) / GIB

@@ -1,0 +1,131 @@
+"""The meter: sorts optimizer steps into warm-up and steady state, and turns the steady ones into rates.
+
+A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled during it. Both kinds are kept:
+the steady ones make the throughput, the others make ``warmup_seconds``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step on this process."""
+
+    number: int
+    """Optimizer step, counted from 1 over the whole training (resumed steps included)."""
+    compiled: bool = False
+    """Whether the compiler ran during it."""
+    samples: int = 0
+    tokens: int | None = None
+    useful_tokens: int | None = None
+    flops: int | None = None
+    """Forward and backward operations; None when the task does not tell."""
+    seconds: float = 0.0
+    """Duration, set when the clock has been read."""
+    losses: list[Any] = field(default_factory=list)
+    """Device scalars of its micro-batches, each already divided by their number."""
+
+    def add(self, samples: int, tokens: int | None, useful_tokens: int | None, flops: int | None) -> None:
+        """Add one micro-batch."""
+        self.samples += samples
+        self.tokens = _sum(self.tokens, tokens)
+        self.useful_tokens = _sum(self.useful_tokens, useful_tokens)
+        self.flops = _sum(self.flops, flops)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a set of steps; a figure that any step lacks stays None."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    tokens: int | None = None
+    useful_tokens: int | None = None
+    flops: int | None = None
+
+    def add(self, step: Step) -> None:
+        """Add one timed step."""
+        self.seconds += step.seconds
+        self.steps += 1
+        self.samples += step.samples
+        self.tokens = _sum(self.tokens, step.tokens)
+        self.useful_tokens = _sum(self.useful_tokens, step.useful_tokens)
+        self.flops = _sum(self.flops, step.flops)
+
+    def rates(self) -> dict[str, float | None]:
+        """Per-second figures by their record field; None where there is nothing to divide."""
+        if not self.seconds:
+            return {}
+        padding = None if self.tokens is None or self.useful_tokens is None else self.tokens - self.useful_tokens
+        return {
+            "steady_steps_per_second": self.steps / self.seconds,
+            "samples_per_second": self.samples / self.seconds,
+            "tokens_per_second": None if self.tokens is None else self.tokens / self.seconds,
+            "useful_tokens_per_second": None if self.useful_tokens is None else self.useful_tokens / self.seconds,
+            "padded_share": padding / self.tokens if padding is not None and self.tokens else None,
+            "teraflops_per_second": None if self.flops is None else self.flops / self.seconds / 1e12,
+        }
+
+
+class Meter:
+    """Collects timed steps of one run."""
+
+    def __init__(self, *, warmup_steps: int) -> None:
+        self._warmup_steps = warmup_steps
+        self._timed = 0
+        self.first_step_seconds: float | None = None
+        self.warmup_seconds = 0.0
+        self.warmup_step_count = 0
+        self.steady = Totals()
+        self._steady_seconds = array("d")
+
+    @property
+    def warm(self) -> bool:
+        """Whether the warm-up steps have all been timed."""
+        return self._timed >= self._warmup_steps
+
+    def add(self, step: Step) -> bool:
+        """Add a timed step; returns whether it is steady."""
+        self._timed += 1
+        if self._timed == 1:
+            self.first_step_seconds = step.seconds
+        if step.compiled or self._timed <= self._warmup_steps:
+            self.warmup_seconds += step.seconds
+            self.warmup_step_count += 1
+            return False
+        self.steady.add(step)
+        self._steady_seconds.append(step.seconds)
+        return True
+
+    def figures(self) -> dict[str, Any]:
+        """The record's step-time fields of this process (rates are summed over processes by the owner)."""
+        seconds = self._steady_seconds
+        return {
+            "first_step_seconds": self.first_step_seconds,
+            "warmup_seconds": self.warmup_seconds if self.warmup_step_count else None,
+            "warmup_steps": self.warmup_step_count,
+            "steady_steps": len(seconds),
+            "steady_step_seconds_mean": statistics.fmean(seconds) if seconds else None,
+            "steady_step_seconds_median": statistics.median(seconds) if seconds else None,
+            "steady_step_seconds_p95": percentile(seconds, 0.95),
+            "steady_step_seconds_deviation": statistics.stdev(seconds) if len(seconds) > 1 else None,
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile of ``values``; None when empty."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _sum(left: int | None, right: int | None) -> int | None:
+    return right if left is None else left if right is None else left + right

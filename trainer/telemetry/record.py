@@ -1,0 +1,183 @@
+"""RunRecord: what one run measured, with units in the field names; the only thing that reports read.
+
+Absent figures are ``None``, never 0 and never a guess. This module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "record.json"
+SCHEMA = 1
+"""Raised when the meaning of a field changes."""
+EXIT_CODES = {"finished": 0, "failed": 1}
+
+
+@dataclass(kw_only=True, slots=True)
+class Event:
+    """A graph break, a recompile, a fallback or a skip that the compiler reported."""
+
+    kind: str
+    """``graph_break``, ``recompile``, ``fallback`` or ``cudagraph_skip``."""
+    reason: str
+    """The compiler's own words."""
+    location: str | None = None
+    """``file:line function`` of the user's code."""
+    step: int | None = None
+    """Optimizer step during which it happened; None before the first step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunRecord:
+    """One task under one list of strategies, trained and timed on one machine."""
+
+    # What ran
+    task: str
+    strategies: list[dict[str, Any]] = field(default_factory=list)
+    """As applied, in order: ``{"name": ..., <parameter>: ...}``; empty for eager."""
+    label: str = "eager"
+    """The strategies' names joined by ``+``."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The whole resolved configuration."""
+    command: list[str] = field(default_factory=list)
+    """Command-line overrides of this run."""
+    seed: int = 0
+    resumed_from: str | None = None
+    """Checkpoint that the run went on from."""
+    status: str = "running"
+    """``running`` (or killed while it was), ``finished``, ``interrupted`` or ``failed``."""
+    reason: str | None = None
+    """Why it was interrupted or failed."""
+    started: str | None = None
+    """Start, ISO 8601 with offset."""
+    signal: int | None = None
+    """Number of the signal that ended the run."""
+
+    # Where it ran
+    versions: dict[str, str | None] = field(default_factory=dict)
+    device: str | None = None
+    """Name of the accelerator or processor."""
+    device_type: str | None = None
+    """``cuda``, ``cpu``, ..."""
+    world_size: int = 1
+    """Processes that trained together."""
+    precision: str | None = None
+    git_commit: str | None = None
+    """Commit of the code that ran, with ``+dirty`` when files differed; None outside a checkout."""
+
+    # Start-up and compilation
+    import_seconds: float | None = None
+    """From process start until the libraries were imported."""
+    setup_seconds: float | None = None
+    """Building data, module and trainer, up to the first training batch."""
+    first_step_seconds: float | None = None
+    """First optimizer step, compilation included, measured on the device."""
+    warmup_seconds: float | None = None
+    """All optimizer steps that do not count as steady: the first ones and those during which something compiled."""
+    warmup_steps: int | None = None
+    """Number of those steps."""
+    compile_seconds: float | None = None
+    """Wall time inside the compiler, training and validation; None when nothing was compiled."""
+    compile_phases_seconds: dict[str, float] = field(default_factory=dict)
+    """Where torch says the compile seconds went; phases nest (dynamo contains aot_autograd contains inductor)."""
+    cache: str | None = None
+    """``cold`` (all graphs compiled anew), ``warm`` (all from cache), ``mixed``; None when the cache was not asked."""
+    cache_hits: int | None = None
+    cache_misses: int | None = None
+    regions: int | None = None
+    """Submodules handed to the compiler; None for eager."""
+    regions_compiled: int | None = None
+    """Of those, how many the compiler really compiled code for."""
+    graphs: int | None = None
+    """Graphs compiled; None for eager."""
+    graph_breaks: int | None = None
+    recompiles: int | None = None
+    cudagraph_skips: int | None = None
+    events: list[Event] = field(default_factory=list)
+    """Each break, recompile, fallback and skip with reason and source line."""
+    notes: list[str] = field(default_factory=list)
+    """What the strategies or the run had to say to the user."""
+
+    # The ruler: steady state
+    steps: int | None = None
+    """Optimizer steps done, the resumed ones included."""
+    steady_steps: int | None = None
+    """Optimizer steps that the steady figures are made of."""
+    steady_step_seconds_mean: float | None = None
+    steady_step_seconds_median: float | None = None
+    steady_step_seconds_p95: float | None = None
+    steady_step_seconds_deviation: float | None = None
+    """Standard deviation over the steady steps."""
+    steady_steps_per_second: float | None = None
+    """Steady steps over their total time."""
+    samples_per_second: float | None = None
+    """All processes together, steady state; so are the next ones."""
+    tokens_per_second: float | None = None
+    useful_tokens_per_second: float | None = None
+    """Padding excluded."""
+    padded_share: float | None = None
+    """Padding positions over all token positions."""
+    teraflops_per_second: float | None = None
+    """Analytic forward and backward operations of the task over steady time, for each device."""
+    model_flops_utilization: float | None = None
+    """``teraflops_per_second`` over the device's dense peak; None when the peak is not known."""
+    data_wait_share: float | None = None
+    """Share of steady time that the host waited for the data loader."""
+    pause_seconds: float | None = None
+    """Validation and checkpoints during training."""
+    peak_device_memory_gib: float | None = None
+    """Highest allocation on the accelerator; None on a CPU."""
+    peak_process_memory_gib: float | None = None
+    """Highest resident memory of this process."""
+    joules_per_sample: float | None = None
+    """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
+
+    # What was learned
+    final_loss: float | None = None
+    """Mean training loss of the last steps (up to ``trainer.log_every_n_steps``)."""
+    final_metrics: dict[str, float] = field(default_factory=dict)
+    """What the module logged last, validation loss and accuracy for instance."""
+    skipped_items: dict[str, int] = field(default_factory=dict)
+    """Items of the data left out, by reason."""
+    total_seconds: float | None = None
+    """Whole run, from process start."""
+    schema: int = SCHEMA
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should exit with: 0 finished, 1 failed, 128 + signal when a signal ended it."""
+        if self.status == "interrupted":
+            return 128 + (self.signal or 2)
+        return EXIT_CODES.get(self.status, 1)
+
+    def save(self, directory: Path) -> Path:
+        """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
+        directory.mkdir(parents=True, exist_ok=True)
+        target = directory / FILE_NAME
+        temporary = directory / f".{FILE_NAME}.{os.getpid()}"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1, default=str)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        return target
+
+    @classmethod
+    def load(cls, path: Path) -> RunRecord:
+        """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
+        file = path / FILE_NAME if path.is_dir() else path
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if values["schema"] != SCHEMA:
+                raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
+            values["events"] = [Event(**event) for event in values["events"]]
+            return cls(**values)
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}: not a run record ({error})") from error

@@ -1,0 +1,218 @@
+"""Telemetry of one training run: clock, compiler, memory and energy brought together at step boundaries.
+
+The hot path (``batch_start``, ``batch_end``) keeps Python numbers and references to device scalars; nothing in it waits
+for the device. Everything else happens in ``flush``, once every ``log_every_n_steps`` optimizer steps, and there too
+the losses of a window are copied asynchronously and read one window later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+
+from trainer.telemetry import hardware, memory
+from trainer.telemetry.clock import StepClock, step_clock
+from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.energy import EnergyMeter
+from trainer.telemetry.meter import Meter, Step, Totals, percentile
+
+BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
+"""``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Steps between two flushes, with their losses on the way to the host."""
+
+    steps: list[Step]
+    losses: torch.Tensor | None
+    """Losses of all micro-batches in order, in host memory once ``copied`` has happened."""
+    copied: torch.cuda.Event | None
+
+
+class Telemetry:
+    """Measures one fit; the owner calls the methods named after the moments of the loop."""
+
+    def __init__(self, *, count: BatchCounter | None, warmup_steps: int, log_every_n_steps: int) -> None:
+        self.compiler = CompilerWatch()
+        self.meter = Meter(warmup_steps=warmup_steps)
+        self.steps_done = 0
+        """Optimizer steps done; read by the progress view from another thread."""
+        self.last_loss: float | None = None
+        """Mean loss of the newest window read back."""
+        self.steps_per_second: float | None = None
+        self.pause_seconds = 0.0
+        self.phase = "starting"
+        """What the loop is doing, in a word for the progress view."""
+        self._count = count
+        self._every = log_every_n_steps
+        self._windows: deque[Window] = deque()
+        self._steps: list[Step] = []
+        self._paused, self._paused_at = True, 0.0
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Training is about to begin: model and optimizer are on their device."""
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        self._clock: StepClock = step_clock(self._device)
+        self._energy = EnergyMeter(self._device)
+        self.peak_teraflops = hardware.peak_teraflops(hardware.device_name(self._device), str(trainer.precision))
+        memory.reset_peaks(self._device)
+        self.steps_done = trainer.global_step
+        self._begin_step()
+        self._paused, self._paused_at = True, time.perf_counter()
+
+    def _begin_step(self) -> None:
+        self._step = Step(self.steps_done + 1)
+        self._compilations = self.compiler.compilations
+        self.compiler.step = self._step.number
+
+    def batch_start(self) -> None:
+        """A batch is on the device and its step begins."""
+        if self._paused:
+            self._paused = False
+            self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
+            self.pause_seconds += time.perf_counter() - self._paused_at
+            self._clock.mark()
+            self.phase = "training"
+
+    def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
+        """A batch is through; returns whether it completed an optimizer step."""
+        step = self._step
+        if self._count is not None:
+            step.add(*self._count(batch))
+        if loss is not None:
+            step.losses.append(loss)
+        done = self._trainer.global_step
+        if done == self.steps_done:
+            return False
+        self._clock.lap()
+        self.steps_done = done
+        if self.compiler.compilations != self._compilations:
+            step.compiled = True
+            self.compiler.collect()
+            self._energy.discard()
+        elif self.meter.warm:
+            self._energy.add(step.samples)
+            self._energy.begin()
+        self._steps.append(step)
+        self._begin_step()
+        if done % self._every == 0:
+            self.flush()
+        return True
+
+    def pause(self, phase: str) -> None:
+        """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
+        self.phase = phase
+        self._energy.end()
+        if not self._paused:
+            self._paused, self._paused_at = True, time.perf_counter()
+
+    def flush(self, *, everything: bool = False) -> None:
+        """Send the open window's losses to the host and write the windows that have arrived."""
+        self._energy.end()  # what is closed here cannot be spoilt by a later compile
+        if self._steps:
+            self._windows.append(self._window(self._steps))
+            self._steps = []
+        while self._windows and (everything or len(self._windows) > 1 or self._arrived(self._windows[0])):
+            self._write(self._windows.popleft())
+
+    def finish(self) -> None:
+        """Training is over, one way or another: read everything that is still on its way."""
+        self.pause("finishing")
+        self.flush(everything=True)
+
+    def figures(self, *, together: bool) -> dict[str, Any]:
+        """The record's fields that this object measures.
+
+        ``together`` adds the rates of all processes up, for which every one of them must call this; after an error on
+        one of them that would hang.
+        """
+        rates = self.meter.steady.rates()
+        for name in ("samples_per_second", "tokens_per_second", "useful_tokens_per_second"):
+            if together and rates.get(name) is not None and self._trainer.world_size > 1:
+                total = self._trainer.strategy.reduce(torch.tensor(rates[name], device=self._device), reduce_op="sum")
+                rates[name] = float(total)
+        teraflops = rates.get("teraflops_per_second")
+        return {
+            **self.meter.figures(),
+            **rates,
+            "steps": self.steps_done,
+            "model_flops_utilization": teraflops / self.peak_teraflops if teraflops and self.peak_teraflops else None,
+            "peak_device_memory_gib": memory.peak_device_gib(self._device),
+            "peak_process_memory_gib": memory.peak_process_gib(),
+            "joules_per_sample": self._energy.joules_per_sample(),
+            "pause_seconds": self.pause_seconds,
+            "final_loss": self.last_loss,
+        }
+
+    def _window(self, steps: list[Step]) -> Window:
+        losses = [loss for step in steps for loss in step.losses]
+        if not losses:
+            return Window(steps, None, None)
+        stacked = torch.stack(losses).float()
+        if self._device.type != "cuda":
+            return Window(steps, stacked, None)
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Window(steps, host, copied)
+
+    @staticmethod
+    def _arrived(window: Window) -> bool:
+        return window.copied is None or window.copied.query()
+
+    def _write(self, window: Window) -> None:
+        steady, seconds = Totals(), []
+        for step in window.steps:
+            step.seconds = self._clock.take()
+            if self.meter.add(step):
+                steady.add(step)
+                seconds.append(step.seconds)
+        if window.losses is not None:
+            if window.copied is not None:
+                window.copied.synchronize()
+            per_batch = window.losses.tolist()
+            self.last_loss = sum(per_batch) / len(window.steps)
+        rates = steady.rates()
+        self.steps_per_second = rates.get("steady_steps_per_second") or self.steps_per_second
+        if self._trainer.logger is not None and self._trainer.is_global_zero:
+            scalars = {key: value for key, value in self._scalars(rates, seconds).items() if value is not None}
+            self._trainer.logger.log_metrics(scalars, window.steps[-1].number)
+
+    def _scalars(self, rates: dict[str, float | None], seconds: list[float]) -> dict[str, float | None]:
+        compiler = self.compiler.figures()
+        teraflops = rates.get("teraflops_per_second")
+        median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
+        return {
+            "train/loss": self.last_loss,
+            "train/learning_rate": float(self._trainer.optimizers[0].param_groups[0]["lr"]),
+            "throughput/steps_per_second": rates.get("steady_steps_per_second"),
+            "throughput/samples_per_second": rates.get("samples_per_second"),
+            "throughput/tokens_per_second": rates.get("tokens_per_second"),
+            "throughput/useful_tokens_per_second": rates.get("useful_tokens_per_second"),
+            "throughput/padded_share": rates.get("padded_share"),
+            "throughput/teraflops_per_second": teraflops,
+            "throughput/model_flops_utilization": (
+                teraflops / self.peak_teraflops if teraflops and self.peak_teraflops else None
+            ),
+            "time/step_milliseconds_median": None if median is None else median * 1e3,
+            "time/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
+            "time/first_step_seconds": self.meter.first_step_seconds,
+            "time/warmup_seconds": self.meter.warmup_seconds,
+            "compile/seconds": compiler["compile_seconds"],
+            "compile/graphs": compiler["graphs"],
+            "compile/graph_breaks": compiler["graph_breaks"],
+            "compile/recompiles": compiler["recompiles"],
+            "compile/cache_hits": compiler["cache_hits"],
+            "compile/cache_misses": compiler["cache_misses"],
+            "memory/peak_device_gib": memory.peak_device_gib(self._device),
+            "memory/peak_process_gib": memory.peak_process_gib(),
+            "energy/joules_per_sample": self._energy.joules_per_sample(),
+        }

@@ -1,0 +1,91 @@
+"""What a run writes to TensorBoard beside its scalars: HParams, the compiler's events and the configuration as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch.utils.tensorboard.summary import hparams
+
+from trainer.telemetry.keys import FINAL
+from trainer.telemetry.record import Event, RunRecord
+
+
+class TensorBoardPages:
+    """Writes the pages of one run through its TensorBoardLogger; any other logger makes every call a no-op."""
+
+    def __init__(self, logger: Logger | None) -> None:
+        self._logger = logger if isinstance(logger, TensorBoardLogger) else None
+        self._session_end: Any = None
+
+    def begin(self, record: RunRecord) -> None:
+        """Open the run's row of the HParams table: its columns stay blank until ``finish``, so that a run that was
+        killed shows as unfinished instead of as zeros."""
+        if self._logger is None:
+            return
+        experiment, session_start, self._session_end = hparams(hyperparameters(record), dict.fromkeys(FINAL, 0.0))
+        writer = self._logger.experiment._get_file_writer()
+        writer.add_summary(experiment)
+        writer.add_summary(session_start)
+        self._logger.experiment.add_text("run/config", _fenced(json.dumps(record.config, indent=2, default=str)), 0)
+        self._logger.experiment.flush()
+
+    def events(self, events: Iterable[Event], step: int) -> None:
+        """Write the table of the compiler's events so far."""
+        if self._logger is not None:
+            self._logger.experiment.add_text("compile/events", events_table(events), step)
+
+    def finish(self, record: RunRecord, summary: Mapping[str, str]) -> None:
+        """Write the final metrics; close the run's row in the HParams table when the run finished."""
+        if self._logger is None:
+            return
+        step = record.steps or 0
+        rows = "\n".join(f"| {name} | {value} |" for name, value in summary.items())
+        self._logger.experiment.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
+        if record.status == "finished":
+            values = {key: getattr(record, name) for key, name in FINAL.items()}
+            if values["final/step_milliseconds_p95"] is not None:
+                values["final/step_milliseconds_p95"] *= 1e3
+            self._logger.log_metrics({key: value for key, value in values.items() if value is not None}, step)
+            self._logger.experiment._get_file_writer().add_summary(self._session_end)
+        self._logger.experiment.flush()
+
+
+def hyperparameters(record: RunRecord) -> dict[str, Any]:
+    """Columns that tell runs apart: task, strategies, device, precision, seed and each strategy's own parameters."""
+    flat: dict[str, Any] = {
+        "task": record.task,
+        "compile": record.label,
+        "device": record.device or "",
+        "precision": record.precision or "",
+        "seed": record.seed,
+    }
+    for strategy in record.strategies:
+        for name, value in strategy.items():
+            if name != "name":
+                flat[f"{strategy['name']}/{name}"] = value if isinstance(value, bool | int | float) else str(value)
+    return flat
+
+
+def events_table(events: Iterable[Event]) -> str:
+    """Markdown table of the compiler's events, equal ones counted once."""
+    counted: dict[tuple[str, str, str], list[int | None]] = {}
+    for event in events:
+        counted.setdefault((event.kind, event.reason, event.location or ""), []).append(event.step)
+    if not counted:
+        return "No graph breaks, recompiles or fallbacks."
+    lines = ["| what | times | first step | reason | where |", "|---|---|---|---|---|"]
+    for (kind, reason, location), steps in counted.items():
+        first = "-" if steps[0] is None else str(steps[0])
+        lines.append(f"| {kind} | {len(steps)} | {first} | {_cell(reason)} | `{location}` |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+def _fenced(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
