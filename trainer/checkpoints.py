@@ -1,0 +1,147 @@
+"""Checkpoints of a run: written whole or not at all, exact at step boundaries, found again by ``resume=``."""
+
+from __future__ import annotations
+
+import os
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from trainer.interrupt import StopRequest
+
+DIRECTORY = "checkpoints"
+LAST = "last.ckpt"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, syncs and renames. Lightning's own writer stages in the system's temporary folder,
+    and across file systems its final move is a copy that a kill leaves half done."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class Checkpoints(L.Callback):
+    """Saves ``last.ckpt`` every N steps, at the last step and when a stop was asked for, with all random states.
+
+    All of them are written at the end of a batch, where the loop's counters, the data order and the random states
+    belong together; after ``Trainer.fit`` has returned they no longer do.
+    """
+
+    def __init__(self, directory: Path, *, every_n_steps: int, stop: StopRequest, at_end: bool = True) -> None:
+        self.path = directory / DIRECTORY / LAST
+        self.saved_step: int | None = None
+        self._every = every_n_steps
+        self._at_end = at_end
+        self._stop = stop
+        self._step = 0
+        self._restored: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signals back from Lightning and put restored random states in force."""
+        self._stop.install()
+        self._stop.in_training = True
+        self._step = trainer.global_step
+        if self._restored is not None:
+            restore_random_states(self._restored)
+            self._restored = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save when it is time; stop when that was asked for."""
+        step = trainer.global_step
+        if step == self._step:  # inside an accumulation
+            return
+        self._step = step
+        stop = self._agreed_stop(trainer, step)
+        if stop or (self._at_end and step == trainer.max_steps) or (self._every and step % self._every == 0):
+            trainer.save_checkpoint(self.path)
+            self.saved_step = step
+        if stop:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From here on a signal ends the process at once."""
+        self._stop.in_training = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random states of this process, saved with every checkpoint."""
+        return random_states()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
+        self._restored = state_dict
+
+    def _agreed_stop(self, trainer: L.Trainer, step: int) -> bool:
+        asked = self._stop.signum is not None
+        if trainer.world_size == 1:
+            return asked
+        # Ranks see a signal at different steps and must leave at the same one; asking each step would synchronise.
+        if step % trainer.log_every_n_steps:
+            return False
+        return trainer.strategy.reduce_boolean_decision(asked, all=False)
+
+
+def random_states() -> dict[str, Any]:
+    """Random states of Python, NumPy, torch and every CUDA device, in types that ``torch.load`` accepts safely."""
+    import numpy
+
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put ``random_states`` back in force; CUDA's only where the number of devices is the same."""
+    import numpy
+
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    torch.set_rng_state(states["torch"])
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def find_checkpoint(resume: str) -> Path:
+    """The checkpoint that ``resume=<run directory or file>`` means. Raises ValueError when there is no whole one."""
+    given = Path(resume).expanduser()
+    candidates = [given / DIRECTORY / LAST, given / LAST] if given.is_dir() else [given]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        what = f"no {DIRECTORY}/{LAST} in it" if given.is_dir() else "no such file or directory"
+        raise ValueError(f"resume={resume}: {what}")
+    if not zipfile.is_zipfile(found):  # a torch checkpoint is a zip file, whose directory stands at its end
+        raise ValueError(f"resume={resume}: {found.name} is not a whole checkpoint")
+    return found
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer step at which ``checkpoint`` was saved. Raises ValueError when it is none of Lightning's."""
+    try:
+        # Memory-mapped, so that only the part that is read comes off the disk.
+        return int(torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"])
+    except Exception as error:  # torch.load raises many classes for a file that is not what it seems
+        raise ValueError(f"resume: {checkpoint} cannot be read as a checkpoint: {error}".splitlines()[0]) from error

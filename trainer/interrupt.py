@@ -1,0 +1,57 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop at the next step boundary, the second stops it where it is."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """The run was told to stop at once. Not an Exception, so that nothing swallows it on the way out."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class StopRequest:
+    """Holds the signal that asked the run to stop, and the process's signal handlers while the run lasts.
+
+    Lightning turns a Ctrl-C into ``sys.exit(1)`` in the middle of a step and a SIGTERM into exit code 0
+    (lightning #19916); stopping at a step boundary instead is what makes the last checkpoint exact.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.signum: int | None = None
+        self.in_training = False
+        """Whether a training loop is there that will notice the request at its next step."""
+        self._say = say
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+            self._before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+            self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def install(self) -> None:
+        """Set the handlers, again after Lightning has set its own."""
+        if self._before:
+            for signum in SIGNALS:
+                signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        first, self.signum = self.signum is None, signum
+        if not (first and self.in_training):
+            raise Interrupted(signum)
+        name = signal.Signals(signum).name
+        self._say(f"{name}: stopping after this step with a checkpoint; once more stops at once")

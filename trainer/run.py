@@ -1,0 +1,253 @@
+"""One run, from configuration to record: the story of the trainer, readable top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shlex
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+
+from strategies.compose import label, ordered
+from tasks.base import Task
+from trainer.callback import Compile
+from trainer.checkpoints import DIRECTORY, LAST, AtomicCheckpointIO, Checkpoints, find_checkpoint, step_of
+from trainer.console import ProgressView, print_summary, summary
+from trainer.interrupt import Interrupted, StopRequest
+from trainer.precision import precision_arguments
+from trainer.settings import Config
+from trainer.telemetry import hardware
+from trainer.telemetry.record import RunRecord
+from trainer.telemetry.telemetry import BatchCounter
+from trainer.torch_settings import process_settings
+
+ERROR_LOG = "error.log"
+
+
+def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
+    """Train ``config.task`` under ``config.compile`` and leave record, checkpoints and TensorBoard in ``run_dir``.
+
+    Args:
+        config: The whole configuration, already checked field by field.
+        run_dir: Directory of this run, created when missing.
+        command: The overrides that were given, for the line that says how to go on.
+
+    Returns:
+        The record, its ``status`` finished, interrupted or failed, as written to ``run_dir``.
+
+    Raises:
+        ValueError: Input that cannot be used, found before training began; the record then says ``failed``.
+    """
+    console = Console(quiet=rank_zero_only.rank != 0)
+    record = new_record(config, command)
+    training = Training(config, record, run_dir, console)
+    save(record, run_dir)
+    try:
+        with process_settings(config.trainer), StopRequest(console.print) as stop:
+            training.fit(stop)
+            record.status = "interrupted" if stop.signum else "finished"
+            record.signal = stop.signum
+    except Interrupted as interrupted:
+        record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
+    except Exception as error:
+        record.status, record.reason = "failed", one_line(error)
+        if isinstance(error, ValueError) and not training.started:
+            raise
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+    finally:
+        training.close()
+        record.total_seconds = hardware.process_age_seconds()
+        save(record, run_dir)
+    tell(console, record, run_dir, command)
+    return record
+
+
+def new_record(config: Config, command: list[str]) -> RunRecord:
+    """The record as far as it is known before anything is built."""
+    strategies = ordered(config.compile.values())
+    return RunRecord(
+        task=config.task.name,
+        strategies=[{"name": strategy.name, **dataclasses.asdict(strategy)} for strategy in strategies],
+        label=label(strategies),
+        config=dataclasses.asdict(config),
+        command=command,
+        seed=config.seed,
+        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=hardware.versions(),
+        git_commit=hardware.git_commit(),
+        import_seconds=hardware.process_age_seconds(),
+    )
+
+
+class Training:
+    """The parts of one run, built in the order in which a user's mistakes are cheapest to find."""
+
+    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
+        self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
+        self._compile: Compile | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether a training step was begun."""
+        return self._compile is not None and self._compile.telemetry.phase != "starting"
+
+    def fit(self, stop: StopRequest) -> None:
+        """Build everything and train to the end, to an error or to a stop."""
+        config, record = self._config, self._record
+        checkpoint = self._checkpoint()
+        self._compile = compile_callback(config, record)
+        L.seed_everything(config.seed, verbose=False)
+        data = config.task.build_data(seed=config.seed)
+        module = config.task.build_module(max_steps=config.trainer.max_steps)
+        checkpoints = Checkpoints(self._run_dir, every_n_steps=config.trainer.checkpoint_every_n_steps, stop=stop)
+        trainer = build_trainer(config, self._run_dir, [self._compile, checkpoints])
+        device = trainer.strategy.root_device
+        record.device, record.device_type = hardware.device_name(device), device.type
+        record.world_size, record.precision = trainer.world_size, str(trainer.precision)
+        self._console.print(
+            f"[bold]{record.task}[/] · {record.label} · {record.device} · {record.precision} · {self._run_dir}",
+            highlight=False,
+        )
+        compile_ = self._compile
+        try:
+            with ProgressView(
+                self._console,
+                style=config.trainer.progress,
+                total=config.trainer.max_steps,
+                telemetry=lambda: compile_.telemetry,
+            ):
+                trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        except RuntimeError as error:
+            if checkpoint is not None and not self.started and "state_dict" in str(error):
+                raise ValueError(
+                    f"resume={config.resume}: the checkpoint belongs to another model than this task's: {one_line(error)}"
+                ) from error
+            raise
+        finally:
+            record.skipped_items = config.task.skipped_items(data)
+
+    def close(self) -> None:
+        """Write the last TensorBoard pages."""
+        if self._compile is not None:
+            self._compile.close_pages(summary(self._record))
+
+    def _checkpoint(self) -> Path | None:
+        if self._config.resume is None:
+            return None
+        checkpoint = find_checkpoint(self._config.resume)
+        step = step_of(checkpoint)
+        if step >= self._config.trainer.max_steps:
+            raise ValueError(
+                f"resume={self._config.resume}: already at step {step}, trainer.max_steps={self._config.trainer.max_steps} "
+                "leaves nothing to do"
+            )
+        self._record.resumed_from = str(checkpoint)
+        return checkpoint
+
+
+def compile_callback(config: Config, record: RunRecord) -> Compile:
+    """The callback that applies the strategies and measures, told what the task declares."""
+    declared = config.task.declare()
+    return Compile(
+        config.compile.values(),
+        whole=declared.whole,
+        blocks=declared.blocks,
+        parts=declared.parts,
+        count=batch_counter(config.task),
+        warmup_steps=config.trainer.warmup_steps,
+        record=record,
+    )
+
+
+def batch_counter(task: Task) -> BatchCounter:
+    """Counts batches by the task's rules; operations are computed once for each size of batch."""
+    flops: dict[tuple[int, int | None], int | None] = {}
+
+    def count(batch: Any) -> tuple[int, int | None, int | None, int | None]:
+        counts = task.count(batch)
+        size = (counts.samples, counts.tokens)
+        if size not in flops:
+            flops[size] = task.training_flops(batch)
+        return counts.samples, counts.tokens, counts.useful_tokens, flops[size]
+
+    return count
+
+
+def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) -> L.Trainer:
+    """Lightning's Trainer with the options that cost time in every step switched off.
+
+    Progress and logging are ours: a progress-bar value is one device synchronisation a step, a ``self.log`` about
+    0.3 ms, and ThroughputMonitor synchronises at every batch.
+    """
+    settings = config.trainer
+    validates = settings.val_every_n_steps > 0
+    if validates and config.task.monitor is not None:
+        best = ModelCheckpoint(
+            dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
+        )
+        callbacks = [*callbacks, best]
+    precision = precision_arguments(settings)
+    return L.Trainer(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        strategy=settings.strategy,
+        precision=precision.get("precision"),
+        max_steps=settings.max_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+        gradient_clip_val=settings.gradient_clip_val,
+        val_check_interval=settings.val_every_n_steps * settings.accumulate_grad_batches if validates else None,
+        check_val_every_n_epoch=None if validates else 1,
+        limit_val_batches=(1.0 if settings.val_batches is None else settings.val_batches) if validates else 0,
+        log_every_n_steps=settings.log_every_n_steps,
+        deterministic=settings.deterministic,
+        callbacks=callbacks,
+        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
+        logger=TensorBoardLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
+        plugins=[AtomicCheckpointIO(), *precision["plugins"]],
+        default_root_dir=run_dir,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=validates and config.task.monitor is not None,
+        enable_autolog_hparams=False,
+        num_sanity_val_steps=0,  # its graphs and its seconds would come before the first step that is timed
+        inference_mode=False,  # no_grad instead, so that every validation shares one set of graphs
+    )
+
+
+def save(record: RunRecord, run_dir: Path) -> None:
+    """Write the record, on the first process only."""
+    if rank_zero_only.rank == 0:
+        record.save(run_dir)
+
+
+def one_line(error: BaseException) -> str:
+    """First line of an error with its class, and the user's line where the compiler names it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if "from user code:" in lines[:-1]:
+        text += f" ({lines[lines.index('from user code:') + 1]})"
+    return text
+
+
+def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str]) -> None:
+    """Summary, reason, and the lines that open TensorBoard or go on."""
+    print_summary(console, record)
+    for note in record.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if record.status == "failed":
+        console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"traceback: {run_dir / ERROR_LOG}", highlight=False, soft_wrap=True)
+    if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
+        kept = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
+        go_on = shlex.join(["python", "-m", "trainer", *kept, f"resume={run_dir}"])
+        console.print(f"go on with: {go_on}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"tensorboard --logdir {shlex.quote(str(run_dir))}", highlight=False, markup=False, soft_wrap=True)
