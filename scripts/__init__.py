@@ -1,0 +1,1 @@
+"""Scripts: each is run as ``python -m scripts.<name>``."""

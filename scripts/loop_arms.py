@@ -1,0 +1,196 @@
+"""The arms of ``benchmark_loop``: a hand-written loop, a bare Lightning Trainer, and ours, over one module and its data.
+
+Every arm trains the same module object on the same cached batches with a new optimizer of the module's own making, and
+is timed by the same clock, a lap for each optimizer step. What differs is only the loop around the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from strategies import Program
+from strategies.compose import apply
+from trainer.checkpoints import Checkpoints
+from trainer.interrupt import StopRequest
+from trainer.precision import on_cuda, precision_arguments, resolve_precision
+from trainer.run import build_trainer, compile_callback, new_record
+from trainer.settings import Config
+from trainer.telemetry.clock import step_clock
+from trainer.telemetry.record import RunRecord
+
+WARMUP = 5
+"""Steps at the beginning of each turn that are not counted: the first of them rebuild the optimizer's state."""
+
+
+class CachedBatches:
+    """A loader that repeats a few batches held in (pinned) host memory, so that loading is no part of the step."""
+
+    def __init__(self, batches: list[Any], length: int) -> None:
+        self._batches = batches
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(itertools.cycle(self._batches), self._length)
+
+
+class CachedData(L.LightningDataModule):
+    """Cached batches under Lightning; moves them to the device as the task's own data module does."""
+
+    def __init__(self, source: L.LightningDataModule, batches: list[Any], length: int) -> None:
+        super().__init__()
+        self._source, self._batches, self._length = source, batches, length
+
+    def train_dataloader(self) -> CachedBatches:
+        """The cached batches, over and over."""
+        return CachedBatches(self._batches, self._length)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """As the task does it."""
+        return self._source.transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+@dataclass(slots=True)
+class Workload:
+    """One module with its cached batches, shared by all arms of a process."""
+
+    config: Config
+    module: L.LightningModule
+    source: L.LightningDataModule
+    batches: list[Any]
+    device: torch.device
+    precision: str
+
+    @classmethod
+    def build(cls, config: Config, *, batches: int = 8) -> Workload:
+        """Build module and data once; loads ``batches`` training batches."""
+        L.seed_everything(config.seed, verbose=False)
+        source = config.task.build_data(seed=config.seed)
+        source.setup("fit")
+        cached = list(itertools.islice(source.train_dataloader(), batches))
+        device = torch.device("cuda", 0) if on_cuda(config.trainer) else torch.device("cpu")
+        if device.type == "cuda":
+            cached = [torch.utils.data._utils.pin_memory.pin_memory(batch) for batch in cached]
+        precision = resolve_precision(config.trainer)
+        module = config.task.build_module(max_steps=1_000_000)
+        return cls(config, module, source, cached, device, precision)
+
+    def data(self, length: int) -> CachedData:
+        """The cached batches as a data module of ``length`` batches an epoch."""
+        return CachedData(self.source, self.batches, length)
+
+
+def apply_strategies(workload: Workload) -> None:
+    """Apply the configured strategies to the module without a trainer, for a raw loop that starts cold."""
+    declared = workload.config.task.declare()
+    program = Program(
+        module=workload.module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts
+    )
+    apply(workload.config.compile.values(), program)
+
+
+def raw(workload: Workload, steps: int) -> list[float]:
+    """A hand-written loop: autocast, backward, clip, step, schedule; returns the seconds of each step."""
+    module, device = workload.module.to(workload.device).train(), workload.device
+    optimizer, schedule = optimizer_and_schedule(module)
+    clip = workload.config.trainer.gradient_clip_val
+    parameters = list(module.parameters())
+    autocast = (
+        torch.autocast(device.type, torch.bfloat16) if workload.precision == "bf16-mixed" else contextlib.nullcontext()
+    )
+    clock = step_clock(device)
+    for batch in CachedBatches(workload.batches, steps):
+        batch = workload.source.transfer_batch_to_device(batch, device, 0)
+        optimizer.zero_grad()
+        with autocast:
+            loss = module.training_step(batch, 0)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        clock.lap()
+    return [clock.take() for _ in range(steps)]
+
+
+def bare(workload: Workload, steps: int) -> list[float]:
+    """Lightning's Trainer with everything off but one callback hook that laps the clock."""
+    laps = Laps()
+    settings = workload.config.trainer
+    trainer = L.Trainer(
+        accelerator=settings.accelerator,
+        devices=1,
+        **precision_arguments(settings),
+        max_steps=steps,
+        max_epochs=-1,
+        gradient_clip_val=settings.gradient_clip_val,
+        callbacks=[laps],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(workload.module, datamodule=workload.data(steps))
+    return laps.seconds()
+
+
+def ours(workload: Workload, steps: int) -> tuple[list[float], RunRecord]:
+    """The trainer as the command line builds it, TensorBoard and telemetry included, plus the lap hook of ``bare``."""
+    laps = Laps()
+    settings = workload.config.trainer
+    settings.max_steps = steps
+    record = new_record(workload.config, [])
+    with tempfile.TemporaryDirectory() as folder, StopRequest(print) as stop:
+        directory = Path(folder)
+        callbacks = [
+            compile_callback(workload.config, record),
+            Checkpoints(directory, every_n_steps=0, stop=stop, at_end=False),
+            laps,
+        ]
+        trainer = build_trainer(workload.config, directory, callbacks)
+        trainer.fit(workload.module, datamodule=workload.data(steps))
+    return laps.seconds(), record
+
+
+class Laps(L.Callback):
+    """Laps the clock at the end of each batch."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the clock on the training device."""
+        self._clock, self._count = step_clock(trainer.strategy.root_device), 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """One step is over."""
+        self._clock.lap()
+        self._count += 1
+
+    def seconds(self) -> list[float]:
+        """Seconds of all steps."""
+        return [self._clock.take() for _ in range(self._count)]
+
+
+def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optimizer, Any]:
+    """What ``configure_optimizers`` returned, taken apart."""
+    configured: Any = module.configure_optimizers()
+    if isinstance(configured, torch.optim.Optimizer):
+        return configured, None
+    return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+
+
+def steady(seconds: list[float]) -> float:
+    """Median of the steps after the warm-up of a turn."""
+    return statistics.median(seconds[WARMUP:])
