@@ -1,0 +1,175 @@
+"""The caption network: torchvision's numbers, one graph, operations counted as torch counts them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import VisionTransformer, vit_b_16, vit_l_16
+
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.models.captioner import CaptionNet
+from tasks.models.image_encoder import ImageEncoder
+
+SIZES = Path(__file__).resolve().parents[2] / "conf" / "task" / "size"
+
+
+def shipped_size(name: str) -> CaptionerSize:
+    values = yaml.safe_load((SIZES / f"{name}.yaml").read_text())
+    del values["defaults"]
+    return CaptionerSize(**values)
+
+
+def example(size: CaptionerSize, *, images: int = 4, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (images, 3, size.image_size, size.image_size)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    tokens = torch.randint(3, size.vocabulary_size, (images, length), generator=generator)
+    tokens[:, 0] = 1
+    tokens[0, 5:] = 0
+    return pixels, tokens
+
+
+def test_the_encoder_gives_the_numbers_of_torchvisions_vision_transformer() -> None:
+    torch.manual_seed(0)
+    ours = ImageEncoder(image_size=32, patch_size=16, layers=3, width=32, heads=2)
+    torch.manual_seed(0)
+    reference = VisionTransformer(32, 16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=128)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    x = reference._process_input(images.float() / 127.5 - 1.0)
+    x = torch.cat((reference.class_token.expand(2, -1, -1), x), dim=1)
+    torch.testing.assert_close(ours(images), reference.encoder(x))
+
+
+@pytest.mark.parametrize(("name", "reference"), [("base", vit_b_16), ("large", vit_l_16)])
+def test_the_encoder_is_as_large_as_torchvisions(name: str, reference: object) -> None:
+    with torch.device("meta"):
+        net = CaptionNet(**asdict(shipped_size(name)))
+        vit = reference()  # type: ignore[operator]
+    count = sum(parameter.numel() for parameter in vit.parameters())
+    head = sum(parameter.numel() for parameter in vit.heads.parameters())
+    assert sum(parameter.numel() for parameter in net.encoder.parameters()) == count - head
+    if name == "base":
+        assert count == 86_567_656
+
+
+def test_equal_seeds_give_equal_weights(size: CaptionerSize) -> None:
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        nets.append(CaptionNet(**asdict(size)))
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_evaluation_counts_right_predictions_and_ignores_padding(net: CaptionNet, size: CaptionerSize) -> None:
+    images, tokens = example(size)
+    train_loss, *nothing = net(images, tokens)
+    assert nothing == [None, None]
+    net.eval()
+    loss, correct, count = net(images, tokens)
+    assert count == (tokens[:, 1:] != 0).sum()
+    assert 0 <= int(correct) <= int(count)
+    torch.testing.assert_close(loss, train_loss)
+    torch.testing.assert_close(net(images, torch.nn.functional.pad(tokens, (0, 7)))[0], loss)
+
+
+def test_no_position_sees_a_later_token(net: CaptionNet, size: CaptionerSize) -> None:
+    images, tokens = example(size)
+    image = net.encoder(images)
+    before = net.decoder(tokens, image)
+    tokens[:, 6:] = 9
+    after = net.decoder(tokens, image)
+    torch.testing.assert_close(after[:, :6], before[:, :6])
+    assert not torch.allclose(after[:, 6:], before[:, 6:])
+
+
+def test_forward_and_loss_compile_as_one_graph_in_each_mode(net: CaptionNet, size: CaptionerSize) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    eager = net(*example(size))[0].item()
+    net.compile(backend=counter, fullgraph=True)
+    loss = net(*example(size))[0]
+    loss.backward()
+    assert counter.frame_count == 1
+    assert loss.item() == pytest.approx(eager)
+    net.eval()
+    with torch.no_grad():
+        net(*example(size))
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("path", ["encoder.blocks", "decoder.blocks"])
+def test_blocks_of_one_kind_share_one_compile(net: CaptionNet, size: CaptionerSize, path: str, autocast: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    blocks = list(net.get_submodule(path).children())
+    assert len(blocks) == 3
+    for block in blocks:
+        block.compile(backend=counter, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            net(*example(size))[0].backward()
+    assert counter.frame_count == 1
+    net.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        net(*example(size))
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("path", Captioning().declare().parts)
+def test_each_declared_part_compiles_on_its_own(net: CaptionNet, size: CaptionerSize, path: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net.get_submodule(path.removeprefix("net.")).compile(backend=counter, fullgraph=True)
+    net(*example(size))[0].backward()
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("same_width", [True, False])
+def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_width: bool) -> None:
+    size = replace(size, decoder_width=size.encoder_width) if same_width else size
+    net = CaptionNet(**asdict(size))
+    # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net(*example(size))[0].backward()
+    assert size.training_flops(images=4, positions=11) == counter.get_total_flops()
+
+
+def test_generation_leaves_mode_and_random_state_and_compiles_nothing(net: CaptionNet, size: CaptionerSize) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for block in net.decoder.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    net.tail.eval()
+    state = torch.get_rng_state()
+    tokens = net.generate(example(size)[0], begin=1, end=2, max_new_tokens=6)
+    assert tokens.shape[0] == 4
+    assert 2 <= tokens.shape[1] <= 7
+    assert (tokens[:, 0] == 1).all()
+    assert net.training
+    assert net.encoder.training
+    assert not net.tail.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert counter.frame_count == 0
+    torch._dynamo.reset()
+
+
+def test_generation_stops_when_every_caption_has_ended(net: CaptionNet, size: CaptionerSize) -> None:
+    with torch.no_grad():
+        net.tail.norm.weight.zero_()
+        net.tail.norm.bias.fill_(1.0)
+        net.tail.head.weight.zero_()
+        net.tail.head.weight[2] = 1.0
+    assert net.generate(example(size)[0], begin=1, end=2, max_new_tokens=50).tolist() == [[1, 2]] * 4

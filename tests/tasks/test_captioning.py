@@ -1,0 +1,99 @@
+"""The captioning task under Lightning: what validation writes, how it optimises, what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.data.captions import CaptionData
+from tasks.data.shapes import Shapes
+
+
+def test_importing_the_tasks_does_not_import_torch() -> None:
+    code = "import sys, tasks; print({'torch', 'lightning', 'torchvision', 'omegaconf'} & set(sys.modules))"
+    root = Path(__file__).resolve().parents[2]
+    output = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "set()"
+
+
+def test_the_plain_base_stands_for_the_embedded_data() -> None:
+    assert Captioning(data=CaptionData(batch_size=3)).data == Shapes(batch_size=3)
+
+
+def test_validation_writes_the_exact_mean_and_a_captioned_strip(size: CaptionerSize, tmp_path: Path) -> None:
+    task = Captioning(size=size, data=Shapes(batch_size=8, train_images=16, val_images=13, num_workers=0))
+    data, module = task.build_data(seed=0), task.build_module(max_steps=2)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=TensorBoardLogger(tmp_path, name="", version=""),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    module.eval()
+    with torch.no_grad():
+        results = [module.net(batch.images, batch.tokens) for batch in data.val_dataloader()]
+    count = sum(float(count) for _, _, count in results)
+    mean = sum(float(loss) * float(count) for loss, _, count in results) / count
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(mean, rel=1e-5)
+    accuracy = sum(float(correct) for _, correct, _ in results) / count
+    assert float(trainer.callback_metrics["val/token_accuracy"]) == pytest.approx(accuracy, abs=1e-6)
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert {"val/loss", "val/token_accuracy"} <= set(tags["scalars"])
+    assert tags["images"] == ["captions/strip"]
+    (image,) = events.Images("captions/strip")
+    assert image.width > 800
+    assert image.height > 450
+    (table,) = events.Tensors("captions/table/text_summary")
+    assert table.tensor_proto.string_val[0].decode().startswith("| true | generated |")
+
+
+def test_only_matrices_decay_and_the_rate_warms_up_and_falls(size: CaptionerSize) -> None:
+    task = Captioning(size=size, learning_rate=0.5, warmup_steps=4, final_learning_rate=0.1)
+    settings = task.build_module(max_steps=20).configure_optimizers()
+    optimizer, schedule = settings["optimizer"], settings["lr_scheduler"]["scheduler"]
+    decayed, plain = optimizer.param_groups
+    assert all(parameter.ndim >= 2 for parameter in decayed["params"])
+    assert decayed["weight_decay"] == 0.05
+    assert all(parameter.ndim < 2 for parameter in plain["params"])
+    assert plain["weight_decay"] == 0.0
+    rates = []
+    for _ in range(21):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(0.125)
+    assert rates[3] == rates[4] == max(rates) == 0.5
+    assert rates[-1] == pytest.approx(0.05)
+
+
+def test_it_learns_the_embedded_data_within_a_few_steps() -> None:
+    torch.manual_seed(0)
+    task = Captioning(data=Shapes(train_images=640, val_images=32, num_workers=0))
+    data, module = task.build_data(seed=0), task.build_module(max_steps=80)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=80,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=data)
+    (result,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert result["val/loss"] < 1.5
+    assert result["val/token_accuracy"] > 0.5

@@ -1,0 +1,195 @@
+"""COCO folders and CSV files: what is read, what is left out and counted, what stops with one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.data.caption_data_module import CaptionDataModule
+from tasks.data.captions import CaptionData
+from tasks.data.coco import Coco
+from tasks.data.csv_file import Csv
+from tasks.data.image_files import ImageError, read_image
+
+Write = Callable[..., Path]
+
+
+def load(size: CaptionerSize, data: CaptionData) -> CaptionDataModule:
+    module = Captioning(size=size, data=data).build_data(seed=0)
+    assert isinstance(module, CaptionDataModule)
+    module.setup("fit")
+    return module
+
+
+def write_coco(file: Path, captions: dict[str, list[str]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    images = [{"id": number, "file_name": name} for number, name in enumerate(captions)]
+    annotations = [
+        {"id": 1, "image_id": number, "caption": caption}
+        for number, texts in enumerate(captions.values())
+        for caption in texts
+    ]
+    file.write_text(json.dumps({"images": images, "annotations": annotations}))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "colour"),
+    [
+        ("rgb.jpg", "RGB", (90, 90, 90)),
+        ("grey.jpg", "L", 90),
+        ("grey.png", "L", 90),
+        ("cmyk.jpg", "CMYK", (0, 0, 0, 165)),
+        ("rgba.png", "RGBA", (90, 90, 90, 255)),
+        ("palette.png", "P", 0),
+        ("two.png", "1", 1),
+        ("deep.png", "I;16", 90 * 257),
+    ],
+)
+def test_images_of_every_mode_become_rgb_of_the_asked_size(
+    write_image: Write, name: str, mode: str, colour: object
+) -> None:
+    image = read_image(write_image(name, mode=mode, colour=colour, size=(50, 30)), image_size=24)
+    assert image.shape == (3, 24, 24)
+    assert image.dtype == torch.uint8
+    assert image.is_contiguous()
+    expected = {"P": None, "1": 255}.get(mode, 90)
+    if expected is not None:
+        assert (image.int() - expected).abs().max() <= 3
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"\xff\xd8\xff no image")
+    with pytest.raises(ImageError, match=r"broken\.jpg does not decode"):
+        read_image(broken, image_size=8)
+
+
+def test_a_coco_folder_is_read_with_every_caption_of_an_image(
+    tmp_path: Path, write_image: Write, size: CaptionerSize
+) -> None:
+    for split, count in (("train2017", 4), ("val2017", 2)):
+        for number in range(count):
+            write_image(f"{split}/{number}.jpg")
+        captions = {f"{number}.jpg": [f"picture {number}", "a  grey\narea"] for number in range(count)}
+        write_coco(tmp_path / "annotations" / f"captions_{split}.json", captions)
+    data = load(size, Coco(root=str(tmp_path), batch_size=2, num_workers=0))
+    assert (len(data.train_set), len(data.val_set)) == (8, 4)
+    batch = next(iter(data.val_dataloader()))
+    assert [data.decode(row) for row in batch.tokens.tolist()] == ["picture 0", "a grey area"]
+    assert len(list((tmp_path / "annotations").glob("tokenizer-384-*.json"))) == 1
+    assert data.skipped == {}
+
+
+def test_bad_items_are_left_out_and_counted(
+    tmp_path: Path, write_image: Write, size: CaptionerSize, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(6):
+        write_image(f"train/{number}.png")
+    (tmp_path / "train" / "3.png").write_bytes(b"broken")
+    captions = {f"{number}.png": [f"picture {number}"] for number in range(6)}
+    captions |= {"gone.png": ["one", "two"], "3.png": ["again", "picture 3"], "0.png": ["fine", " ", "word " * 300]}
+    write_coco(tmp_path / "annotations" / "captions_train.json", captions)
+    task = Captioning(size=size, data=Coco(root=str(tmp_path), batch_size=1, num_workers=1, val_share=0.01))
+    data = task.build_data(seed=0)
+    data.setup("fit")
+    for _ in range(2):
+        list(data.train_dataloader())
+        list(data.val_dataloader())
+    assert task.skipped_items(data) == {
+        "empty caption": 1,
+        "caption too long": 1,
+        "image missing": 2,
+        "image does not decode": 1,
+    }
+    assert capfd.readouterr().err.count("3.png") == 1
+
+
+def test_a_held_out_image_keeps_its_side_with_all_its_captions(tmp_path: Path, write_image: Write) -> None:
+    names = [f"{number}.png" for number in range(40)]
+    for name in names:
+        write_image(f"train/{name}")
+    write_coco(tmp_path / "annotations" / "captions_train.json", {name: [name, f"again {name}"] for name in names})
+    first, second = (Coco(root=str(tmp_path), val_share=0.2).splits(seed=seed, image_size=8) for seed in (0, 1))
+    assert [split.captions for split in first] == [split.captions for split in second]
+    train, val = ({caption.removeprefix("again ") for caption in split.captions} for split in first)
+    assert train
+    assert val
+    assert not train & val
+    assert train | val == set(names)
+
+
+def test_a_csv_file_is_read_with_its_own_columns_and_delimiter(
+    tmp_path: Path, write_image: Write, size: CaptionerSize
+) -> None:
+    for number in range(4):
+        write_image(f"pictures/{number}.png")
+    file = tmp_path / "captions.csv"
+    rows = [f'pictures/{number}.png;"a ""grey"" area; {number}"' for number in range(4)]
+    file.write_text("\n".join(["path;text", *rows]), encoding="utf-8-sig")
+    config = Csv(file=str(file), image_column="path", caption_column="text", delimiter=";", batch_size=1, num_workers=0)
+    data = load(size, config)
+    assert len(data.train_set) + len(data.val_set) == 4
+    assert data.decode(next(iter(data.val_dataloader())).tokens[0].tolist()).startswith('a "grey" area; ')
+
+
+def coco_with(tmp_path: Path, content: str) -> Coco:
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "train").mkdir()
+    (tmp_path / "annotations" / "captions_train.json").write_text(content)
+    return Coco(root=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "captions_train.json is not JSON"),
+        ("[]", "captions_train.json is not a COCO file: it holds no JSON object"),
+        ('{"annotations": []}', "captions_train.json is not a COCO file: it has no list 'images'"),
+        ('{"images": []}', "captions_train.json is not a COCO file: it has no list 'annotations'"),
+        ('{"images": [{}], "annotations": []}', "captions_train.json is not a COCO caption file"),
+        ('{"images": [], "annotations": []}', "captions_train.json holds no usable example"),
+    ],
+)
+def test_a_broken_annotation_file_is_named(tmp_path: Path, size: CaptionerSize, content: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(size, coco_with(tmp_path, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_folders_and_files_are_named(tmp_path: Path, size: CaptionerSize) -> None:
+    with pytest.raises(ValueError, match="must name a folder"):
+        Coco()
+    with pytest.raises(ValueError, match=r"task\.data\.root='/nowhere' is not a folder"):
+        load(size, Coco(root="/nowhere"))
+    with pytest.raises(ValueError, match=r"has no annotations/captions_train\*\.json"):
+        load(size, Coco(root=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"a\.json cannot be read \(No such file"):
+        load(size, Coco(annotations=str(tmp_path / "a.json"), images=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"b\.csv cannot be read \(No such file"):
+        load(size, Csv(file=str(tmp_path / "b.csv")))
+    with pytest.raises(ValueError, match="must be one character"):
+        Csv(file="x", delimiter=";;")
+
+
+def test_a_csv_file_without_the_column_names_those_it_has(tmp_path: Path, size: CaptionerSize) -> None:
+    (tmp_path / "a.csv").write_text("path,text\n")
+    with pytest.raises(ValueError, match=r"a\.csv has no column 'image'; it has 'path', 'text'"):
+        load(size, Csv(file=str(tmp_path / "a.csv")))
+
+
+def test_a_folder_of_broken_images_stops_the_run(tmp_path: Path, size: CaptionerSize) -> None:
+    (tmp_path / "train").mkdir()
+    names = [f"{number}.png" for number in range(60)]
+    for name in names:
+        (tmp_path / "train" / name).write_bytes(b"broken")
+    write_coco(tmp_path / "annotations" / "captions_train.json", {name: ["a b"] for name in names})
+    data = load(size, Coco(root=str(tmp_path), batch_size=1, num_workers=0))
+    with pytest.raises(ValueError, match="50 examples in a row have images"):
+        list(data.train_dataloader())

@@ -1,0 +1,107 @@
+"""A resumed run sees the batches and the losses that the uninterrupted run saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.data.order import ResumableSampler
+from tasks.data.shapes import Shapes
+
+
+class Recorder(L.Callback):
+    """Keeps the tokens and the loss of every training step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[list[list[int]], float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append((batch.tokens.tolist(), float(outputs["loss"])))
+
+
+def train(
+    size: CaptionerSize, folder: Path, *, workers: int, resume: Path | None = None, limit: int | None = None
+) -> Recorder:
+    """Train 12 steps, 5 to an epoch (or ``limit``), with a checkpoint after every step."""
+    torch.manual_seed(0 if resume is None else 1)
+    task = Captioning(size=size, data=Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers))
+    recorder = Recorder()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=12,
+        max_epochs=-1,
+        logger=False,
+        callbacks=[recorder, ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=1,
+        limit_train_batches=limit,
+    )
+    trainer.fit(
+        task.build_module(max_steps=12), datamodule=task.build_data(seed=3), ckpt_path=str(resume) if resume else None
+    )
+    return recorder
+
+
+@pytest.mark.parametrize(("workers", "limit"), [(0, None), (1, None), (0, 3)])
+def test_a_resumed_run_continues_with_the_same_batches_and_losses(
+    size: CaptionerSize, tmp_path: Path, workers: int, limit: int | None
+) -> None:
+    whole = train(size, tmp_path / "a", workers=workers, limit=limit).steps
+    assert len(whole) == 12
+    for stopped_after in (2, 5, 6, 7, 10) if workers == 0 else (5, 7):
+        resume = tmp_path / "a" / f"step={stopped_after}.ckpt"
+        resumed = train(size, tmp_path / f"b{stopped_after}", workers=workers, resume=resume, limit=limit).steps
+        assert [tokens for tokens, _ in resumed] == [tokens for tokens, _ in whole[stopped_after:]], stopped_after
+        assert [loss for _, loss in resumed] == [loss for _, loss in whole[stopped_after:]], stopped_after
+
+
+def test_a_run_resumed_twice_still_continues_exactly(size: CaptionerSize, tmp_path: Path) -> None:
+    whole = train(size, tmp_path / "a", workers=0).steps
+    train(size, tmp_path / "b", workers=0, resume=tmp_path / "a" / "step=5.ckpt")
+    resumed = train(size, tmp_path / "c", workers=0, resume=tmp_path / "b" / "step=8.ckpt").steps
+    assert resumed == whole[8:]
+
+
+def sampler(rank: int = 0, replicas: int = 1) -> ResumableSampler:
+    return ResumableSampler(list(range(21)), num_replicas=replicas, rank=rank, seed=1, batch_size=4)  # type: ignore[arg-type]
+
+
+def test_the_order_changes_with_the_epoch_and_skips_only_in_the_resumed_one() -> None:
+    whole = sampler()
+    first = list(whole)
+    whole.set_epoch(1)
+    second = list(whole)
+    assert sorted(first) == sorted(second) == list(range(21))
+    assert first != second
+    resumed = sampler()
+    resumed.resume(epoch=0, batches=2)
+    assert list(resumed) == list(resumed) == first[8:]
+    assert len(resumed) == 21
+    resumed.set_epoch(1)
+    assert list(resumed) == second
+
+
+def test_ranks_share_an_epoch_evenly() -> None:
+    parts = [list(sampler(rank, 2)) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) == 11
+    assert set(parts[0]) | set(parts[1]) == set(range(21))
+
+
+def test_making_an_iterator_leaves_the_global_generator_alone(size: CaptionerSize) -> None:
+    data = Captioning(size=size, data=Shapes(batch_size=4, train_images=8, val_images=4, num_workers=0)).build_data(
+        seed=0
+    )
+    data.setup("fit")
+    before = torch.get_rng_state()
+    next(iter(data.train_dataloader()))
+    next(iter(data.val_dataloader()))
+    assert torch.equal(torch.get_rng_state(), before)

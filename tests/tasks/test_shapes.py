@@ -1,0 +1,126 @@
+"""The embedded data and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.data.shapes import Shapes
+from tasks.data.tokenizer import decode, load_tokenizer, train_tokenizer
+
+
+def test_a_scene_depends_on_seed_split_and_index_alone() -> None:
+    one, val = Shapes(train_images=8, val_images=8).splits(seed=1, image_size=48)
+    more, _ = Shapes(train_images=30).splits(seed=1, image_size=48)
+    other, _ = Shapes(train_images=8).splits(seed=2, image_size=48)
+    assert one.captions == more.captions[:8]
+    assert one.captions != other.captions
+    assert one.captions != val.captions
+    image = one.image(5)
+    assert torch.equal(image, more.image(5))
+    assert image.dtype == torch.uint8
+    assert image.shape == (3, 48, 48)
+    assert image.is_contiguous()
+    assert not torch.equal(image, other.image(5))
+
+
+def test_caption_lengths_have_a_long_tail() -> None:
+    data = Captioning(data=Shapes(train_images=3000)).build_data(seed=0)
+    data.setup("fit")
+    lengths = sorted(len(data.train_set._tokens(index)) for index in range(len(data.train_set)))
+    assert lengths[0] <= 8
+    assert lengths[len(lengths) // 2] < 20
+    assert lengths[-1] > 100
+    assert data.skipped == {}
+
+
+def test_every_text_survives_the_tokenizer() -> None:
+    tokenizer = train_tokenizer(["a red circle", "two squares"], vocabulary_size=300)
+    for text in ("a red circle", "naïve café 猫 🙂", "tab\tand | bar"):
+        ids = tokenizer.encode(text).ids
+        assert 0 not in ids
+        assert decode(tokenizer, [1, *ids, 2, 5, 0, 0]) == text
+    assert tokenizer.get_vocab_size() <= 300
+    assert [tokenizer.token_to_id(token) for token in ("<pad>", "<begin>", "<end>")] == [0, 1, 2]
+
+
+def test_the_tokenizer_is_kept_and_trained_again_when_captions_change(tmp_path: Path, private_cache: Path) -> None:
+    folder = tmp_path / "data"
+    load_tokenizer(["a cat"] * 3, vocabulary_size=280, folder=folder)
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["model"]["type"] == "BPE"
+    written = file.stat().st_mtime_ns
+    load_tokenizer(["a cat"] * 3, vocabulary_size=280, folder=folder)
+    assert file.stat().st_mtime_ns == written
+    load_tokenizer(["a dog"] * 3, vocabulary_size=280, folder=folder)
+    assert len(list(folder.iterdir())) == 2
+    file.write_text("{broken")
+    load_tokenizer(["a cat"] * 3, vocabulary_size=280, folder=folder)
+    assert json.loads(file.read_text())
+    assert not private_cache.exists()
+
+
+def test_a_folder_that_cannot_be_written_gives_way_to_the_cache(tmp_path: Path, private_cache: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    load_tokenizer(["a cat"], vocabulary_size=280, folder=blocked / "below")
+    assert len(list(private_cache.iterdir())) == 1
+
+
+def test_without_any_place_to_write_the_tokenizer_lives_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
+    assert load_tokenizer(["a cat"], vocabulary_size=280, folder=blocked).encode("a cat").ids
+
+
+def test_batches_are_padded_to_the_longest_or_to_the_asked_length(size: CaptionerSize) -> None:
+    ragged = Captioning(size=size, data=Shapes(batch_size=4, train_images=64, val_images=6, num_workers=0))
+    data = ragged.build_data(seed=0)
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        assert batch.images.shape == (4, 3, 32, 32)
+        assert batch.images.dtype == torch.uint8
+        assert (batch.tokens[:, 0] == 1).all()
+        assert (batch.tokens[:, -1] != 0).any()
+        counts = ragged.count(batch)
+        assert counts.samples == 4
+        assert counts.tokens == 4 * (batch.tokens.shape[1] - 1)
+        assert counts.useful_tokens == int((batch.tokens[:, 1:] != 0).sum())
+    assert [len(batch.images) for batch in data.val_dataloader()] == [4, 2]
+
+    static = Captioning(size=size, data=Shapes(batch_size=4, train_images=64, val_images=6, num_workers=0, pad_to=30))
+    data = static.build_data(seed=0)
+    data.setup("fit")
+    assert {batch.tokens.shape for batch in data.train_dataloader()} == {(4, 31)}
+    skipped = static.skipped_items(data)
+    assert set(skipped) == {"caption too long"}
+    assert 0 < skipped["caption too long"] < 35
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batch_size": 0}, "task.data.batch_size=0 must be at least 1"),
+        ({"train_images": -1}, "task.data.train_images=-1 must be at least 1"),
+        ({"max_objects": 10}, "task.data.max_objects=10 must be 1 to 9"),
+        ({"num_workers": -1}, "task.data.num_workers=-1 must be at least 0"),
+    ],
+)
+def test_a_value_out_of_range_is_named(values: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Shapes(**values)
+
+
+def test_more_padding_than_positions_is_refused(size: CaptionerSize) -> None:
+    with pytest.raises(ValueError, match=r"task\.data\.pad_to=161 must be at most task\.size\.max_tokens=160"):
+        Captioning(size=size, data=Shapes(pad_to=161))
