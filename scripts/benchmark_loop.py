@@ -52,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--strategies", default=STRATEGIES, help=f"compile options to measure (default {STRATEGIES})")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which each arm takes a turn (default 5)")
     parser.add_argument("--steps", type=int, default=40, help="steps of a turn (default 40)")
+    parser.add_argument("--toy", action="store_true", help="a step of next to no work: shows microseconds of the loop")
     parser.add_argument("--both-cold", action="store_true", help="also a process in which the raw loop starts cold")
     parser.add_argument("--out", type=Path, help="folder for benchmark_loop.jsonl")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one process (default 900)")
@@ -75,6 +76,7 @@ def in_fresh_process(options: argparse.Namespace, strategy: str, first: str) -> 
         }
         command = [sys.executable, "-m", "scripts.benchmark_loop", "--child", strategy, "--first", first]
         command += ["--rounds", str(options.rounds), "--steps", str(options.steps), *options.overrides]
+        command += ["--toy"] if options.toy else []
         try:
             done = subprocess.run(
                 command, env=environment, stdout=subprocess.PIPE, text=True, timeout=options.timeout, check=False
@@ -96,6 +98,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     config = compose([*options.overrides, f"compile={options.child}", "trainer.val_every_n_steps=0"])
     result: dict[str, Any] = {}
+    if options.toy:
+        from scripts.toy_task import Toy
+
+        config.task = Toy()
+        config.trainer.gradient_clip_val = None
     with process_settings(config.trainer):
         workload = loop_arms.Workload.build(config)
         arms = {

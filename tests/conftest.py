@@ -1,0 +1,87 @@
+"""Fixtures shared by all tests: a stand-in for training, and a command line that can be called in this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STAND_IN = ROOT / "tests" / "stand_in"
+
+
+@pytest.fixture
+def edge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what the command line does to the process: Hydra's registrations, the path, plug-in modules."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # registers Hydra's own configurations on first use: before the copy that is put back
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    store = ConfigStore.instance()
+    repository = deepcopy(store.repo)
+    sys.modules.pop("plugin", None)
+    yield
+    sys.modules.pop("plugin", None)
+    store.repo = repository
+    GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, object]]:
+    """Stand-in for ``trainer.run`` in this process; lists the calls it got. Works in an empty directory."""
+    from trainer.telemetry.record import RunRecord
+
+    calls: list[dict[str, object]] = []
+
+    def run(config: object, *, run_dir: Path, command: list[str]) -> RunRecord:
+        calls.append({"config": config, "run_dir": run_dir, "command": command})
+        return RunRecord(task="stand-in", status="finished", final_loss=0.5)
+
+    module = types.ModuleType("trainer.run")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trainer.run", module)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+@pytest.fixture
+def command_line(edge: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Call the command line in this process; returns its exit code."""
+    from trainer.cli import main
+
+    def call(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["trainer", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return int(stopped.value.code or 0)
+
+    return call
+
+
+def trainer_process(arguments: Sequence[str], *, cwd: Path, stand_in: bool = True) -> subprocess.Popen[str]:
+    """Start ``python -m trainer`` in a session of its own, as a terminal would; with the stand-in for training."""
+    path = [str(STAND_IN), str(ROOT)] if stand_in else [str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def start_trainer() -> Callable[..., subprocess.Popen[str]]:
+    """``trainer_process``, as a fixture for tests in any directory."""
+    return trainer_process

@@ -1,0 +1,164 @@
+"""The command line: what it hands to the run, what it says, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+Calls = list[dict[str, Any]]
+
+
+def python(code: str, *arguments: str, cwd: Path, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_run_gets_its_configuration_directory_and_command(command_line: Any, called: Calls, tmp_path: Path) -> None:
+    assert command_line("task=captioning", "compile=regional", "trainer.max_steps=7", "seed=3") == 0
+    (call,) = called
+    assert call["config"].trainer.max_steps == 7
+    assert list(call["config"].compile) == ["regional"]
+    assert call["command"] == ["task=captioning", "compile=regional", "trainer.max_steps=7", "seed=3"]
+    assert call["run_dir"].parent == tmp_path / "outputs" / "captioning" / "regional"
+    assert (call["run_dir"] / ".hydra" / "overrides.yaml").is_file()
+    assert not list(tmp_path.rglob("*.log"))
+
+
+def test_inductor_options_keep_their_dotted_names(command_line: Any, called: Calls) -> None:
+    assert command_line("compile=whole", "+compile.whole.options={triton.cudagraphs:true}") == 0
+    assert called[0]["config"].compile["whole"].options == {"triton.cudagraphs": True}
+
+
+def test_the_baselines_directory_is_named_eager(command_line: Any, called: Calls, tmp_path: Path) -> None:
+    assert command_line() == 0
+    assert called[0]["run_dir"].parent == tmp_path / "outputs" / "captioning" / "eager"
+
+
+@pytest.mark.parametrize(("status", "number", "code"), [("failed", None, 1), ("interrupted", 15, 143)])
+def test_the_records_exit_code_is_the_processs(
+    command_line: Any, called: Calls, status: str, number: int | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.telemetry.record import RunRecord
+
+    record = RunRecord(task="stand-in", status=status, signal=number)
+    monkeypatch.setattr(sys.modules["trainer.run"], "run", lambda *_, **__: record)
+    assert command_line() == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaints"),
+    [
+        (["trainer.max_steps=0"], ["error: trainer.max_steps=0 must be at least 1"]),
+        (
+            ["trainer.max_step=3"],
+            ["error: Could not override 'trainer.max_step'.", "  Key 'max_step' not in 'TrainerConfig'"],
+        ),
+        (["trainer.max_steps=few"], ["Value 'few' of type 'str' could not be converted to Integer"]),
+        (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
+        (["compile=hole"], ["error: In 'config': Could not find 'compile/hole'", "'compile': eager, regional, whole"]),
+        (["compile=[whole"], ["error: compile=[whole: "]),
+        (["compile=whole", "compile.whole.mode=fastest"], ["error: compile.whole.mode='fastest' is not one of ("]),
+        (["compile=whole", "+compile.whole.typo=1"], ["error: compile.whole.typo is not an option"]),
+        (["--config-dir", "nowhere"], ["error: Additional config directory"]),
+    ],
+)
+def test_what_a_user_got_wrong_is_said_shortly(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], arguments: list[str], complaints: list[str]
+) -> None:
+    assert command_line(*arguments) == 2
+    said = capfd.readouterr().err
+    for complaint in complaints:
+        assert complaint in said
+    assert len(said.splitlines()) <= 3
+    assert "HYDRA_FULL_ERROR" not in said
+    assert called == []
+
+
+def test_a_value_error_of_the_run_is_a_refusal(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("task.data.root='' must name a folder")
+
+    monkeypatch.setattr(sys.modules["trainer.run"], "run", refuse)
+    assert command_line() == 2
+    assert capfd.readouterr().err == "error: task.data.root='' must name a folder\n"
+
+
+def test_the_full_error_can_be_asked_for(command_line: Any, called: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="max_steps"):
+        command_line("trainer.max_steps=0")
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_help_shows_choices_values_and_examples(command_line: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command_line("compile=regional", "--help") == 0
+    text = capfd.readouterr().out
+    assert "python -m trainer -m compile=eager,whole,regional" in text
+    assert re.search(r"compile= +eager \| regional \| whole", text)
+    assert re.search(r"task/data= +.*coco.*shapes", text)
+    assert "fullgraph: true" in text
+    assert "schema" not in text
+    assert "hydra/" not in text
+
+
+COLD = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "
+MAIN = COLD + "from trainer.cli import main; sys.argv[0] = 'crucible'; main()"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--cfg", "job"], ["trainer.max_steps=0"], ["-sc", "query=bash"]], ids=lambda a: a[0]
+)
+def test_torch_is_not_imported_before_it_is_needed(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", "crucible compile=")
+    done = python(MAIN, *arguments, cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "False"
+    assert done.returncode == (2 if "trainer.max_steps=0" in arguments else 0)
+
+
+def test_completion_offers_options_and_values(
+    command_line: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", "crucible compile=re")
+    assert command_line("-sc", "query=bash") == 0
+    assert capfd.readouterr().out.split() == ["compile=regional"]
+
+
+def test_completion_knows_the_users_own_options(
+    command_line: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "ours.yaml").write_text("# @package _global_\nseed: 9\n")
+    monkeypatch.setenv("COMP_LINE", f"crucible --config-dir {tmp_path} experiment=ou")
+    assert command_line("-sc", "query=bash") == 0
+    assert capfd.readouterr().out.split() == ["experiment=ours"]
+
+
+def test_a_users_folders_shadow_nothing_and_stay_importable(tmp_path: Path) -> None:
+    for name in ("conf", "tasks", "strategies", "scripts", "acme"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('shadowed')" if name != "acme" else "")
+    (tmp_path / "conf" / "config.yaml").write_text("seed: 99\n")
+    code = "from trainer.cli import claim_packages; claim_packages(); import acme, tasks, strategies.base"
+    done = python(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = python("from trainer.cli import main; main()", "--cfg", "job", cwd=tmp_path)
+    assert "seed: 0" in done.stdout, done.stderr
+
+
+def test_importing_the_package_touches_neither_path_nor_siblings(tmp_path: Path) -> None:
+    code = "import sys; before = list(sys.path); import trainer; sys.exit(sys.path != before or 'tasks' in sys.modules)"
+    assert python(code, cwd=tmp_path).returncode == 0

@@ -1,0 +1,122 @@
+"""The configuration: every shipped YAML composes, says how it is used, and is in step with its dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from strategies import STRATEGIES
+from strategies.base import Strategy
+from trainer.cli import CONF
+from trainer.config import register, strategy_names, to_config
+from trainer.settings import Config, TrainerConfig
+
+YAMLS = sorted(Path(CONF).rglob("*.yaml"))
+NEEDS = {"task/data/coco": ["task.data.root=."], "task/data/csv": ["task.data.file=x.csv"]}
+"""Options that are complete only with the user's own paths."""
+
+
+@pytest.fixture(autouse=True)
+def hydra_in_tests(edge: None) -> Iterator[None]:
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def option_of(file: Path) -> tuple[str, str]:
+    path = file.relative_to(CONF).with_suffix("")
+    return str(path.parent), path.name
+
+
+def build(*overrides: str) -> Config:
+    return to_config(compose("config", overrides=list(overrides)))
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=lambda file: str(file.relative_to(CONF)))
+def test_every_yaml_begins_with_the_command_that_uses_it(file: Path) -> None:
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# python -m trainer ")
+    group, name = option_of(file)
+    if not group.startswith((".", "hydra")):
+        assert f"{group}={name}" in lines[0].split()
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=lambda file: str(file.relative_to(CONF)))
+def test_every_option_composes_into_dataclasses(file: Path) -> None:
+    group, name = option_of(file)
+    overrides = [] if group == "." or group.startswith("hydra") else [f"{group}={name}"]
+    config = build(*overrides, *NEEDS.get(f"{group}/{name}", []))
+    assert isinstance(config, Config)
+    assert isinstance(config.trainer, TrainerConfig)
+    assert all(isinstance(strategy, Strategy) for strategy in config.compile.values())
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=lambda file: str(file.relative_to(CONF)))
+def test_no_option_has_a_name_that_yaml_reads_as_a_boolean(file: Path) -> None:
+    assert isinstance(yaml.safe_load(file.stem), str)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_strategys_yaml_holds_every_field_with_its_default(name: str) -> None:
+    strategy = build(f"compile={name}").compile[name]
+    assert strategy == STRATEGIES[name]()
+    written = yaml.safe_load((CONF / "compile" / f"{name}.yaml").read_text())[name]
+    assert list(written) == [option.name for option in dataclasses.fields(strategy)]
+
+
+def test_the_default_trainer_yaml_is_the_dataclasss_defaults() -> None:
+    assert build().trainer == TrainerConfig()
+    written = yaml.safe_load((CONF / "trainer" / "default.yaml").read_text())
+    assert list(written) == [option.name for option in dataclasses.fields(TrainerConfig)]
+
+
+def test_several_strategies_compose() -> None:
+    assert set(build("compile=[regional,whole]").compile) == {"regional", "whole"}
+    assert build("compile=eager").compile == {}
+
+
+def test_names_of_a_combination_are_in_the_order_of_stages_not_of_the_command_line() -> None:
+    for text in ("compile=[regional,whole]", "compile=[whole,regional]"):
+        assert strategy_names(compose("config", overrides=[text]).compile) == "regional+whole"
+    assert strategy_names(compose("config").compile) == "eager"
+
+
+def test_experiments_win_over_defaults_and_the_command_line_over_experiments() -> None:
+    assert build("experiment=smoke").trainer.max_steps == 8
+    assert build("experiment=smoke", "trainer.max_steps=3").trainer.max_steps == 3
+
+
+def test_all_complaints_come_together() -> None:
+    with pytest.raises(ValueError, match="max_steps") as refused:
+        build(
+            "trainer.max_steps=0",
+            "trainer.precision=half",
+            "trainer.gradient_clip_val=0",
+            "trainer.devices=-2",
+            "seed=-1",
+            "compile=whole",
+            "compile.whole.mode=fastest",
+        )
+    assert len(str(refused.value).splitlines()) == 6
+    for complaint in ("trainer.max_steps=0 must be at least 1", "trainer.devices=-2", "seed=-1", "is not one of"):
+        assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["compile.whole.typo", "trainer.typo", "task.typo", "task.size.typo"])
+def test_an_option_that_was_made_up_with_a_plus_is_named(path: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(path)} is not an option$"):
+        build("compile=whole", f"+{path}=1")
+
+
+def test_a_value_that_has_no_default_is_asked_for() -> None:
+    cfg = compose("config", overrides=["task=captioning"])
+    OmegaConf.update(cfg, "task.learning_rate", "???")
+    with pytest.raises(ValueError, match=r"task\.learning_rate is not set: add task\.learning_rate=<value>"):
+        to_config(cfg)

@@ -1,0 +1,64 @@
+"""The distribution: the wheel holds every package and every YAML, and its command line works from anywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_is_listed() -> None:
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for top in ("trainer", "strategies", "tasks", "scripts")
+        for file in (ROOT / top).rglob("__init__.py")
+    }
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"trainer.conf"}
+
+
+def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    # From a copy: setuptools leaves build/ and an egg-info in the tree that it builds.
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    installed = tmp_path / "installed"
+    pytest.importorskip("setuptools", minversion="77")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    options = ["--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *options, "-w", str(tmp_path), str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    yamls = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*.yaml")}
+    assert {f"trainer/{name}" for name in yamls} <= names
+    assert not {name.split("/")[0] for name in names} & {"conf", "tests", "docs"}
+    subprocess.run([*pip, "install", *options, "--target", str(installed), str(wheel)], check=True)
+
+    elsewhere = tmp_path / "elsewhere"
+    for name in ("conf", "tasks", "strategies"):
+        (elsewhere / name).mkdir(parents=True)
+        (elsewhere / name / "__init__.py").write_text("raise ImportError('the wrong one')\n")
+    (elsewhere / "conf" / "config.yaml").write_text("seed: 99\n")
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    for command in ([sys.executable, "-m", "trainer"], [sys.executable, str(installed / "bin" / "crucible")]):
+        for arguments in (["--cfg", "job", "compile=whole"], ["--help"]):
+            done = subprocess.run(
+                [*command, *arguments], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert "\nseed: 0" in done.stdout

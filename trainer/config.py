@@ -1,0 +1,126 @@
+"""Config: registers the dataclasses as Hydra's schemas, and turns a composed configuration into them.
+
+Beside ``cli``, ``launcher`` and ``plugins`` this is the only module that knows Hydra and OmegaConf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from strategies import STRATEGIES, Strategy
+from tasks import SCHEMAS
+from trainer.settings import Config
+
+
+def register() -> None:
+    """Make schemas and resolvers known to Hydra; must come before composition. Doing it twice does no harm."""
+    # Schemas live in a group of their own: beside the options they would be offered to users as options.
+    ConfigStore.instance().store(group="schema", name="config", node=Config, package="_global_")
+    for name, strategy in STRATEGIES.items():
+        register_schema(f"compile/{name}", strategy)
+    for path, schema in SCHEMAS.items():
+        register_schema(path, schema)
+    OmegaConf.register_new_resolver("task_name", task_name, replace=True)
+    OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
+    OmegaConf.register_new_resolver("option_list", option_list, replace=True)
+
+
+def register_schema(path: str, schema: type) -> None:
+    """Register a dataclass as ``schema/<path>``, for a YAML's ``defaults: [/schema/<path>@_here_, _self_]``."""
+    group, _, name = path.rpartition("/")
+    node = OmegaConf.structured(schema)
+    for key, declared in get_type_hints(schema).items():
+        if dataclasses.is_dataclass(declared) and OmegaConf.get_type(node, key) is not declared:
+            # Declared as a base class with one of its kinds as default: OmegaConf would then only merge subclasses of
+            # that default. Left open, every kind of the base class fits; the defaults list of the YAML says which.
+            node[key] = MISSING
+    ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node)
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """Build the dataclasses from a composed configuration. Raises one ValueError with a line for each bad part."""
+    complaints: list[str] = []
+    parts: dict[str, Any] = {}
+    for option in dataclasses.fields(Config):
+        if option.name != "compile":
+            parts[option.name] = _build(cfg, option.name, complaints)
+    parts["compile"] = {str(name): _build(cfg, f"compile.{name}", complaints) for name in cfg.compile}
+    try:
+        config = Config(**parts)
+    except ValueError as error:
+        complaints.append(str(error))
+    if complaints:
+        raise ValueError("\n".join(complaints))
+    return config
+
+
+def _build(cfg: DictConfig, path: str, complaints: list[str]) -> Any:
+    """Build the dataclass (or take the value) at ``path``; what is wrong with it goes to ``complaints``."""
+    unset = sorted(OmegaConf.missing_keys(cfg))
+    mine = [key for key in unset if key == path or key.startswith(f"{path}.")]
+    if mine:
+        complaints.extend(f"{key} is not set: add {key}=<value>" for key in mine)
+        return None
+    node = OmegaConf.select(cfg, path)
+    if not isinstance(node, DictConfig):
+        return node
+    made_up = list(_made_up(node, path))
+    if made_up:
+        complaints.extend(f"{key} is not an option" for key in made_up)
+        return None
+    try:
+        return OmegaConf.to_object(node)
+    except ValueError as error:
+        complaints.append(str(error))
+    except OmegaConfBaseException as error:
+        complaints.append(f"{path}: {str(error).splitlines()[0]}")
+    return None
+
+
+def _made_up(node: DictConfig, path: str) -> Iterator[str]:
+    """Keys that no dataclass field stands for: ``+path.option=1`` passes Hydra whatever the option's name."""
+    kind = OmegaConf.get_type(node)
+    if not dataclasses.is_dataclass(kind):
+        return
+    known = {option.name for option in dataclasses.fields(kind)}
+    for key in map(str, node):
+        if key not in known:
+            yield f"{path}.{key}"
+        elif isinstance(child := node[key], DictConfig):
+            yield from _made_up(child, f"{path}.{key}")
+
+
+def task_name(task: DictConfig) -> str:
+    """Directory name of a task: the ``name`` of its class."""
+    return str(getattr(OmegaConf.get_type(task), "name", "task"))
+
+
+def strategy_names(compile: DictConfig | None) -> str:
+    """Directory name of a combination: names in the order of their stages joined by ``+``, or ``eager``."""
+    kinds = [OmegaConf.get_type(compile, str(name)) for name in compile or {}]
+    chosen = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Strategy) and kind is not Strategy]
+    return "+".join(kind.name for kind in sorted(chosen, key=lambda kind: (kind.stage, kind.name))) or "eager"
+
+
+def option_list() -> str:
+    """Lines ``group=option|option`` for the help text, plug-ins included."""
+    loader = GlobalHydra.instance().config_loader()
+    rows = [(group, sorted(loader.get_group_options(group))) for group in _groups(loader.list_groups, "")]
+    width = max(len(group) for group, _ in rows) + 2
+    return "\n".join(f"  {group + '=':<{width}}{' | '.join(options)}" for group, options in rows if options)
+
+
+def _groups(list_groups: Callable[[str], list[str]], parent: str) -> Iterator[str]:
+    for name in sorted(list_groups(parent)):
+        if not parent and name in ("hydra", "schema"):
+            continue
+        group = f"{parent}/{name}" if parent else name
+        yield group
+        yield from _groups(list_groups, group)

@@ -1,0 +1,114 @@
+"""Settings: the root configuration ``Config`` and the loop's own ``TrainerConfig``.
+
+Plain dataclasses: whoever runs a task without the command line builds them directly, without Hydra and without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from strategies.base import Strategy
+from tasks.base import Task
+
+PRECISIONS = (
+    "auto",
+    "32-true",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "64-true",
+    "transformer-engine",
+    "transformer-engine-float16",
+)
+PROGRESS = ("auto", "live", "plain", "none")
+MATMUL_PRECISIONS = ("highest", "high", "medium")
+
+AT_LEAST: dict[str, int] = {
+    "max_steps": 1,
+    "accumulate_grad_batches": 1,
+    "val_every_n_steps": 0,
+    "val_batches": 1,
+    "log_every_n_steps": 1,
+    "warmup_steps": 0,
+    "checkpoint_every_n_steps": 0,
+}
+"""Smallest value of each counter of ``TrainerConfig``; null passes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """How long and on what to train. Values that Lightning also has mean what Lightning's Trainer documents."""
+
+    accelerator: str = "auto"
+    """``auto``, ``cpu``, ``gpu``, ``cuda``, ``mps``, ... as in ``lightning.Trainer``."""
+    devices: int | str = 1
+    """Number of devices, -1 or ``auto`` for all of them, or a list of indices in quotes (``'0,1'``)."""
+    strategy: str = "auto"
+    """Lightning's way of training on several devices: ``auto``, ``ddp``, ``fsdp``, ..."""
+    precision: str = "auto"
+    """One of ``PRECISIONS``; ``auto`` = bf16-mixed on a CUDA device that has bfloat16, else 32-true."""
+    max_steps: int = 200
+    """Optimizer steps to train, counted from the start of the first run when one is resumed."""
+    accumulate_grad_batches: int = 1
+    """Batches whose gradients make up one optimizer step."""
+    gradient_clip_val: float | None = 1.0
+    """Largest norm of the gradients; null = no clipping."""
+    val_every_n_steps: int = 100
+    """Optimizer steps between validations; 0 = never validate."""
+    val_batches: int | None = None
+    """Batches of one validation; null = all of them."""
+    log_every_n_steps: int = 50
+    """Optimizer steps between points in TensorBoard."""
+    warmup_steps: int = 5
+    """First optimizer steps left out of steady-state figures, even when nothing compiles."""
+    checkpoint_every_n_steps: int = 100
+    """Optimizer steps between checkpoints; 0 = only at the end."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms (slower); losses then repeat for one seed on one machine."""
+    progress: str = "auto"
+    """One of ``PROGRESS``: a live display, plain lines, or nothing; ``auto`` = live on a terminal, else plain."""
+    matmul_precision: str = "high"
+    """One of ``MATMUL_PRECISIONS``: precision of float32 matrix products, as ``torch.set_float32_matmul_precision``."""
+
+    def __post_init__(self) -> None:
+        """Check every field. Raises one ValueError that holds all complaints, a line each."""
+        complaints = [
+            f"trainer.{name}={getattr(self, name)} must be at least {least}"
+            for name, least in AT_LEAST.items()
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        for name, choices in (
+            ("precision", PRECISIONS),
+            ("progress", PROGRESS),
+            ("matmul_precision", MATMUL_PRECISIONS),
+        ):
+            if getattr(self, name) not in choices:
+                complaints.append(f"trainer.{name}={getattr(self, name)!r} is not one of {choices}")
+        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
+            complaints.append(f"trainer.gradient_clip_val={self.gradient_clip_val} must be above 0, or null for none")
+        if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
+            complaints.append(f"trainer.devices={self.devices} must be at least 1, or -1 for all")
+        if complaints:
+            raise ValueError("\n".join(complaints))
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Everything that one run is made of; the root of the configuration."""
+
+    task: Task
+    """What is learned."""
+    compile: dict[str, Strategy] = field(default_factory=dict)
+    """Strategies by name; empty is eager."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """How long and on what to train."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+    resume: str | None = None
+    """Run directory or checkpoint file to go on from; null = start anew."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a seed that torch would refuse."""
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**32")

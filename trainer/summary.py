@@ -1,0 +1,92 @@
+"""Summary: the table at the end of a sweep, a row for each cell, from the cells' records."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.telemetry.record import RunRecord
+
+COLUMNS = ("cell", "status", "steps/s", "vs eager", "compile s", "first step s", "warm-up s", "final loss")
+
+
+@dataclass(kw_only=True, slots=True)
+class Cell:
+    """One run of a sweep, ended."""
+
+    overrides: list[str]
+    """What sets this cell apart from the others."""
+    directory: Path
+    exit_code: int
+    """Of its process; negative when a signal killed it."""
+    record: RunRecord | None
+    """None when the cell left none."""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, for the table: the record's status, or what the exit code says."""
+        if self.exit_code < 0:
+            return f"killed ({signal.Signals(-self.exit_code).name})"
+        if self.exit_code == 2:
+            return "refused"
+        if self.record is not None and self.record.status != "running":
+            return self.record.status
+        return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
+
+    @property
+    def arm(self) -> tuple[str, ...]:
+        """What a cell shares with the eager cell that it is compared with."""
+        return tuple(override for override in self.overrides if not override.startswith("compile="))
+
+
+def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path) -> str:
+    """The sweep's table as text, with the reasons of cells that did not finish and how to see more."""
+    eager: dict[tuple[str, ...], float] = {}
+    for cell in cells:
+        speed = cell.record.steady_steps_per_second if cell.record is not None else None
+        if speed and cell.record is not None and cell.record.label == "eager":
+            eager.setdefault(cell.arm, speed)
+    rows = [COLUMNS, *(_row(cell, eager.get(cell.arm)) for cell in cells)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = [""]
+    for row in rows:
+        texts = [
+            text.ljust(width) if column < 2 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(texts).rstrip())
+    for cell in cells:
+        if cell.exit_code != 0 and cell.record is not None and cell.record.reason:
+            lines.append(f"{_name(cell)}: {cell.record.reason.splitlines()[0]}")
+    if len(cells) < planned:
+        lines.append(f"stopped after {len(cells)} of {planned} cells")
+    lines.append(f"tensorboard --logdir {sweep_dir}")
+    return "\n".join(lines)
+
+
+def _row(cell: Cell, eager_speed: float | None) -> tuple[str, ...]:
+    record = cell.record
+    if record is None:
+        return (_name(cell), cell.outcome, *("-" for _ in COLUMNS[2:]))
+    speed = record.steady_steps_per_second
+    ratio = speed / eager_speed if speed and eager_speed else None
+    return (
+        _name(cell),
+        cell.outcome,
+        _figure(speed, ".2f"),
+        _figure(ratio, ".2f") + ("x" if ratio is not None else ""),
+        _figure(record.compile_seconds, ".1f"),
+        _figure(record.first_step_seconds, ".2f"),
+        _figure(record.warmup_seconds, ".1f"),
+        _figure(record.final_loss, ".4f"),
+    )
+
+
+def _name(cell: Cell) -> str:
+    return " ".join(cell.overrides) or cell.directory.name
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
