@@ -1,4 +1,4 @@
-"""The arms of ``benchmark_loop``: a hand-written loop, a bare Lightning Trainer, and ours, over one module and its data.
+"""The arms of ``benchmark_loop``: a hand-written loop, a bare Lightning Trainer and ours, over one module and data.
 
 Every arm trains the same module object on the same cached batches with a new optimizer of the module's own making, and
 is timed by the same clock, a lap for each optimizer step. What differs is only the loop around the step.
@@ -20,10 +20,11 @@ import torch
 
 from strategies import Program
 from strategies.compose import apply
+from trainer.build import build_trainer, compile_callback
 from trainer.checkpoints import Checkpoints
 from trainer.interrupt import StopRequest
 from trainer.precision import on_cuda, precision_arguments, resolve_precision
-from trainer.run import build_trainer, compile_callback, new_record
+from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry.clock import step_clock
 from trainer.telemetry.record import RunRecord
@@ -95,9 +96,7 @@ class Workload:
 def apply_strategies(workload: Workload) -> None:
     """Apply the configured strategies to the module without a trainer, for a raw loop that starts cold."""
     declared = workload.config.task.declare()
-    program = Program(
-        module=workload.module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts
-    )
+    program = Program(module=workload.module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
     apply(workload.config.compile.values(), program)
 
 
@@ -115,7 +114,7 @@ def raw(workload: Workload, steps: int) -> list[float]:
         batch = workload.source.transfer_batch_to_device(batch, device, 0)
         optimizer.zero_grad()
         with autocast:
-            loss = module.training_step(batch, 0)
+            loss: Any = module.training_step(batch, 0)
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, clip)
@@ -191,6 +190,11 @@ def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optim
     return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
 
 
-def steady(seconds: list[float]) -> float:
+def median(seconds: list[float]) -> float:
     """Median of the steps after the warm-up of a turn."""
     return statistics.median(seconds[WARMUP:])
+
+
+def mean(seconds: list[float]) -> float:
+    """Mean of the steps after the warm-up of a turn."""
+    return statistics.fmean(seconds[WARMUP:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from strategies.base import Program, Strategy
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     """Strategies by stage, then name. Raises ValueError when two of them claim one exclusive stage."""
     result = sorted(strategies, key=lambda strategy: (strategy.stage, strategy.name))
-    for first, second in zip(result, result[1:], strict=False):
+    for first, second in itertools.pairwise(result):
         if first.stage == second.stage and (first.exclusive or second.exclusive):
             raise ValueError(
                 f"compile: {first.name!r} and {second.name!r} both act on the {first.stage.name.lower()} stage; "

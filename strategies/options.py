@@ -35,7 +35,8 @@ class CompileOptions(Strategy):
             raise ValueError(f"compile.{self.name}.mode={self.mode!r} is not one of {MODES}")
         if self.backend != "inductor" and (self.options or self.mode != "default"):
             raise ValueError(
-                f"compile.{self.name}.backend={self.backend!r} takes neither mode nor options: they belong to 'inductor'"
+                f"compile.{self.name}.backend={self.backend!r} takes neither mode nor options: "
+                "they belong to 'inductor'"
             )
 
     def check(self) -> None:

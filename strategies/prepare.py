@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
 
 class Preparation:
     """One background thread; ``wait`` before the first compile, so that no two threads import Inductor at once."""

@@ -1,4 +1,4 @@
-"""``compile=regional``: each kind of repeated block compiled once and shared, the rest that matters as its own regions."""
+"""``compile=regional``: each kind of repeated block compiled once and shared, the rest that matters beside them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Declaration:
     whole: tuple[str, ...] = ()
     """Submodules whose forward calls together are the step's forward **and loss**; one graph each under ``whole``."""
     blocks: tuple[str, ...] = ()
-    """Containers (ModuleList or Sequential) of repeated blocks; compiled once for each kind of block under ``regional``."""
+    """Containers (ModuleList or Sequential) of repeated blocks; ``regional`` compiles each kind of block once."""
     parts: tuple[str, ...] = ()
     """Other submodules worth a region of their own: embeddings, the final norm with head and loss."""
 

@@ -58,7 +58,7 @@ class Compile(L.Callback):
         self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
         self.record = record or RunRecord(task="", label=label(self.strategies))
         self.program: Program | None = None
-        self._declared = {"whole": tuple(whole), "blocks": tuple(blocks), "parts": tuple(parts)}
+        self._declared = tuple(whole), tuple(blocks), tuple(parts)
         self._count = count
         self._warmup_steps = warmup_steps
         self._settings = contextlib.ExitStack()
@@ -71,7 +71,8 @@ class Compile(L.Callback):
         if self.program is None or self.program.module is not pl_module:
             if self._preparation is not None:
                 self._preparation.wait()
-            self.program = Program(module=pl_module, **self._declared)
+            whole, blocks, parts = self._declared
+            self.program = Program(module=pl_module, whole=whole, blocks=blocks, parts=parts)
             apply(self.strategies, self.program)
             self.record.notes.extend(self.program.notes)
             self.record.regions = len(self.program.regions) if self.strategies else None
@@ -80,7 +81,9 @@ class Compile(L.Callback):
         self._settings.enter_context(compiler_settings(self.program.settings))
         if stage == "fit":
             self.telemetry = Telemetry(
-                count=self._count, warmup_steps=self._warmup_steps, log_every_n_steps=trainer.log_every_n_steps
+                count=self._count,
+                warmup_steps=self._warmup_steps,
+                log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
             )
             self.telemetry.compiler.start()
 
@@ -89,11 +92,13 @@ class Compile(L.Callback):
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
         self._verified = not self.strategies
-        self.telemetry.start(trainer)
+        self.telemetry.start(trainer, self._pages)
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Tell the telemetry that a step begins."""
         self.telemetry.batch_start()
 
@@ -153,7 +158,9 @@ class Compile(L.Callback):
                 + " (is TORCHDYNAMO_DISABLE set, or does the step never call them?)"
             )
         if missing:
-            note = f"{self.record.label}: not compiled, the first step ran them eager or not at all: {', '.join(missing)}"
+            note = (
+                f"{self.record.label}: not compiled, the first step ran them eager or not at all: {', '.join(missing)}"
+            )
             self.record.notes.append(note)
             rank_zero_warn(note)
 

@@ -58,6 +58,8 @@ class Checkpoints(L.Callback):
         self._stop.install()
         self._stop.in_training = True
         self._step = trainer.global_step
+        self._last_step = trainer.max_steps
+        self._alone = trainer.world_size == 1
         if self._restored is not None:
             restore_random_states(self._restored)
             self._restored = None
@@ -70,8 +72,8 @@ class Checkpoints(L.Callback):
         if step == self._step:  # inside an accumulation
             return
         self._step = step
-        stop = self._agreed_stop(trainer, step)
-        if stop or (self._at_end and step == trainer.max_steps) or (self._every and step % self._every == 0):
+        stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
+        if stop or (self._at_end and step == self._last_step) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
             self.saved_step = step
         if stop:
@@ -90,23 +92,20 @@ class Checkpoints(L.Callback):
         self._restored = state_dict
 
     def _agreed_stop(self, trainer: L.Trainer, step: int) -> bool:
-        asked = self._stop.signum is not None
-        if trainer.world_size == 1:
-            return asked
         # Ranks see a signal at different steps and must leave at the same one; asking each step would synchronise.
-        if step % trainer.log_every_n_steps:
+        if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return False
-        return trainer.strategy.reduce_boolean_decision(asked, all=False)
+        return trainer.strategy.reduce_boolean_decision(self._stop.signum is not None, all=False)
 
 
 def random_states() -> dict[str, Any]:
     """Random states of Python, NumPy, torch and every CUDA device, in types that ``torch.load`` accepts safely."""
     import numpy
 
-    kind, keys, *rest = numpy.random.get_state()
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
+        "numpy": [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *rest],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

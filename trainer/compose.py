@@ -1,6 +1,6 @@
 """Compose a Config from the same files and overrides as the command line, for scripts and tests.
 
-    config = compose(["task/size=base", "compile=regional", "trainer.max_steps=100"])
+config = compose(["task/size=base", "compile=regional", "trainer.max_steps=100"])
 """
 
 from __future__ import annotations

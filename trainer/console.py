@@ -5,18 +5,23 @@ The view polls the telemetry from a thread of its own twice a second, so that th
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from trainer.checkpoints import DIRECTORY, LAST
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
+ERROR_LOG = "error.log"
+"""Where a run that failed leaves its traceback."""
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
@@ -39,7 +44,6 @@ class ProgressView:
         self._telemetry = telemetry
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
-        self._said = ""
 
     def __enter__(self) -> Self:
         if self._style != "none":
@@ -69,23 +73,25 @@ class ProgressView:
                 over = self._over.wait(REFRESH_SECONDS)
                 telemetry = self._telemetry()
                 progress.update(
-                    bar, completed=telemetry.steps_done, description=activity(telemetry), figures=figures_line(telemetry)
+                    bar,
+                    completed=telemetry.steps_done,
+                    description=activity(telemetry),
+                    figures=figures_line(telemetry),
                 )
                 progress.refresh()
                 if over:
                     return
 
     def _plain(self) -> None:
-        said_at, activity_before = time.monotonic(), ""
+        said_at, phase_before = time.monotonic(), ""
         while not self._over.wait(REFRESH_SECONDS):
             telemetry = self._telemetry()
-            now, doing = time.monotonic(), activity(telemetry).split(" · ")[0]
-            if doing != activity_before or now - said_at >= PLAIN_SECONDS:
-                said_at, activity_before = now, doing
-                self._console.print(
-                    f"{activity(telemetry)}: step {telemetry.steps_done}/{self._total} {figures_line(telemetry)}".rstrip(),
-                    highlight=False,
-                )
+            phase = telemetry.phase if telemetry.compiler.compiling_seconds is None else "compiling"
+            now = time.monotonic()
+            if phase != phase_before or now - said_at >= PLAIN_SECONDS:
+                said_at, phase_before = now, phase
+                line = f"{activity(telemetry)}: step {telemetry.steps_done}/{self._total} {figures_line(telemetry)}"
+                self._console.print(line.rstrip(), highlight=False, soft_wrap=True)
 
 
 def activity(telemetry: Telemetry) -> str:
@@ -120,12 +126,12 @@ def summary(record: RunRecord) -> dict[str, str]:
         "regions compiled": "" if eager else f"{_number(record.regions_compiled)} of {_number(record.regions)}",
         "graphs / breaks / recompiles": ""
         if eager
-        else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_number(record.recompiles)}",
+        else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
         "first step": _number(record.first_step_seconds, "{:.2f} s"),
         "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps",
         "steady steps": _number(record.steady_steps_per_second, "{:.2f} /s")
-        + f" (median of {_number(record.steady_steps)}: {_number(_milliseconds(record.steady_step_seconds_median))} ms)",
-        "p95 step": _number(_milliseconds(record.steady_step_seconds_p95), "{:.2f} ms"),
+        + f" (median of {_number(record.steady_steps)}: {_milliseconds(record.steady_step_seconds_median)})",
+        "p95 step": _milliseconds(record.steady_step_seconds_p95),
         "samples": _number(record.samples_per_second, "{:.1f} /s"),
         "useful tokens": _number(record.useful_tokens_per_second, "{:,.0f} /s")
         + f" (padding {_number(record.padded_share, '{:.1%}')})",
@@ -151,12 +157,39 @@ def print_summary(console: Console, record: RunRecord) -> None:
     console.print(table)
 
 
+def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str]) -> None:
+    """Summary, reason, and the lines that open TensorBoard or go on."""
+    print_summary(console, record)
+    for note in record.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if record.status == "failed":
+        console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"traceback: {shown(run_dir / ERROR_LOG)}", highlight=False, soft_wrap=True)
+    if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
+        kept = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
+        go_on = shlex.join(["python", "-m", "trainer", *kept, f"resume={shown(run_dir)}"])
+        console.print(f"go on with: {go_on}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}", highlight=False, markup=False, soft_wrap=True
+    )
+
+
+def shown(path: Path) -> Path:
+    """``path`` as a person would type it: relative to the working directory where it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _number(value: float | None, form: str = "{:.4g}") -> str:
     return "n/a" if value is None else form.format(value)
 
 
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
+def _milliseconds(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+def _recompiles(record: RunRecord) -> str:
+    validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
+    return _number(record.recompiles) + (f" ({validating} of them validation's own graphs)" if validating else "")
 
 
 def _cache(record: RunRecord) -> str:

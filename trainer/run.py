@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import shlex
 import traceback
 from pathlib import Path
-from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from strategies.compose import label, ordered
-from tasks.base import Task
+from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
-from trainer.checkpoints import DIRECTORY, LAST, AtomicCheckpointIO, Checkpoints, find_checkpoint, step_of
-from trainer.console import ProgressView, print_summary, summary
+from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
+from trainer.console import ERROR_LOG, ProgressView, shown, summary, tell
 from trainer.interrupt import Interrupted, StopRequest
-from trainer.precision import precision_arguments
 from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.telemetry import BatchCounter
 from trainer.torch_settings import process_settings
-
-ERROR_LOG = "error.log"
 
 
 def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
@@ -45,7 +37,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     Raises:
         ValueError: Input that cannot be used, found before training began; the record then says ``failed``.
     """
-    console = Console(quiet=rank_zero_only.rank != 0)
+    console = Console(quiet=not is_first_process())
     record = new_record(config, command)
     training = Training(config, record, run_dir, console)
     save(record, run_dir)
@@ -113,8 +105,9 @@ class Training:
         record.device, record.device_type = hardware.device_name(device), device.type
         record.world_size, record.precision = trainer.world_size, str(trainer.precision)
         self._console.print(
-            f"[bold]{record.task}[/] · {record.label} · {record.device} · {record.precision} · {self._run_dir}",
+            f"[bold]{record.task}[/] · {record.label} · {record.device} · {record.precision} · {shown(self._run_dir)}",
             highlight=False,
+            soft_wrap=True,
         )
         compile_ = self._compile
         try:
@@ -128,7 +121,7 @@ class Training:
         except RuntimeError as error:
             if checkpoint is not None and not self.started and "state_dict" in str(error):
                 raise ValueError(
-                    f"resume={config.resume}: the checkpoint belongs to another model than this task's: {one_line(error)}"
+                    f"resume={config.resume}: the checkpoint belongs to another model than this: {one_line(error)}"
                 ) from error
             raise
         finally:
@@ -146,86 +139,21 @@ class Training:
         step = step_of(checkpoint)
         if step >= self._config.trainer.max_steps:
             raise ValueError(
-                f"resume={self._config.resume}: already at step {step}, trainer.max_steps={self._config.trainer.max_steps} "
-                "leaves nothing to do"
+                f"resume={self._config.resume}: already at step {step}, "
+                f"trainer.max_steps={self._config.trainer.max_steps} leaves nothing to do"
             )
         self._record.resumed_from = str(checkpoint)
         return checkpoint
 
 
-def compile_callback(config: Config, record: RunRecord) -> Compile:
-    """The callback that applies the strategies and measures, told what the task declares."""
-    declared = config.task.declare()
-    return Compile(
-        config.compile.values(),
-        whole=declared.whole,
-        blocks=declared.blocks,
-        parts=declared.parts,
-        count=batch_counter(config.task),
-        warmup_steps=config.trainer.warmup_steps,
-        record=record,
-    )
-
-
-def batch_counter(task: Task) -> BatchCounter:
-    """Counts batches by the task's rules; operations are computed once for each size of batch."""
-    flops: dict[tuple[int, int | None], int | None] = {}
-
-    def count(batch: Any) -> tuple[int, int | None, int | None, int | None]:
-        counts = task.count(batch)
-        size = (counts.samples, counts.tokens)
-        if size not in flops:
-            flops[size] = task.training_flops(batch)
-        return counts.samples, counts.tokens, counts.useful_tokens, flops[size]
-
-    return count
-
-
-def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) -> L.Trainer:
-    """Lightning's Trainer with the options that cost time in every step switched off.
-
-    Progress and logging are ours: a progress-bar value is one device synchronisation a step, a ``self.log`` about
-    0.3 ms, and ThroughputMonitor synchronises at every batch.
-    """
-    settings = config.trainer
-    validates = settings.val_every_n_steps > 0
-    if validates and config.task.monitor is not None:
-        best = ModelCheckpoint(
-            dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
-        )
-        callbacks = [*callbacks, best]
-    precision = precision_arguments(settings)
-    return L.Trainer(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        strategy=settings.strategy,
-        precision=precision.get("precision"),
-        max_steps=settings.max_steps,
-        max_epochs=-1,
-        accumulate_grad_batches=settings.accumulate_grad_batches,
-        gradient_clip_val=settings.gradient_clip_val,
-        val_check_interval=settings.val_every_n_steps * settings.accumulate_grad_batches if validates else None,
-        check_val_every_n_epoch=None if validates else 1,
-        limit_val_batches=(1.0 if settings.val_batches is None else settings.val_batches) if validates else 0,
-        log_every_n_steps=settings.log_every_n_steps,
-        deterministic=settings.deterministic,
-        callbacks=callbacks,
-        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
-        logger=TensorBoardLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
-        plugins=[AtomicCheckpointIO(), *precision["plugins"]],
-        default_root_dir=run_dir,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=validates and config.task.monitor is not None,
-        enable_autolog_hparams=False,
-        num_sanity_val_steps=0,  # its graphs and its seconds would come before the first step that is timed
-        inference_mode=False,  # no_grad instead, so that every validation shares one set of graphs
-    )
+def is_first_process() -> bool:
+    """Whether this process is the one that prints and writes; known from the environment before there is a trainer."""
+    return int(getattr(rank_zero_only, "rank", 0) or 0) == 0
 
 
 def save(record: RunRecord, run_dir: Path) -> None:
     """Write the record, on the first process only."""
-    if rank_zero_only.rank == 0:
+    if is_first_process():
         record.save(run_dir)
 
 
@@ -236,18 +164,3 @@ def one_line(error: BaseException) -> str:
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
     return text
-
-
-def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str]) -> None:
-    """Summary, reason, and the lines that open TensorBoard or go on."""
-    print_summary(console, record)
-    for note in record.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
-    if record.status == "failed":
-        console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"traceback: {run_dir / ERROR_LOG}", highlight=False, soft_wrap=True)
-    if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
-        kept = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
-        go_on = shlex.join(["python", "-m", "trainer", *kept, f"resume={run_dir}"])
-        console.print(f"go on with: {go_on}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"tensorboard --logdir {shlex.quote(str(run_dir))}", highlight=False, markup=False, soft_wrap=True)

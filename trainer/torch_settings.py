@@ -27,9 +27,10 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
         with warnings.catch_warnings():
             # Lightning's advice (more workers, a smaller logging interval) concerns choices made here on purpose.
             warnings.simplefilter("ignore", PossibleUserWarning)
+            # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could mend.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
             yield
     finally:
         torch.set_float32_matmul_precision(matmul)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-

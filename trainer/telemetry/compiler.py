@@ -35,6 +35,8 @@ class CompilerWatch:
     def __init__(self) -> None:
         self.step: int | None = None
         """Optimizer step under way, set by the owner; events are tagged with it."""
+        self.phase = "training"
+        """``training`` or ``validating``, set by the owner; events are tagged with it."""
         self.compilations = 0
         """Outermost compilations begun so far; the owner compares it to tell whether a step compiled."""
         self.compile_seconds = 0.0
@@ -84,7 +86,7 @@ class CompilerWatch:
         for reason in breaks[self._seen_breaks :]:
             frame = reason.user_stack[-1] if reason.user_stack else None
             where = f"{frame.filename}:{frame.lineno} {frame.name}" if frame else None
-            new.append(Event(kind="graph_break", reason=reason.reason.strip(), location=where, step=self.step))
+            new.append(self._event("graph_break", reason.reason, where))
         self._seen_breaks = len(breaks)
         self.events.extend(new)
         return new
@@ -127,10 +129,13 @@ class CompilerWatch:
             if metric.fail_user_frame_filename:
                 where = f"{metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}"
             reason = f"{metric.fail_type}: {metric.fail_reason or 'no reason given'}".strip()
-            return [Event(kind="fallback", reason=reason, location=where, step=self.step)]
+            return [self._event("fallback", reason, where)]
         if metric.recompile_reason and metric.has_guarded_code:
-            return [Event(kind="recompile", reason=metric.recompile_reason.strip(), location=where, step=self.step)]
+            return [self._event("recompile", metric.recompile_reason, where)]
         return []
+
+    def _event(self, kind: str, reason: str, location: str | None) -> Event:
+        return Event(kind=kind, reason=reason.strip(), location=location, step=self.step, phase=self.phase)
 
     def _on_start(self, _: Any) -> None:
         self.compilations += 1

@@ -29,7 +29,9 @@ class Event:
     location: str | None = None
     """``file:line function`` of the user's code."""
     step: int | None = None
-    """Optimizer step during which it happened; None before the first step."""
+    """Optimizer step during which, or after which, it happened; None before the first step."""
+    phase: str = "training"
+    """``training`` or ``validating``: validation has graphs of its own, which torch counts as recompiles."""
 
 
 @dataclass(kw_only=True, slots=True)

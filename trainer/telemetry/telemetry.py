@@ -21,6 +21,7 @@ from trainer.telemetry.clock import StepClock, step_clock
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.energy import EnergyMeter
 from trainer.telemetry.meter import Meter, Step, Totals, percentile
+from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
@@ -56,9 +57,10 @@ class Telemetry:
         self._steps: list[Step] = []
         self._paused, self._paused_at = True, 0.0
 
-    def start(self, trainer: L.Trainer) -> None:
+    def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
         """Training is about to begin: model and optimizer are on their device."""
         self._trainer = trainer
+        self._pages = pages
         self._device = trainer.strategy.root_device
         self._clock: StepClock = step_clock(self._device)
         self._energy = EnergyMeter(self._device)
@@ -73,10 +75,16 @@ class Telemetry:
         self._compilations = self.compiler.compilations
         self.compiler.step = self._step.number
 
+    def _compiler_phase(self, phase: str) -> None:
+        if phase != self.compiler.phase:
+            self.compiler.collect()
+            self.compiler.phase = phase
+
     def batch_start(self) -> None:
         """A batch is on the device and its step begins."""
         if self._paused:
             self._paused = False
+            self._compiler_phase("training")
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += time.perf_counter() - self._paused_at
             self._clock.mark()
@@ -110,6 +118,8 @@ class Telemetry:
     def pause(self, phase: str) -> None:
         """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
         self.phase = phase
+        if phase == "validating":
+            self._compiler_phase(phase)
         self._energy.end()
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
@@ -182,12 +192,10 @@ class Telemetry:
             self.last_loss = sum(per_batch) / len(window.steps)
         rates = steady.rates()
         self.steps_per_second = rates.get("steady_steps_per_second") or self.steps_per_second
-        if self._trainer.logger is not None and self._trainer.is_global_zero:
-            scalars = {key: value for key, value in self._scalars(rates, seconds).items() if value is not None}
-            self._trainer.logger.log_metrics(scalars, window.steps[-1].number)
+        self._pages.scalars(self._scalars(rates, seconds), window.steps[-1].number)
 
     def _scalars(self, rates: dict[str, float | None], seconds: list[float]) -> dict[str, float | None]:
-        compiler = self.compiler.figures()
+        compiler = self.compiler.figures() if self.compiler.compilations else {}
         teraflops = rates.get("teraflops_per_second")
         median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
         return {
@@ -206,12 +214,12 @@ class Telemetry:
             "time/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
             "time/first_step_seconds": self.meter.first_step_seconds,
             "time/warmup_seconds": self.meter.warmup_seconds,
-            "compile/seconds": compiler["compile_seconds"],
-            "compile/graphs": compiler["graphs"],
-            "compile/graph_breaks": compiler["graph_breaks"],
-            "compile/recompiles": compiler["recompiles"],
-            "compile/cache_hits": compiler["cache_hits"],
-            "compile/cache_misses": compiler["cache_misses"],
+            "compile/seconds": compiler.get("compile_seconds"),
+            "compile/graphs": compiler.get("graphs"),
+            "compile/graph_breaks": compiler.get("graph_breaks"),
+            "compile/recompiles": compiler.get("recompiles"),
+            "compile/cache_hits": compiler.get("cache_hits"),
+            "compile/cache_misses": compiler.get("cache_misses"),
             "memory/peak_device_gib": memory.peak_device_gib(self._device),
             "memory/peak_process_gib": memory.peak_process_gib(),
             "energy/joules_per_sample": self._energy.joules_per_sample(),

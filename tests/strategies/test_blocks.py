@@ -1,0 +1,64 @@
+"""Finding repeated blocks in a module tree: what is a container of blocks and what is not."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from strategies.blocks import expand_blocks, find_containers, require_submodules
+from tests.strategies.modules import Block, Holder, Stack
+
+
+def found(module: nn.Module) -> list[str]:
+    return [str(container) for container in find_containers(module)]
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+def test_a_list_or_a_sequence_of_equal_blocks_is_found(container: type[nn.Module]) -> None:
+    blocks = [Block(), Block(), Block()]
+    layers = container(*blocks) if container is nn.Sequential else container(blocks)
+    assert found(Stack(layers)) == ["layers (3 x Block)"]  # type: ignore[arg-type]
+
+
+def test_of_nested_containers_the_outermost_counts() -> None:
+    stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
+    assert found(Stack(stages)) == ["layers (2 x Sequential)"]
+    assert expand_blocks(Stack(stages), ["layers"]) == ["layers.0", "layers.1"]
+
+
+def test_blocks_inside_an_uneven_sequence_are_found() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 8))
+    assert found(Holder(net)) == ["net.1 (2 x Block)"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+        nn.ModuleList([Block()]),
+        nn.ModuleList([Block(), nn.Sequential(nn.Linear(8, 8))]),
+        nn.ModuleList(),
+    ],
+    ids=["bare layers", "layers and activations", "a single block", "blocks of two kinds", "nothing"],
+)
+def test_what_does_not_repeat_a_block_is_not_found(layers: nn.ModuleList | nn.Sequential) -> None:
+    assert found(Stack(layers)) == []
+
+
+def test_containers_whose_names_begin_alike_are_both_found() -> None:
+    module = Stack(nn.ModuleList([Block(), Block()]))
+    module.layers_extra = nn.ModuleList([Block(), Block()])
+    assert found(module) == ["layers (2 x Block)", "layers_extra (2 x Block)"]
+
+
+def test_a_container_stands_for_its_children_and_a_block_for_itself() -> None:
+    module = Stack(nn.ModuleList([Block(), Block()]))
+    assert expand_blocks(module, ["layers", "head"]) == ["layers.0", "layers.1", "head"]
+
+
+def test_a_module_that_is_itself_a_container_can_be_asked_for_its_blocks() -> None:
+    module = nn.Sequential(Block(), Block())
+    paths = [container.path for container in find_containers(module)]
+    require_submodules(module, "compile.regional.blocks", paths)
+    assert [type(module.get_submodule(path)) for path in expand_blocks(module, paths)] == [Block, Block]

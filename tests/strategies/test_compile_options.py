@@ -1,0 +1,86 @@
+"""Options of ``torch.compile`` as strategies take them: checked before any work, and merged where torch refuses to."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch._inductor import list_mode_options
+
+from strategies import Regional, Whole
+from strategies.options import MODES
+from tests.strategies import backends
+
+Kind = type[Whole] | type[Regional]
+KINDS = pytest.mark.parametrize("kind", [Whole, Regional], ids=lambda kind: kind.name)
+
+
+@KINDS
+def test_an_unknown_mode_is_refused_at_once_with_the_choices(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=rf"compile\.{kind.name}\.mode='fastest' is not one of \('default', 'reduce-"):
+        kind(mode="fastest")
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "given", [{"mode": "max-autotune"}, {"options": {"shape_padding": True}}], ids=["mode", "options"]
+)
+def test_inductors_mode_and_options_are_refused_with_another_backend(kind: Kind, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"compile\.{kind.name}\.backend='aot_eager' takes neither mode nor options"):
+        kind(backend="aot_eager", **given)
+
+
+@KINDS
+def test_an_unknown_backend_is_refused_with_the_choices(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=rf"compile\.{kind.name}\.backend='inductr' is not one of \(.*'inductor'"):
+        kind(backend="inductr").check()
+
+
+def test_a_backend_that_someone_registered_is_known() -> None:
+    backends.register()
+    Whole(backend=backends.COUNTING).check()
+    Whole(backend="aot_eager").check()
+    Whole().check()
+
+
+@KINDS
+def test_an_unknown_inductor_option_is_refused_with_near_ones(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=rf"compile\.{kind.name}\.options: .*'shape_paddin'; near: shape_padding"):
+        kind(options={"shape_paddin": True}).check()
+    kind(options={"shape_padding": True, "triton.cudagraphs": False}).check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_spelt_out_as_the_options_it_stands_for(mode: str) -> None:
+    preset = {} if mode == "default" else list_mode_options()[mode]
+    arguments = Regional(mode=mode).compile_arguments()
+    assert arguments["options"] == preset
+    assert "mode" not in arguments
+
+
+def test_options_are_added_to_the_preset_and_win() -> None:
+    arguments = Whole(mode="max-autotune", options={"max_autotune": False, "shape_padding": True}).compile_arguments()
+    assert arguments["options"] == {**list_mode_options()["max-autotune"], "max_autotune": False, "shape_padding": True}
+
+
+def test_each_region_gets_its_own_copy_of_the_options() -> None:
+    strategy = Whole(options={"shape_padding": True})
+    strategy.compile_arguments()["options"].pop("shape_padding")  # as torch does with some keys
+    assert strategy.compile_arguments()["options"] == {"shape_padding": True}
+    presets = copy.deepcopy(list_mode_options())
+    Whole(mode="max-autotune").compile_arguments()["options"].clear()
+    assert list_mode_options() == presets
+
+
+def test_another_backend_gets_no_options() -> None:
+    assert Regional(backend="aot_eager", dynamic=False).compile_arguments() == {
+        "backend": "aot_eager",
+        "fullgraph": True,
+        "dynamic": False,
+    }
+
+
+def test_only_inductor_is_prepared() -> None:
+    assert Whole().needs_inductor
+    assert not Whole(backend="aot_eager").needs_inductor

@@ -1,0 +1,111 @@
+"""Compiling in place: the module stays what it was, whatever its class, and can go back to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from strategies import STRATEGIES, Program, Stage, Strategy, Whole
+from strategies.compose import apply
+from strategies.inplace import RECOMPILE_LIMIT, uncompile
+from tasks import Declaration
+from tests.strategies import backends
+from tests.strategies.conftest import Batch, loss_and_gradients
+from tests.strategies.modules import Block, Holder, Stack
+
+MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
+
+
+def applied(name: str, module: nn.Module, declared: Declaration) -> Program:
+    strategy: Strategy = STRATEGIES[name](backend=backends.COUNTING)  # type: ignore[call-arg]
+    program = Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
+    apply([strategy], program)
+    return program
+
+
+@pytest.mark.parametrize("name", MODULE_STRATEGIES)
+def test_names_classes_and_state_dict_stay_as_they_were(
+    name: str, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    submodules = {path: (type(child), id(child)) for path, child in module.named_modules()}
+    parameters = {path: id(parameter) for path, parameter in module.named_parameters()}
+    keys = list(module.state_dict())
+    program = applied(name, module, declared)
+    loss_and_gradients(module, batch)
+    assert graphs
+    assert program.module is module
+    assert {path: (type(child), id(child)) for path, child in module.named_modules()} == submodules
+    assert {path: id(parameter) for path, parameter in module.named_parameters()} == parameters
+    assert list(module.state_dict()) == keys
+
+
+@pytest.mark.parametrize("name", MODULE_STRATEGIES)
+def test_uncompile_goes_back_to_eager(
+    name: str, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    eager, _ = loss_and_gradients(module, batch)
+    program = applied(name, module, declared)
+    uncompile(program)
+    loss, _ = loss_and_gradients(module, batch)
+    assert graphs == []
+    assert program.regions == []
+    assert torch.equal(loss, eager)
+
+
+TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {
+    "Sequential": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "Linear": lambda: nn.Linear(8, 8),
+}
+
+
+@pytest.mark.parametrize("kind", TORCHS_OWN)
+def test_a_module_whose_forward_is_torchs_own_is_really_compiled(kind: str, graphs: list[GraphModule]) -> None:
+    # Module.compile() of torch 2.11 does nothing for these, silently.
+    torch.manual_seed(0)
+    module = Holder(TORCHS_OWN[kind]())
+    example = torch.randn(2, 3, 8)
+    eager = module.net(example)
+    Whole(backend=backends.COUNTING).apply(Program(module=module, whole=("net",)))
+    torch.testing.assert_close(module.net(example), eager)
+    assert len(graphs) == 1
+
+
+def test_hooks_on_a_region_still_run(graphs: list[GraphModule]) -> None:
+    module = Stack(nn.ModuleList([Block(), Block()]))
+    calls: list[nn.Module] = []
+    for block in module.layers:
+        block.register_forward_hook(lambda hooked, inputs, output: calls.append(hooked))
+    program = Program(module=module, blocks=("layers",))
+    apply([STRATEGIES["regional"](backend=backends.COUNTING)], program)  # type: ignore[call-arg]
+    module(torch.randn(2, 8))
+    assert calls == list(module.layers)
+
+
+class Stages(nn.Module):
+    """Blocks of one class and many widths, which share the limit on recompiles."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for width in widths)
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return sum((layer(x).sum() for layer, x in zip(self.layers, xs, strict=True)), torch.zeros(()))
+
+
+def test_more_widths_than_torchs_own_recompile_limit_are_all_compiled(graphs: list[GraphModule]) -> None:
+    from strategies.compose import compiler_settings
+
+    widths = list(range(4, 16))
+    module = Stages(widths)
+    program = Program(module=module, blocks=("layers",))
+    strategy = STRATEGIES["regional"](backend=backends.COUNTING, dynamic=False)  # type: ignore[call-arg]
+    apply([strategy], program)
+    assert program.settings["recompile_limit"] == RECOMPILE_LIMIT
+    with compiler_settings(program.settings):
+        module([torch.randn(2, width) for width in widths])
+    assert len(graphs) == len(widths) > 8

@@ -1,0 +1,117 @@
+"""``compile=regional``: one compile for each kind of block and for each part, whatever the number of blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from strategies import Program, Regional
+from tasks import Declaration
+from tests.strategies import backends
+from tests.strategies.conftest import Batch, loss_and_gradients
+from tests.strategies.modules import Block, Stack
+
+
+def program_of(module: nn.Module, declared: Declaration) -> Program:
+    return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
+
+
+def test_each_kind_of_block_and_each_part_is_compiled_once_with_eagers_numbers(
+    module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    loss, gradients = loss_and_gradients(module, batch)
+    program = program_of(module, declared)
+    Regional(backend=backends.COUNTING).apply(program)
+    compiled_loss, compiled_gradients = loss_and_gradients(module, batch)
+    # Six blocks of two kinds, and three parts.
+    assert len(graphs) == 2 + len(declared.parts) == 5
+    torch.testing.assert_close(compiled_loss, loss)
+    torch.testing.assert_close(compiled_gradients, gradients)
+
+
+def test_the_regions_are_every_block_and_every_part(
+    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+) -> None:
+    program = program_of(module, declared)
+    Regional(backend=backends.COUNTING).apply(program)
+    blocks = [f"net.{half}.blocks.{index}" for half in ("encoder", "decoder") for index in range(3)]
+    assert [region.path for region in program.regions] == [*blocks, *declared.parts]
+    kinds = {region.path: region.kind for region in program.regions}
+    assert kinds["net.encoder.blocks.1"] == "EncoderBlock"
+    assert kinds["net.decoder.blocks.2"] == "DecoderBlock"
+    assert kinds["net.tail"] == "LanguageTail"
+    for region in program.regions:
+        assert region.frame[0].endswith(".py"), "the file that the compiler will name"
+
+
+def test_training_and_validation_are_two_compiles_of_a_kind(
+    module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    Regional(backend=backends.COUNTING).apply(program_of(module, declared))
+    loss_and_gradients(module, batch)
+    assert len(graphs) == 5
+    module.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            module.get_submodule("net")(*batch)
+    assert len(graphs) == 10
+
+
+def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(
+    module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    program = program_of(module, declared)
+    strategy = Regional(backend=backends.COUNTING, blocks=["net.decoder.blocks", "net.encoder.norm"], parts=[])
+    strategy.apply(program)
+    assert [region.path for region in program.regions] == [
+        *(f"net.decoder.blocks.{index}" for index in range(3)),
+        "net.encoder.norm",
+    ]
+    loss_and_gradients(module, batch)
+    assert len(graphs) == 2
+
+
+def test_a_submodule_named_as_block_and_as_part_is_one_region(
+    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+) -> None:
+    program = program_of(module, declared)
+    Regional(backend=backends.COUNTING, blocks=["net.tail"], parts=["net.tail", "net.decoder.embed"]).apply(program)
+    assert [region.path for region in program.regions] == ["net.tail", "net.decoder.embed"]
+
+
+def test_blocks_of_an_undeclared_module_are_found_and_the_user_is_told(graphs: list[GraphModule]) -> None:
+    module = Stack(nn.ModuleList([Block(), Block(), Block()]))
+    example = torch.randn(2, 8)
+    eager = module(example)
+    program = Program(module=module)
+    Regional(backend=backends.COUNTING).apply(program)
+    assert [region.path for region in program.regions] == ["layers.0", "layers.1", "layers.2"]
+    assert "regional: found repeated blocks in layers" in program.notes
+    assert any("no part beside the blocks" in note for note in program.notes)
+    torch.testing.assert_close(module(example), eager)
+    assert len(graphs) == 1
+
+
+def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module, declared: Declaration) -> None:
+    with pytest.raises(ValueError, match=r"compile\.regional\.blocks: 'net\.decoder\.block' matches no") as raised:
+        Regional(blocks=["net.decoder.block"]).apply(program_of(module, declared))
+    (line,) = str(raised.value).splitlines()
+    assert "near: net.decoder.blocks" in line
+    assert "net.encoder.blocks (3 x EncoderBlock), net.decoder.blocks (3 x DecoderBlock)" in line
+    with pytest.raises(ValueError, match=r"compile\.regional\.parts: 'net\.tale' matches .*near: net\.tail"):
+        Regional(parts=["net.tale"]).apply(program_of(module, declared))
+
+
+def test_nothing_is_compiled_when_a_path_is_wrong(module: nn.Module, declared: Declaration) -> None:
+    with pytest.raises(ValueError, match=r"net\.tale"):
+        Regional(parts=["net.tale"]).apply(program_of(module, declared))
+    assert not any(child._compiled_call_impl for child in module.modules())
+
+
+@pytest.mark.parametrize("strategy", [Regional(), Regional(blocks=[])], ids=["found", "named"])
+def test_a_module_without_repeated_blocks_is_refused_with_the_mend(strategy: Regional) -> None:
+    module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
+    with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
+        strategy.apply(Program(module=module))

@@ -1,0 +1,98 @@
+"""Combining strategies: order comes from their stages, conflicts name both, compiler settings are put back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from strategies import Program, Regional, Stage, Strategy, Whole
+from strategies.compose import apply, check, compiler_settings, label, ordered
+
+
+@dataclass(kw_only=True, slots=True)
+class Noting(Strategy):
+    """Notes that it was applied."""
+
+    name: ClassVar[str] = "noting"
+    stage: ClassVar[Stage] = Stage.STEP
+
+    def apply(self, program: Program) -> None:
+        program.notes.append(self.name)
+
+
+@dataclass(kw_only=True, slots=True)
+class Early(Noting):
+    name: ClassVar[str] = "zz_early"
+    stage: ClassVar[Stage] = Stage.CACHE
+
+
+@dataclass(kw_only=True, slots=True)
+class Shared(Noting):
+    name: ClassVar[str] = "shared"
+    stage: ClassVar[Stage] = Stage.SHAPES
+    exclusive: ClassVar[bool] = False
+
+
+@dataclass(kw_only=True, slots=True)
+class AlsoShared(Shared):
+    name: ClassVar[str] = "also_shared"
+
+
+@dataclass(kw_only=True, slots=True)
+class Refusing(Noting):
+    name: ClassVar[str] = "refusing"
+
+    def check(self) -> None:
+        raise ValueError("compile.refusing: this machine has no such thing")
+
+
+def test_strategies_are_applied_by_stage_whatever_their_order() -> None:
+    program = Program(module=nn.Identity())
+    apply([Noting(), Shared(), Early(), AlsoShared()], program)
+    assert program.notes == ["zz_early", "also_shared", "shared", "noting"]
+
+
+def test_a_combination_is_named_in_the_order_of_its_stages() -> None:
+    assert label([Noting(), Regional(), Early()]) == "zz_early+regional+noting"
+    assert label([]) == "eager"
+
+
+def test_two_strategies_of_one_exclusive_stage_are_refused_by_name() -> None:
+    for pair in ([Whole(), Regional()], [Regional(), Whole()]):
+        with pytest.raises(ValueError, match=r"'regional' and 'whole' both act on the module stage; choose one"):
+            ordered(pair)
+        with pytest.raises(ValueError, match="both act"):
+            apply(pair, Program(module=nn.Identity()))
+
+
+def test_an_exclusive_strategy_tolerates_no_shared_one_beside_it() -> None:
+    @dataclass(kw_only=True, slots=True)
+    class Alone(Shared):
+        name: ClassVar[str] = "alone"
+        exclusive: ClassVar[bool] = True
+
+    with pytest.raises(ValueError, match="'alone' and 'shared'"):
+        ordered([Shared(), Alone()])
+
+
+def test_check_asks_every_strategy() -> None:
+    with pytest.raises(ValueError, match=r"compile\.refusing: this machine"):
+        check([Noting(), Refusing()])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_compiler_settings_hold_inside_and_are_restored_after(fails: bool) -> None:
+    config = torch._dynamo.config
+    before = (config.recompile_limit, config.optimize_ddp)
+    try:
+        with compiler_settings({"recompile_limit": 3, "optimize_ddp": False}):
+            assert (config.recompile_limit, config.optimize_ddp) == (3, False)
+            if fails:
+                raise RuntimeError("in the middle of a run")
+    except RuntimeError:
+        pass
+    assert (config.recompile_limit, config.optimize_ddp) == before

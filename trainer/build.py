@@ -1,0 +1,88 @@
+"""Build the parts that Lightning runs: the Compile callback told what the task declares, and the Trainer itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from tasks.base import Task
+from trainer.callback import Compile
+from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
+from trainer.precision import precision_arguments
+from trainer.settings import Config
+from trainer.telemetry.record import RunRecord
+from trainer.telemetry.telemetry import BatchCounter
+
+
+def compile_callback(config: Config, record: RunRecord) -> Compile:
+    """The callback that applies the strategies and measures, told what the task declares."""
+    declared = config.task.declare()
+    return Compile(
+        config.compile.values(),
+        whole=declared.whole,
+        blocks=declared.blocks,
+        parts=declared.parts,
+        count=batch_counter(config.task),
+        warmup_steps=config.trainer.warmup_steps,
+        record=record,
+    )
+
+
+def batch_counter(task: Task) -> BatchCounter:
+    """Counts batches by the task's rules; operations are computed once for each size of batch."""
+    flops: dict[tuple[int, int | None], int | None] = {}
+
+    def count(batch: Any) -> tuple[int, int | None, int | None, int | None]:
+        counts = task.count(batch)
+        size = (counts.samples, counts.tokens)
+        if size not in flops:
+            flops[size] = task.training_flops(batch)
+        return counts.samples, counts.tokens, counts.useful_tokens, flops[size]
+
+    return count
+
+
+def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) -> L.Trainer:
+    """Lightning's Trainer with the options that cost time in every step switched off.
+
+    Progress and logging are ours: a progress-bar value is one device synchronisation a step, a ``self.log`` about
+    0.3 ms, and ThroughputMonitor synchronises at every batch.
+    """
+    settings = config.trainer
+    validates = settings.val_every_n_steps > 0
+    if validates and config.task.monitor is not None:
+        best = ModelCheckpoint(
+            dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
+        )
+        callbacks = [*callbacks, best]
+    precision = precision_arguments(settings)
+    return L.Trainer(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        strategy=settings.strategy,
+        precision=precision.get("precision"),
+        max_steps=settings.max_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+        gradient_clip_val=settings.gradient_clip_val,
+        val_check_interval=settings.val_every_n_steps * settings.accumulate_grad_batches if validates else None,
+        check_val_every_n_epoch=None if validates else 1,
+        limit_val_batches=(1.0 if settings.val_batches is None else settings.val_batches) if validates else 0,
+        log_every_n_steps=settings.log_every_n_steps,
+        deterministic=settings.deterministic,
+        callbacks=callbacks,
+        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
+        logger=TensorBoardLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
+        plugins=[AtomicCheckpointIO(), *precision["plugins"]],
+        default_root_dir=run_dir,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=validates and config.task.monitor is not None,
+        enable_autolog_hparams=False,
+        num_sanity_val_steps=0,  # its graphs and its seconds would come before the first step that is timed
+        inference_mode=False,  # no_grad instead, so that every validation shares one set of graphs
+    )
