@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strategies.base import Strategy
+from strategies.toolchain import missing_toolchain
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -46,6 +47,8 @@ class CompileOptions(Strategy):
         known = torch.compiler.list_backends(())
         if self.backend not in known:
             raise ValueError(f"compile.{self.name}.backend={self.backend!r} is not one of {tuple(sorted(known))}")
+        if self.needs_inductor and not torch.cuda.is_available() and (missing := missing_toolchain()):
+            raise ValueError(f"compile.{self.name}: {missing}")
         if self.options:
             from torch._inductor import config as inductor_config
 

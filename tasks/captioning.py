@@ -20,6 +20,7 @@ class Captioning(Task):
     """Image captioning: next-token prediction over captions, given the image."""
 
     name: ClassVar[str] = "captioning"
+    monitor: ClassVar[str | None] = "val/loss"
 
     size: CaptionerSize = field(default_factory=CaptionerSize)
     """Dimensions of the network."""

@@ -61,7 +61,7 @@ class ProgressView:
             return
         columns = (
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -98,7 +98,8 @@ def activity(telemetry: Telemetry) -> str:
     """What the run is doing: compiling, and for how long, or a phase of the loop."""
     compiling = telemetry.compiler.compiling_seconds
     if compiling is not None:
-        return f"compiling graph {telemetry.compiler.compilations} · {compiling:.0f} s"
+        total = telemetry.compiler.compile_seconds + compiling
+        return f"compiling graph {telemetry.compiler.compilations} · {compiling:.0f} s of {total:.0f} s"
     return telemetry.phase
 
 
@@ -109,8 +110,6 @@ def figures_line(telemetry: Telemetry) -> str:
         parts.append(f"{telemetry.steps_per_second:.2f} steps/s")
     if telemetry.last_loss is not None:
         parts.append(f"loss {telemetry.last_loss:.3f}")
-    if telemetry.compiler.compilations:
-        parts.append(f"{telemetry.compiler.compile_seconds:.0f} s compiled")
     return " · ".join(parts)
 
 

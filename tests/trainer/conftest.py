@@ -1,0 +1,79 @@
+"""Fixtures of the trainer's tests: a private cache, a clean compiler, eager's own losses and their noise."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.strategies import backends
+from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
+from trainer.telemetry.record import RunRecord
+
+FLOOR = 1e-5
+"""Least relative tolerance on losses: eager repeats itself to the last bit on one CPU, a compiler rounds elsewhere."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep tokenizers out of the user's cache; train one for all runs."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> Iterator[None]:
+    """No compiled code from other tests, and none left to them."""
+    backends.register()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One task trained eager, twice."""
+
+    record: RunRecord
+    losses: dict[int, float]
+    state_dict_keys: list[str]
+    tolerance: float
+    """Relative difference of losses that is noise: ten times eager's own, at least ``FLOOR``."""
+
+
+@pytest.fixture(scope="session")
+def baseline(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Callable[[str], Baseline]:
+    """Train a task eager, once a session for each task."""
+    made: dict[str, Baseline] = {}
+
+    def make(task: str) -> Baseline:
+        if task not in made:
+            folders = [tmp_path_factory.mktemp(f"eager-{task}") for _ in range(2)]
+            records = [train(folder, task=task) for folder in folders]
+            first, second = (curve(folder) for folder in folders)
+            noise = max(relative_differences(first, second))
+            made[task] = Baseline(
+                record=records[0],
+                losses=first,
+                state_dict_keys=list(last_checkpoint(folders[0])["state_dict"]),
+                tolerance=max(10 * noise, FLOOR),
+            )
+        return made[task]
+
+    return make
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[Path]:
+    """Fresh run directories."""
+    return (tmp_path / f"run{number}" for number in itertools.count())

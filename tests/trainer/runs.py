@@ -1,0 +1,75 @@
+"""Small runs for tests: the overrides that make any task small, and what a run left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from strategies import STRATEGIES, Stage
+from trainer.compose import compose
+from trainer.run import run
+from trainer.telemetry.record import RunRecord
+
+SMALLEST: dict[str, tuple[str, ...]] = {
+    "captioning": (
+        "task.size.image_size=32",
+        *(f"task.size.{half}_layers=2" for half in ("encoder", "decoder")),
+        *(f"task.size.{half}_width=16" for half in ("encoder", "decoder")),
+        "task.size.vocabulary_size=300",
+        "task.data.batch_size=2",
+        "task.data.train_images=64",
+        "task.data.val_images=2",
+        "task.data.num_workers=0",
+        "task.data.max_objects=2",
+        # One shape, so that nothing is compiled again for symbolic ones.
+        "task.data.pad_to=48",
+    )
+}
+"""Overrides by task; a task that is not here runs at its default size."""
+
+STEPS = 4
+MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
+"""Strategies that hand modules to the compiler."""
+
+
+def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str = "aot_eager") -> list[str]:
+    """A few exactly repeatable steps, each one logged, no validation; the strategy with a backend that compiles fast."""
+    given = [f"task={task}", "trainer=debug", *SMALLEST.get(task, ()), f"compile={strategy}"]
+    kind = STRATEGIES.get(strategy)
+    if kind is not None and "backend" in kind.__dataclass_fields__:
+        given.append(f"compile.{strategy}.backend={backend}")
+    return [*given, f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=0", "trainer.progress=none"]
+
+
+def train(run_dir: Path, *changes: str, strategy: str = "eager", task: str = "captioning", **named: str) -> RunRecord:
+    """Run ``overrides`` with ``changes`` in ``run_dir``."""
+    command = [*overrides(strategy, task=task, **named), *changes]
+    return run(compose(command), run_dir=run_dir, command=command)
+
+
+def events_of(run_dir: Path) -> EventAccumulator:
+    """Everything in the run's TensorBoard files."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    return events.Reload()
+
+
+def curve(run_dir: Path, key: str = "train/loss") -> dict[int, float]:
+    """Points of one scalar by optimizer step, oldest first."""
+    return {event.step: event.value for event in events_of(run_dir).Scalars(key)}
+
+
+def last_checkpoint(run_dir: Path) -> dict[str, Any]:
+    """The checkpoint that ``resume=<run_dir>`` would go on from."""
+    import torch
+
+    loaded: dict[str, Any] = torch.load(run_dir / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
+    return loaded
+
+
+def relative_differences(left: Mapping[int, float], right: Mapping[int, float]) -> list[float]:
+    """``|left - right| / |right|`` at each step; both must have the same steps."""
+    assert list(left) == list(right)
+    return [abs(left[step] - right[step]) / abs(right[step]) for step in left]

@@ -1,0 +1,175 @@
+"""What every strategy promises on every task: eager's losses and names, and a record that leaves nothing out.
+
+Strategies and tasks are taken from their registries, so that a new one is covered the day it is added.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from strategies import STRATEGIES
+from tasks import TASKS
+from tests.conftest import ROOT
+from tests.trainer.conftest import Baseline
+from tests.trainer.runs import MODULE_STRATEGIES, STEPS, curve, last_checkpoint, relative_differences, train
+from trainer.telemetry.record import RunRecord
+
+ALWAYS = (
+    "started",
+    "device",
+    "device_type",
+    "precision",
+    "import_seconds",
+    "first_step_seconds",
+    "warmup_seconds",
+    "warmup_steps",
+    "steps",
+    "steady_steps",
+    "pause_seconds",
+    "peak_process_memory_gib",
+    "final_loss",
+    "total_seconds",
+)
+"""Figures that every finished run has."""
+NOT_ON_A_CPU = ("peak_device_memory_gib", "model_flops_utilization", "joules_per_sample")
+OF_THE_COMPILER = (
+    "compile_seconds",
+    "cache",
+    "cache_hits",
+    "cache_misses",
+    "regions",
+    "regions_compiled",
+    "graphs",
+    "graph_breaks",
+    "recompiles",
+    "cudagraph_skips",
+)
+
+
+@pytest.fixture(scope="session")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, private_cache: None
+) -> Callable[[str, str], tuple[Path, RunRecord]]:
+    """Train a task under a strategy, once a session for each pair."""
+    import torch
+
+    made: dict[tuple[str, str], tuple[Path, RunRecord]] = {}
+
+    def make(task: str, strategy: str) -> tuple[Path, RunRecord]:
+        if (task, strategy) not in made:
+            torch._dynamo.reset()
+            run_dir = tmp_path_factory.mktemp(f"{task}-{strategy}")
+            made[task, strategy] = run_dir, train(run_dir, task=task, strategy=strategy)
+        return made[task, strategy]
+
+    return make
+
+
+Trained = Callable[[str, str], tuple[Path, RunRecord]]
+EVERY_TASK = pytest.mark.parametrize("task", sorted(TASKS))
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+EVERY_ARM = pytest.mark.parametrize("strategy", ["eager", *sorted(STRATEGIES)])
+
+
+@EVERY_TASK
+@EVERY_STRATEGY
+def test_losses_are_eagers_at_every_step(
+    task: str, strategy: str, trained: Trained, baseline: Callable[[str], Baseline]
+) -> None:
+    run_dir, record = trained(task, strategy)
+    eager = baseline(task)
+    losses = curve(run_dir)
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert len(set(losses.values())) == STEPS, "the model learns"
+    assert max(relative_differences(losses, eager.losses)) <= eager.tolerance
+    assert record.final_loss == pytest.approx(losses[STEPS])
+
+
+@EVERY_TASK
+@EVERY_STRATEGY
+def test_state_dict_keys_are_eagers(
+    task: str, strategy: str, trained: Trained, baseline: Callable[[str], Baseline]
+) -> None:
+    run_dir, _ = trained(task, strategy)
+    assert list(last_checkpoint(run_dir)["state_dict"]) == baseline(task).state_dict_keys
+
+
+@EVERY_TASK
+@EVERY_ARM
+def test_the_record_of_a_finished_run_is_complete(task: str, strategy: str, trained: Trained) -> None:
+    _, record = trained(task, strategy)
+    assert (record.status, record.exit_code, record.reason) == ("finished", 0, None)
+    assert (record.task, record.label, record.steps) == (TASKS[task].name, strategy, STEPS)
+    assert record.steady_steps is not None
+    assert record.warmup_steps is not None
+    assert record.steady_steps + record.warmup_steps == STEPS
+    for name in ALWAYS:
+        assert getattr(record, name) is not None, name
+    assert record.config["trainer"]["max_steps"] == STEPS
+    assert record.versions["torch"]
+
+
+@EVERY_TASK
+@EVERY_ARM
+def test_a_figure_that_does_not_exist_is_none(task: str, strategy: str, trained: Trained) -> None:
+    _, record = trained(task, strategy)
+    for name in NOT_ON_A_CPU:
+        assert getattr(record, name) is None, name
+    if strategy == "eager":
+        for name in OF_THE_COMPILER:
+            assert getattr(record, name) is None, name
+        assert record.strategies == []
+    # aot_eager never asks Inductor's cache.
+    assert (record.cache, record.cache_hits, record.cache_misses) == (None, None, None)
+
+
+@EVERY_TASK
+@pytest.mark.parametrize("strategy", MODULE_STRATEGIES)
+def test_every_region_is_compiled_without_a_break(task: str, strategy: str, trained: Trained) -> None:
+    _, record = trained(task, strategy)
+    assert record.regions
+    assert record.regions_compiled == record.regions
+    assert record.graphs
+    assert record.graph_breaks == 0
+    assert record.compile_seconds is not None
+    assert record.compile_seconds > 0
+    assert record.compile_phases_seconds["dynamo"] > 0
+    assert record.warmup_seconds is not None
+    assert record.warmup_seconds >= record.compile_seconds, "what was compiled belongs to warm-up steps"
+    assert not [event for event in record.events if event.kind != "recompile"]
+
+
+@EVERY_TASK
+@EVERY_STRATEGY
+def test_events_say_why_and_where(task: str, strategy: str, tmp_path: Path) -> None:
+    # A validation runs without gradients, so that everything compiled is compiled again.
+    record = train(tmp_path, "trainer.val_every_n_steps=3", task=task, strategy=strategy)
+    if strategy in MODULE_STRATEGIES:
+        assert record.recompiles
+    for event in record.events:
+        assert event.reason.strip()
+        assert event.location is not None
+        assert ".py:" in event.location
+        assert event.step in (3, 4), "the validation after the third step"
+
+
+@EVERY_TASK
+@EVERY_ARM
+def test_the_record_is_read_back_as_it_was_written(task: str, strategy: str, trained: Trained) -> None:
+    run_dir, record = trained(task, strategy)
+    assert RunRecord.load(run_dir) == RunRecord.load(run_dir / "record.json") == record
+    assert sorted(path.name for path in run_dir.glob(".record*")) == []
+
+
+def test_a_report_reads_a_record_without_torch(trained: Trained) -> None:
+    run_dir, _ = trained("captioning", "eager")
+    code = (
+        "import sys; from pathlib import Path; from trainer.telemetry.record import RunRecord; "
+        f"assert RunRecord.load(Path({str(run_dir)!r})).status == 'finished'; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
