@@ -1,7 +1,9 @@
 """The arms of ``benchmark_loop``: a hand-written loop, a bare Lightning Trainer and ours, over one module and data.
 
 Every arm trains the same module object on the same cached batches with a new optimizer of the module's own making, and
-is timed by the same clock, a lap for each optimizer step. What differs is only the loop around the step.
+is timed by the same clock, a lap for each optimizer step. What differs is only the loop around the step. Each arm puts
+its strategies on the module and takes them off again, so that arms of several strategies can take turns; compiled code
+stays in the process, so that only the first turn pays for it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import lightning as L
 import torch
 
 from strategies import Program
-from strategies.compose import apply
+from strategies.compose import apply, compiler_settings
+from strategies.inplace import uncompile
 from trainer.build import build_trainer, compile_callback
 from trainer.checkpoints import Checkpoints
 from trainer.interrupt import StopRequest
@@ -93,11 +96,15 @@ class Workload:
         return CachedData(self.source, self.batches, length)
 
 
-def apply_strategies(workload: Workload) -> None:
-    """Apply the configured strategies to the module without a trainer, for a raw loop that starts cold."""
+@contextlib.contextmanager
+def strategies_applied(workload: Workload) -> Iterator[None]:
+    """The configured strategies on the module, for the arms that have no Compile callback."""
     declared = workload.config.task.declare()
     program = Program(module=workload.module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
     apply(workload.config.compile.values(), program)
+    with compiler_settings(program.settings):
+        yield
+    uncompile(program)
 
 
 def raw(workload: Workload, steps: int) -> list[float]:
@@ -110,18 +117,20 @@ def raw(workload: Workload, steps: int) -> list[float]:
         torch.autocast(device.type, torch.bfloat16) if workload.precision == "bf16-mixed" else contextlib.nullcontext()
     )
     clock = step_clock(device)
-    for batch in CachedBatches(workload.batches, steps):
-        batch = workload.source.transfer_batch_to_device(batch, device, 0)
-        optimizer.zero_grad()
-        with autocast:
-            loss: Any = module.training_step(batch, 0)
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        clock.lap()
+    with strategies_applied(workload):
+        clock.mark()
+        for batch in CachedBatches(workload.batches, steps):
+            batch = workload.source.transfer_batch_to_device(batch, device, 0)
+            optimizer.zero_grad()
+            with autocast:
+                loss: Any = module.training_step(batch, 0)
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            clock.lap()
     return [clock.take() for _ in range(steps)]
 
 
@@ -143,7 +152,8 @@ def bare(workload: Workload, steps: int) -> list[float]:
         enable_checkpointing=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(workload.module, datamodule=workload.data(steps))
+    with strategies_applied(workload):
+        trainer.fit(workload.module, datamodule=workload.data(steps))
     return laps.seconds()
 
 
@@ -155,13 +165,16 @@ def ours(workload: Workload, steps: int) -> tuple[list[float], RunRecord]:
     record = new_record(workload.config, [])
     with tempfile.TemporaryDirectory() as folder, StopRequest(print) as stop:
         directory = Path(folder)
+        compile_ = compile_callback(workload.config, record)
         callbacks = [
-            compile_callback(workload.config, record),
+            compile_,
             Checkpoints(directory, every_n_steps=0, stop=stop, at_end=False),
             laps,
         ]
         trainer = build_trainer(workload.config, directory, callbacks)
         trainer.fit(workload.module, datamodule=workload.data(steps))
+        if compile_.program is not None:
+            uncompile(compile_.program)
     return laps.seconds(), record
 
 

@@ -33,7 +33,7 @@ def find_containers(module: nn.Module) -> list[Container]:
     """
     found: list[Container] = []
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, CONTAINERS) or any(path.startswith(f"{outer.path}.") for outer in found):
+        if not isinstance(candidate, CONTAINERS) or any(_lies_in(path, outer.path) for outer in found):
             continue
         children = list(candidate.children())
         kinds = {type(child) for child in children}
@@ -42,13 +42,17 @@ def find_containers(module: nn.Module) -> list[Container]:
     return found
 
 
+def _lies_in(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
 def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
     """Paths of the blocks: the children of each container named, and every other submodule named as it is."""
     blocks: list[str] = []
     for path in paths:
         submodule = module.get_submodule(path)
         if isinstance(submodule, CONTAINERS):
-            blocks.extend(f"{path}.{name}" for name, _ in submodule.named_children())
+            blocks.extend(f"{path}.{name}".lstrip(".") for name, _ in submodule.named_children())
         else:
             blocks.append(path)
     return blocks
@@ -56,7 +60,7 @@ def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
 
 def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> None:
     """Raise ValueError naming near matches and candidates when a path is no submodule of ``module``."""
-    names = [name for name, _ in module.named_modules() if name]
+    names = [name for name, _ in module.named_modules()]
     for path in paths:
         if path not in names:
             near = difflib.get_close_matches(path, names, n=3)

@@ -6,24 +6,44 @@ which the device waits (on torch 2.11 a CPU run first probes the vector instruct
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import threading
+
+import torch
 
 
 class Preparation:
-    """One background thread; ``wait`` before the first compile, so that no two threads import Inductor at once."""
+    """One background thread, waited for in two parts."""
 
     def __init__(self) -> None:
-        self._thread = threading.Thread(target=_prepare, name="prepare-inductor", daemon=True)
+        self._imported = threading.Event()
+        self._thread = threading.Thread(target=self._prepare, name="prepare-inductor", daemon=True)
         self._thread.start()
 
+    def wait_for_imports(self) -> None:
+        """Block until Inductor is imported, so that no two threads import it at once; before strategies apply."""
+        self._imported.wait()
+
     def wait(self) -> None:
-        """Block until Inductor is imported and its workers are on their way."""
+        """Block until everything is ready; before the first compile."""
         self._thread.join()
 
+    def _prepare(self) -> None:
+        try:
+            _import_inductor()
+        finally:
+            self._imported.set()
+        _warm_up()
 
-def _prepare() -> None:
+
+def _import_inductor() -> None:
+    with contextlib.suppress(Exception):  # whatever is wrong comes up again, with its reason, at the first compile
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def _warm_up() -> None:
     try:
-        import torch._inductor.compile_fx
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 

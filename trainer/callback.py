@@ -70,7 +70,7 @@ class Compile(L.Callback):
         """Apply the strategies, once; their settings hold until ``teardown``."""
         if self.program is None or self.program.module is not pl_module:
             if self._preparation is not None:
-                self._preparation.wait()
+                self._preparation.wait_for_imports()
             whole, blocks, parts = self._declared
             self.program = Program(module=pl_module, whole=whole, blocks=blocks, parts=parts)
             apply(self.strategies, self.program)
@@ -89,6 +89,8 @@ class Compile(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place: begin to measure."""
+        if self._preparation is not None:
+            self._preparation.wait()
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
         self._verified = not self.strategies
@@ -176,5 +178,6 @@ class Compile(L.Callback):
                 setattr(self.record, name, value)
             self.record.events = list(self.telemetry.compiler.events)
             self._pages.events(self.record.events, self.telemetry.steps_done)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.record.final_metrics = metrics
+        if self.telemetry.ready_seconds is not None and self.record.import_seconds is not None:
+            self.record.setup_seconds = self.telemetry.ready_seconds - self.record.import_seconds
+        self.record.final_metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

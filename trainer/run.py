@@ -142,7 +142,7 @@ class Training:
                 f"resume={self._config.resume}: already at step {step}, "
                 f"trainer.max_steps={self._config.trainer.max_steps} leaves nothing to do"
             )
-        self._record.resumed_from = str(checkpoint)
+        self._record.resumed_from = str(checkpoint.resolve())
         return checkpoint
 
 
@@ -158,9 +158,11 @@ def save(record: RunRecord, run_dir: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """First line of an error with its class, and the user's line where the compiler names it."""
+    """Class and first line of an error, the next one too where that only announces it, and the user's line of code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
+        text += f" {lines[1]}"
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
     return text

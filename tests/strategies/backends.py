@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
 COUNTING = "tests_counting"
@@ -31,7 +32,7 @@ def _refuse_backward(graph: GraphModule, example_inputs: list[Any]) -> Callable[
 
 
 def _as_it_is(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    return torch._functorch.aot_autograd.make_boxed_func(graph.forward)  # type: ignore[no-any-return]
+    return make_boxed_func(graph.forward)
 
 
 def register() -> None:

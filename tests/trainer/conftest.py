@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,9 +69,3 @@ def baseline(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> C
         return made[task]
 
     return make
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> Iterator[Path]:
-    """Fresh run directories."""
-    return (tmp_path / f"run{number}" for number in itertools.count())

@@ -36,7 +36,7 @@ MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if stra
 
 
 def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str = "aot_eager") -> list[str]:
-    """A few exactly repeatable steps, each one logged, no validation; the strategy with a backend that compiles fast."""
+    """A few exactly repeatable steps, each one logged, no validation; the strategy with a fast backend."""
     given = [f"task={task}", "trainer=debug", *SMALLEST.get(task, ()), f"compile={strategy}"]
     kind = STRATEGIES.get(strategy)
     if kind is not None and "backend" in kind.__dataclass_fields__:

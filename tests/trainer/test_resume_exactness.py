@@ -15,12 +15,12 @@ from tests.trainer.runs import curve, last_checkpoint, train
 STEPS, STOP_AT = 12, 6
 
 
-def send_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
-    """Send this process a signal in the middle of an optimizer step, once."""
+def send_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals, *, times: int = 1) -> None:
+    """Send this process a signal in the middle of an optimizer step, once or more often."""
     sent: list[int] = []
 
     def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
-        if module.trainer.global_step == step - 1 and not sent:
+        while module.trainer.global_step == step - 1 and len(sent) < times:
             sent.append(step)
             os.kill(os.getpid(), number)
 
@@ -33,8 +33,9 @@ def send_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
         ("eager", ()),
         ("eager", ("task.size.dropout=0.1",)),
         ("eager", ("task.size.dropout=0.1", "trainer.accumulate_grad_batches=2")),
-        ("eager", ("trainer.val_every_n_steps=4", "task.size.dropout=0.1")),
-        ("regional", ("task.size.dropout=0.1",)),
+        ("eager", ("task.size.dropout=0.1", "trainer.val_every_n_steps=4")),
+        # Not aot_eager: on torch 2.15 it stumbles over attention with dropout.
+        ("regional", ("task.size.dropout=0.1", "compile.regional.backend=eager")),
     ],
     ids=["plain", "dropout", "accumulation", "validation", "regional"],
 )

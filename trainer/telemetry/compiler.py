@@ -6,11 +6,13 @@ the trainer that reads it, and the tests run it on the oldest and the newest tor
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch._dynamo.callback as dynamo_callback
+import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 
 from trainer.telemetry.record import Event
@@ -48,6 +50,7 @@ class CompilerWatch:
         self._first_metric = 0
         self._counters: dict[str, int] = {}
         self._frames: set[tuple[str, int]] = set()
+        self._locations: dict[str, str] = {}
 
     def start(self) -> None:
         """Begin to watch; figures count from here."""
@@ -118,17 +121,25 @@ class CompilerWatch:
 
     def compiled(self, frames: Iterable[tuple[str, int]]) -> list[bool]:
         """For each ``(file, first line)``: whether this process holds compiled code for it. Line 0 matches any line."""
+        if dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+            return [False for _ in frames]  # whatever an earlier fit of this process compiled is not used
         for metric in dynamo_utils.get_compilation_metrics():
             if metric.has_guarded_code and metric.co_filename:
                 self._frames.update({(metric.co_filename, metric.co_firstlineno or 0), (metric.co_filename, 0)})
         return [frame in self._frames for frame in frames]
 
     def _events_of(self, metric: Any) -> list[Event]:
-        where = f"{metric.co_filename}:{metric.co_firstlineno} {metric.co_name}" if metric.co_filename else None
+        frame = str(metric.compile_id).split("/")[0]
+        if metric.co_filename:
+            self._locations[frame] = f"{metric.co_filename}:{metric.co_firstlineno} {metric.co_name}"
+        # A frame that ran out of recompiles is named by its number alone.
+        where = self._locations.get(frame)
         if metric.fail_type:
             if metric.fail_user_frame_filename:
                 where = f"{metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}"
             reason = f"{metric.fail_type}: {metric.fail_reason or 'no reason given'}".strip()
+            if metric.recompile_reason:
+                reason += f"; the guard that failed last: {metric.recompile_reason.strip()}"
             return [self._event("fallback", reason, where)]
         if metric.recompile_reason and metric.has_guarded_code:
             return [self._event("recompile", metric.recompile_reason, where)]

@@ -22,7 +22,11 @@ class Step:
     """Optimizer step, counted from 1 over the whole training (resumed steps included)."""
     compiled: bool = False
     """Whether the compiler ran during it."""
-    samples: int = 0
+    batches: int = 0
+    """Micro-batches so far."""
+    laps: int = 0
+    """Laps of the clock that it is made of; more than one when a pause fell between its micro-batches."""
+    samples: int | None = None
     tokens: int | None = None
     useful_tokens: int | None = None
     flops: int | None = None
@@ -33,7 +37,10 @@ class Step:
     """Device scalars of its micro-batches, each already divided by their number."""
 
     def add(self, samples: int, tokens: int | None, useful_tokens: int | None, flops: int | None) -> None:
-        """Add one micro-batch."""
+        """Count one more micro-batch; call it for all of them, in order, or for none."""
+        if self.samples is None:
+            self.samples, self.tokens, self.useful_tokens, self.flops = samples, tokens, useful_tokens, flops
+            return
         self.samples += samples
         self.tokens = _sum(self.tokens, tokens)
         self.useful_tokens = _sum(self.useful_tokens, useful_tokens)
@@ -46,16 +53,16 @@ class Totals:
 
     seconds: float = 0.0
     steps: int = 0
-    samples: int = 0
-    tokens: int | None = None
-    useful_tokens: int | None = None
-    flops: int | None = None
+    samples: int | None = 0
+    tokens: int | None = 0
+    useful_tokens: int | None = 0
+    flops: int | None = 0
 
     def add(self, step: Step) -> None:
         """Add one timed step."""
         self.seconds += step.seconds
         self.steps += 1
-        self.samples += step.samples
+        self.samples = _sum(self.samples, step.samples)
         self.tokens = _sum(self.tokens, step.tokens)
         self.useful_tokens = _sum(self.useful_tokens, step.useful_tokens)
         self.flops = _sum(self.flops, step.flops)
@@ -67,7 +74,7 @@ class Totals:
         padding = None if self.tokens is None or self.useful_tokens is None else self.tokens - self.useful_tokens
         return {
             "steady_steps_per_second": self.steps / self.seconds,
-            "samples_per_second": self.samples / self.seconds,
+            "samples_per_second": None if self.samples is None else self.samples / self.seconds,
             "tokens_per_second": None if self.tokens is None else self.tokens / self.seconds,
             "useful_tokens_per_second": None if self.useful_tokens is None else self.useful_tokens / self.seconds,
             "padded_share": padding / self.tokens if padding is not None and self.tokens else None,
@@ -128,4 +135,4 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def _sum(left: int | None, right: int | None) -> int | None:
-    return right if left is None else left if right is None else left + right
+    return None if left is None or right is None else left + right

@@ -162,11 +162,14 @@ class RunRecord:
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / FILE_NAME
         temporary = directory / f".{FILE_NAME}.{os.getpid()}"
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1, default=str)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(self), file, indent=1, default=str)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
         return target
 
     @classmethod

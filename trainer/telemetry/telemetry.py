@@ -49,6 +49,8 @@ class Telemetry:
         """Mean loss of the newest window read back."""
         self.steps_per_second: float | None = None
         self.pause_seconds = 0.0
+        self.ready_seconds: float | None = None
+        """Age of the process when the first batch was on the device."""
         self.phase = "starting"
         """What the loop is doing, in a word for the progress view."""
         self._count = count
@@ -56,6 +58,7 @@ class Telemetry:
         self._windows: deque[Window] = deque()
         self._steps: list[Step] = []
         self._paused, self._paused_at = True, 0.0
+        self._running = False
 
     def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
         """Training is about to begin: model and optimizer are on their device."""
@@ -69,6 +72,7 @@ class Telemetry:
         self.steps_done = trainer.global_step
         self._begin_step()
         self._paused, self._paused_at = True, time.perf_counter()
+        self._running = True
 
     def _begin_step(self) -> None:
         self._step = Step(self.steps_done + 1)
@@ -84,6 +88,8 @@ class Telemetry:
         """A batch is on the device and its step begins."""
         if self._paused:
             self._paused = False
+            if self.ready_seconds is None:
+                self.ready_seconds = hardware.process_age_seconds()
             self._compiler_phase("training")
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += time.perf_counter() - self._paused_at
@@ -93,6 +99,7 @@ class Telemetry:
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
         """A batch is through; returns whether it completed an optimizer step."""
         step = self._step
+        step.batches += 1
         if self._count is not None:
             step.add(*self._count(batch))
         if loss is not None:
@@ -101,13 +108,14 @@ class Telemetry:
         if done == self.steps_done:
             return False
         self._clock.lap()
+        step.laps += 1
         self.steps_done = done
         if self.compiler.compilations != self._compilations:
             step.compiled = True
             self.compiler.collect()
             self._energy.discard()
         elif self.meter.warm:
-            self._energy.add(step.samples)
+            self._energy.add(step.samples or 0)
             self._energy.begin()
         self._steps.append(step)
         self._begin_step()
@@ -117,12 +125,17 @@ class Telemetry:
 
     def pause(self, phase: str) -> None:
         """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
+        if not self._running:
+            return
         self.phase = phase
         if phase == "validating":
             self._compiler_phase(phase)
         self._energy.end()
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
+            if self._step.batches:  # inside an accumulation: what was done of the step so far is a lap of its own
+                self._clock.lap()
+                self._step.laps += 1
 
     def flush(self, *, everything: bool = False) -> None:
         """Send the open window's losses to the host and write the windows that have arrived."""
@@ -181,7 +194,7 @@ class Telemetry:
     def _write(self, window: Window) -> None:
         steady, seconds = Totals(), []
         for step in window.steps:
-            step.seconds = self._clock.take()
+            step.seconds = sum(self._clock.take() for _ in range(step.laps))
             if self.meter.add(step):
                 steady.add(step)
                 seconds.append(step.seconds)

@@ -1,0 +1,136 @@
+"""Strategies in somebody else's Lightning project: ``L.Trainer(callbacks=[Compile([Regional()])])``."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+
+from strategies import Regional, Strategy, Whole
+from tests.strategies import backends
+from tests.trainer.conftest import FLOOR
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile
+
+
+@pytest.mark.parametrize(
+    ("strategy", "regions"),
+    [
+        (Regional(backend="aot_eager"), 3),
+        (Regional(backend="aot_eager", parts=["head"]), 4),
+        (Whole(backend="aot_eager"), 3),
+    ],
+    ids=["regional", "with a part", "whole"],
+)
+def test_a_strange_module_trains_compiled_with_the_same_losses(
+    strategy: Strategy, regions: int, tmp_path: Path
+) -> None:
+    settings = {name: getattr(torch._dynamo.config, name) for name in ("recompile_limit", "optimize_ddp")}
+    eager = fit(Blocks(), tmp_path, [])
+    module, compile_ = Blocks(), Compile([strategy], warmup_steps=1)
+    keys = list(module.state_dict())
+    losses = fit(module, tmp_path, [compile_])
+    assert losses == pytest.approx(eager, rel=FLOOR)
+    assert list(module.state_dict()) == keys
+    record = compile_.record
+    assert record.regions == regions
+    assert record.graphs
+    assert record.steps == 6
+    assert record.final_loss == pytest.approx(sum(losses[-2:]) / 2)
+    assert record.final_metrics["train_loss"] == pytest.approx(losses[-1])
+    assert record.notes, "the module declared nothing, which the user is told"
+    assert {name: getattr(torch._dynamo.config, name) for name in settings} == settings
+
+
+def test_eager_is_measured_by_the_same_callback(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1)
+    assert fit(Blocks(), tmp_path, [compile_]) == fit(Blocks(), tmp_path, [])
+    assert (compile_.record.label, compile_.record.steady_steps, compile_.record.graphs) == ("eager", 5, None)
+
+
+def test_figures_of_batches_that_nobody_counts_are_none(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1)
+    fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.steady_steps_per_second
+    for name in ("samples_per_second", "tokens_per_second", "useful_tokens_per_second", "teraflops_per_second"):
+        assert getattr(compile_.record, name) is None, name
+
+
+def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))
+    fit(Blocks(), tmp_path, [compile_])
+    record = compile_.record
+    assert record.samples_per_second == pytest.approx(4 * (record.steady_steps_per_second or 0))
+    assert record.tokens_per_second is None
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))
+    losses = fit(Blocks(), tmp_path, [compile_], accumulate_grad_batches=2, max_steps=3)
+    assert len(losses) == 6
+    assert (compile_.record.steps, compile_.record.steady_steps) == (3, 2)
+    # Lightning hands over each loss divided by the number of batches: their sum is the step's.
+    assert compile_.record.final_loss == pytest.approx(sum(losses[-2:]))
+
+
+def test_one_callback_serves_two_fits(tmp_path: Path) -> None:
+    module, compile_ = Blocks(), Compile([Regional(backend=backends.COUNTING)])
+    backends.graphs.clear()
+    fit(module, tmp_path, [compile_])
+    assert len(backends.graphs) == 1
+    fit(module, tmp_path, [compile_])
+    assert len(backends.graphs) == 1, "what was compiled serves again"
+    assert compile_.record.regions == 3
+
+
+def test_lightnings_own_demo_is_compiled_whole() -> None:
+    def train(callbacks: list[L.Callback]) -> list[float]:
+        seen: list[float] = []
+
+        class Demo(BoringModel):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                step: Any = super().training_step(batch, batch_idx)
+                seen.append(float(step["loss"]))
+                return step
+
+        L.seed_everything(0, verbose=False)
+        trainer = L.Trainer(
+            max_steps=4, limit_val_batches=2, accelerator="cpu", logger=False, callbacks=callbacks,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Demo())
+        return seen
+
+    compile_ = Compile([Whole(backend="aot_eager")])
+    assert train([compile_]) == pytest.approx(train([]), rel=FLOOR)
+    assert (compile_.record.regions, compile_.record.regions_compiled) == (1, 1)
+
+
+def test_lightnings_own_demo_has_no_blocks_and_says_so() -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[Compile([Regional(backend="aot_eager")])],
+    )
+    with pytest.raises(ValueError, match="no repeated blocks found in this module"):
+        trainer.fit(BoringModel())
+
+
+def test_another_logger_gets_the_figures_too(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")], warmup_steps=1)], logger=logger)
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/loss", "compile/graphs", "time/first_step_seconds"} <= set(header)
+
+
+def test_signals_are_left_to_the_project(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    fit(Blocks(), tmp_path, [Compile()])
+    assert signal.getsignal(signal.SIGINT) is before

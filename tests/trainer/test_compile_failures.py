@@ -1,0 +1,135 @@
+"""Compiles that fail or do nothing: the run stops, says why in one line and leaves a record that says so too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strategies import Regional, Whole
+from tests.strategies import backends
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.runs import MODULE_STRATEGIES, train
+from trainer.callback import Compile, CompiledNothing
+from trainer.telemetry.record import RunRecord
+
+
+@pytest.mark.parametrize("strategy", MODULE_STRATEGIES)
+def test_a_compiler_that_is_switched_off_is_an_error(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.utils.clear_compilation_metrics()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    record = train(tmp_path, strategy=strategy)
+    assert (record.status, record.exit_code, record.regions_compiled) == ("failed", 1, 0)
+    assert record.reason is not None
+    assert record.reason.startswith(f"CompiledNothing: {strategy}: the compiler was handed {record.regions} regions")
+    assert "TORCHDYNAMO_DISABLE" in record.reason
+    assert record.steps == 1, "it stops after the first step, not after the last"
+    assert RunRecord.load(tmp_path) == record
+
+
+def test_a_compiler_that_is_switched_off_in_torchs_configuration_is_an_error(tmp_path: Path) -> None:
+    torch._dynamo.utils.clear_compilation_metrics()
+    with torch._dynamo.config.patch(disable=True):
+        record = train(tmp_path, strategy="whole")
+    assert record.status == "failed"
+    assert str(record.reason).startswith("CompiledNothing: whole")
+
+
+def test_code_compiled_earlier_in_the_process_does_not_pass_for_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")])])
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(CompiledNothing):
+        fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")])])
+
+
+class NeverCalled(Blocks):
+    """Its step goes around the blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(batch[0]).square().mean()
+
+
+def test_regions_that_the_step_never_calls_are_an_error(tmp_path: Path) -> None:
+    torch._dynamo.utils.clear_compilation_metrics()
+    compile_ = Compile([Regional(backend="aot_eager")])
+    with pytest.raises(CompiledNothing, match=r"regional: the compiler was handed 3 regions and compiled none"):
+        fit(NeverCalled(), tmp_path, [compile_])
+    assert compile_.record.regions_compiled == 0
+
+
+def test_a_region_that_is_not_compiled_beside_others_that_are_is_noted(tmp_path: Path) -> None:
+    class Unused(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = Spare()
+
+    compile_ = Compile([Regional(backend="aot_eager", blocks=["layers"], parts=["unused"])])
+    with pytest.warns(UserWarning, match=r"not compiled.*unused"):
+        fit(Unused(), tmp_path, [compile_])
+    assert (compile_.record.regions, compile_.record.regions_compiled) == (4, 3)
+    assert any("not compiled" in note and "unused" in note for note in compile_.record.notes)
+
+
+class Spare(torch.nn.Module):
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return x_BD
+
+
+@pytest.mark.parametrize("strategy", MODULE_STRATEGIES)
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [(backends.BROKEN_FORWARD, "no forward"), (backends.BROKEN_BACKWARD, "no backward")],
+    ids=["forward", "backward"],
+)
+def test_a_compile_that_fails_stops_the_run_with_its_reason(
+    strategy: str, backend: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = train(tmp_path, strategy=strategy, backend=backend)
+    assert (record.status, record.exit_code) == ("failed", 1)
+    assert record.reason is not None
+    assert complaint in record.reason
+    assert len(record.reason.splitlines()) == 1
+    assert record.regions, "what was known before is kept"
+    assert record.final_loss is None, "no step was completed"
+    assert RunRecord.load(tmp_path) == record
+    assert complaint in (tmp_path / "error.log").read_text()
+    assert "Traceback" in (tmp_path / "error.log").read_text()
+    said = capsys.readouterr().out
+    assert complaint in next(line for line in said.splitlines() if line.startswith("failed: "))
+    assert str(tmp_path / "error.log") in said
+
+
+def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:
+    before = torch._dynamo.config.recompile_limit
+    train(tmp_path, strategy="regional", backend=backends.BROKEN_FORWARD)
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_options_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"compile\.regional\.parts: 'net\.tale'"):
+        train(tmp_path, "compile.regional.parts=[net.tale]", strategy="regional")
+    with pytest.raises(ValueError, match=r"compile\.whole\.backend='nonsense' is not one of"):
+        Compile([Whole(backend="nonsense")])
+    assert RunRecord.load(tmp_path).status == "failed"
+
+
+def test_an_error_in_the_step_keeps_what_was_measured(tmp_path: Path) -> None:
+    class Breaks(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.global_step == 3:
+                raise RuntimeError("the third step breaks")
+            return super().training_step(batch, batch_idx)
+
+    compile_ = Compile(warmup_steps=1)
+    with pytest.raises(RuntimeError, match="third step"):
+        fit(Breaks(), tmp_path, [compile_])
+    assert compile_.record.steps == 3
+    assert compile_.record.first_step_seconds is not None
+    assert compile_.record.final_loss is not None

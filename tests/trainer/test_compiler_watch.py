@@ -1,0 +1,153 @@
+"""What the compiler is seen to do, on planted cases: breaks, recompiles and failures with reason and source line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.telemetry.compiler import CompilerWatch
+
+HERE = str(Path(__file__).resolve())
+
+
+@pytest.fixture
+def watch() -> Iterator[CompilerWatch]:
+    """A watch at step 3."""
+    watch = CompilerWatch()
+    watch.start()
+    watch.step = 3
+    yield watch
+    watch.stop()
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """Line of the file on which ``text`` stands in ``function``."""
+    lines, first = inspect.getsourcelines(function)
+    return next(first + offset for offset, line in enumerate(lines) if text in line)
+
+
+def prints(x: Tensor) -> Tensor:
+    y = x * 2
+    print("in the middle")
+    return y + 1
+
+
+def branches(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x * 2
+    return x - 1
+
+
+def doubles(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(("function", "text"), [(prints, "print("), (branches, "if x.sum()")])
+def test_a_graph_break_names_its_reason_and_its_line(
+    watch: CompilerWatch, function: Callable[[Tensor], Tensor], text: str
+) -> None:
+    torch.compile(function, backend="eager")(torch.ones(3))
+    new = watch.collect()
+    (event,) = [event for event in new if event.kind == "graph_break"]
+    assert event.location == f"{HERE}:{line_of(function, text)} {function.__name__}"
+    assert event.reason
+    assert event.step == 3
+    assert watch.figures()["graph_breaks"] == 1
+    assert watch.figures()["graphs"] >= 1
+
+
+def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: CompilerWatch) -> None:
+    compiled = torch.compile(doubles, backend="eager", dynamic=False)
+    compiled(torch.ones(3))
+    assert watch.collect() == []
+    watch.step = 9
+    compiled(torch.ones(4))
+    (event,) = watch.collect()
+    assert event.kind == "recompile"
+    assert "size mismatch at index 0. expected 3, actual 4" in event.reason
+    assert event.location == f"{HERE}:{line_of(doubles, 'def doubles')} doubles"
+    assert event.step == 9
+    assert (watch.figures()["recompiles"], watch.figures()["graphs"]) == (1, 2)
+
+
+def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerWatch) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled = torch.compile(doubles, backend="eager", dynamic=False)
+        for size in range(3, 7):
+            compiled(torch.ones(size))
+    fallbacks = [event for event in watch.collect() if event.kind == "fallback"]
+    assert fallbacks
+    assert "recompile_limit" in fallbacks[0].reason
+    assert fallbacks[0].location is not None
+    assert HERE in fallbacks[0].location
+
+
+def test_compilations_and_their_seconds_are_counted(watch: CompilerWatch) -> None:
+    assert watch.figures()["compile_seconds"] is None, "nothing was compiled yet"
+    compiled = torch.compile(doubles, backend="aot_eager")
+    compiled(torch.ones(3, requires_grad=True)).sum().backward()
+    first = watch.compilations
+    assert first >= 1
+    assert watch.compiling_seconds is None
+    figures = watch.figures()
+    assert figures["compile_seconds"] > 0
+    assert figures["compile_phases_seconds"]["dynamo"] >= figures["compile_phases_seconds"]["aot_autograd"] > 0
+    compiled(torch.ones(3, requires_grad=True)).sum().backward()
+    assert watch.compilations == first
+
+
+def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: CompilerWatch) -> None:
+    asked: list[float | None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        asked.append(watch.compiling_seconds)
+        return graph.forward
+
+    torch.compile(doubles, backend=backend)(torch.ones(3))
+    assert asked[0] is not None
+    assert asked[0] >= 0
+
+
+def test_a_cache_that_was_not_asked_has_no_hits_and_no_misses(watch: CompilerWatch) -> None:
+    torch.compile(doubles, backend="aot_eager")(torch.ones(3))
+    figures = watch.figures()
+    assert (figures["cache"], figures["cache_hits"], figures["cache_misses"]) == (None, None, None)
+
+
+def test_figures_count_from_the_start_of_the_watch(watch: CompilerWatch) -> None:
+    torch.compile(branches, backend="eager")(torch.ones(3))
+    watch.collect()
+    later = CompilerWatch()
+    later.start()
+    figures = later.figures()
+    later.stop()
+    assert (figures["graphs"], figures["graph_breaks"], figures["recompiles"]) == (0, 0, 0)
+    assert later.events == []
+
+
+def test_a_watch_that_was_stopped_counts_no_more(watch: CompilerWatch) -> None:
+    watch.stop()
+    torch.compile(doubles, backend="eager")(torch.ones(3))
+    assert watch.compilations == 0
+
+
+def test_stopping_after_the_compiler_was_reset_does_no_harm(watch: CompilerWatch) -> None:
+    torch._dynamo.reset()
+    watch.stop()
+
+
+def test_compiled_code_is_told_from_code_that_stayed_eager(watch: CompilerWatch) -> None:
+    def stays_eager(x: Tensor) -> Tensor:
+        return x
+
+    torch.compile(doubles, backend="eager")(torch.ones(3))
+    stays_eager(torch.ones(3))
+    frames = [(function.__code__.co_filename, function.__code__.co_firstlineno) for function in (doubles, stays_eager)]
+    assert watch.compiled(frames) == [True, False]
+    assert watch.compiled([(HERE, 0), ("elsewhere.py", 0)]) == [True, False]

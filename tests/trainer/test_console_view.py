@@ -1,0 +1,134 @@
+"""What a person sees: a summary that never shows a figure that does not exist, and lines that say it is compiling."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import trainer.console
+from trainer.console import ProgressView, print_summary, summary, tell
+from trainer.telemetry.record import RunRecord
+
+COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def console() -> Console:
+    """A console that is no terminal."""
+    return Console(file=io.StringIO(), width=120)
+
+
+def test_figures_that_do_not_exist_are_not_numbers() -> None:
+    rows = summary(RunRecord(task="captioning", **COMPILED))
+    assert rows["peak memory"] == "device n/a, process n/a"
+    assert rows["energy"] == rows["samples"] == rows["final loss"] == rows["p95 step"] == "n/a"
+    assert rows["regions compiled"] == "n/a of n/a"
+    assert rows["graphs / breaks / recompiles"] == "n/a / n/a / n/a"
+    for name, value in rows.items():
+        assert "0" not in value, name
+        assert "None" not in value, name
+
+
+def test_eager_has_no_rows_about_compiling() -> None:
+    rows = summary(RunRecord(task="captioning", steps=4))
+    assert rows["compile"] == "nothing to compile"
+    assert "regions compiled" not in rows
+    assert "graphs / breaks / recompiles" not in rows
+    assert rows["optimizer steps"] == "4"
+
+
+def test_the_rows_of_a_compiled_run_say_what_it_cost() -> None:
+    record = RunRecord(task="captioning", compile_seconds=12.34, graphs=5, graph_breaks=0, recompiles=2, **COMPILED)
+    record.regions = record.regions_compiled = 7
+    record.cache, record.cache_hits, record.cache_misses = "mixed", 3, 2
+    record.skipped_items = {"caption is longer than pad_to": 4, "image does not decode": 0}
+    record.final_metrics = {"val/loss": 1.5}
+    rows = summary(record)
+    assert rows["compile"] == "12.3 s (mixed start: 3 hits, 2 misses)"
+    assert rows["regions compiled"] == "7 of 7"
+    assert rows["graphs / breaks / recompiles"].startswith("5 / 0 / 2")
+    assert rows["skipped items"] == "4 caption is longer than pad_to"
+    assert rows["val/loss"] == "1.5000"
+
+
+def test_the_summary_is_printed_with_its_status(console: Console) -> None:
+    print_summary(console, RunRecord(task="captioning", status="interrupted", **COMPILED))
+    assert "captioning · regional · interrupted" in printed(console)
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted", "finished"])
+def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
+    status: str, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "my run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "last.ckpt").touch()
+    record = RunRecord(task="captioning", status=status, reason="RuntimeError: [bold]as it is[/]")
+    command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
+    tell(console, record, run_dir, command)
+    said = printed(console).splitlines()
+    expected = "go on with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
+    assert (expected in said) == (status != "finished")
+    assert ("failed: RuntimeError: [bold]as it is[/]" in said) == (status == "failed")
+    assert "tensorboard --logdir 'my run'" in said
+
+
+class FakeTelemetry(SimpleNamespace):
+    """What the view reads of a telemetry, compiling its second graph."""
+
+    def __init__(self) -> None:
+        compiler = SimpleNamespace(compiling_seconds=3.2, compilations=2, compile_seconds=4.0)
+        super().__init__(phase="training", steps_done=0, steps_per_second=None, last_loss=None, compiler=compiler)
+
+
+def lines_of(console: Console, telemetry: Any, style: str, seconds: float) -> list[str]:
+    with ProgressView(console, style=style, total=200, telemetry=lambda: telemetry):
+        time.sleep(seconds)
+    return printed(console).splitlines()
+
+
+def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+    telemetry: Any = FakeTelemetry()
+    with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
+        time.sleep(0.3)
+        telemetry.compiler.compiling_seconds = None
+        telemetry.steps_done, telemetry.steps_per_second, telemetry.last_loss = 7, 12.5, 2.345
+        time.sleep(0.3)
+    compiling, training = printed(console).splitlines()
+    assert compiling.startswith("compiling graph 2 · 3 s")
+    assert "step 0/200" in compiling
+    assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
+
+
+def test_nothing_is_said_when_nothing_is_asked_for(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+    assert lines_of(console, FakeTelemetry(), "none", 0.1) == []
+
+
+def test_automatic_is_plain_where_nothing_live_can_be_drawn(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+    (line,) = lines_of(console, FakeTelemetry(), "auto", 0.3)
+    assert line.startswith("compiling graph 2")
+
+
+def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    said = "\n".join(lines_of(console, FakeTelemetry(), "auto", 0.3))
+    assert "compiling graph 2" in said
+    assert "0/200" in said

@@ -1,0 +1,57 @@
+"""Inductor for real, on a network small enough for it: eager's losses, a cold start and then a warm one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from strategies import Regional
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile
+from trainer.telemetry.record import RunRecord
+
+Arm = tuple[RunRecord, list[float]]
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Arm]]:
+    """The same training eager, compiled with empty caches, and compiled again with what they then held."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        made = {}
+        for name, strategies in (("eager", []), ("cold", [Regional()]), ("warm", [Regional()])):
+            torch._dynamo.reset()
+            compile_ = Compile(strategies, warmup_steps=1)
+            made[name] = compile_.record, fit(Blocks(), tmp_path_factory.mktemp(name), [compile_])
+        yield made
+
+
+def test_losses_are_eagers(arms: dict[str, Arm]) -> None:
+    _, eager = arms["eager"]
+    for name in ("cold", "warm"):
+        assert arms[name][1] == pytest.approx(eager, rel=1e-5), name
+
+
+def test_a_first_start_is_cold_and_a_second_one_warm(arms: dict[str, Arm]) -> None:
+    cold, warm = arms["cold"][0], arms["warm"][0]
+    assert (cold.cache, cold.cache_hits) == ("cold", 0)
+    assert cold.cache_misses
+    assert (warm.cache, warm.cache_misses) == ("warm", 0)
+    assert warm.cache_hits
+    assert cold.compile_seconds is not None
+    assert warm.compile_seconds is not None
+    assert warm.compile_seconds < cold.compile_seconds
+    assert cold.compile_phases_seconds["inductor"] > 0
+
+
+def test_compiling_is_warm_up(arms: dict[str, Arm]) -> None:
+    cold, _ = arms["cold"]
+    assert cold.warmup_seconds is not None
+    assert cold.compile_seconds is not None
+    assert cold.warmup_seconds >= cold.compile_seconds
+    assert cold.steady_step_seconds_p95 is not None
+    assert cold.steady_step_seconds_p95 < cold.compile_seconds
+    assert (cold.regions, cold.regions_compiled, cold.graph_breaks) == (3, 3, 0)

@@ -1,0 +1,102 @@
+"""Runs that are told to stop or are killed, on the real command line: exit codes, what is left, how to go on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.runs import SMALLEST, last_checkpoint, train
+from tests.trainer.test_resume_exactness import send_in_step
+from trainer.telemetry.record import RunRecord
+
+Start = Callable[..., "subprocess.Popen[str]"]
+ENDLESS = (
+    *("trainer=debug", *SMALLEST["captioning"], "compile=eager", "trainer.max_steps=100000"),
+    *("trainer.log_every_n_steps=5", "trainer.val_every_n_steps=0", "trainer.checkpoint_every_n_steps=5"),
+)
+
+
+def started(start_trainer: Start, cwd: Path) -> tuple[subprocess.Popen[str], Path]:
+    """An endless run that has written its first checkpoint, and its directory."""
+    run_dir = cwd / "run"
+    process = start_trainer([*ENDLESS, f"hydra.run.dir={run_dir}"], cwd=cwd, stand_in=False)
+    deadline = time.monotonic() + 60
+    while not (run_dir / "checkpoints" / "last.ckpt").exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"no checkpoint was written\n{process.communicate()}")
+        time.sleep(0.05)
+    return process, run_dir
+
+
+def go_on(said: str, cwd: Path, *, max_steps: int) -> tuple[subprocess.CompletedProcess[str], RunRecord]:
+    """Run the command that was printed, but for the number of steps."""
+    (line,) = [line for line in said.splitlines() if line.startswith("go on with: ")]
+    python, *arguments = shlex.split(line.removeprefix("go on with: "))
+    assert python == "python"
+    arguments[arguments.index("trainer.max_steps=100000")] = f"trainer.max_steps={max_steps}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    (directory,) = (cwd / "outputs" / "captioning" / "eager").iterdir()
+    return done, RunRecord.load(directory)
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_go_on(start_trainer: Start, tmp_path: Path) -> None:
+    process, run_dir = started(start_trainer, tmp_path)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    record = RunRecord.load(run_dir)
+    assert (record.status, record.signal) == ("interrupted", signal.SIGINT)
+    assert record.steps == last_checkpoint(run_dir)["global_step"]
+    assert record.steady_steps_per_second
+    assert record.steps is not None
+    done, resumed = go_on(said, tmp_path, max_steps=record.steps + 3)
+    assert done.returncode == 0, done.stderr
+    assert (resumed.status, resumed.steps) == ("finished", record.steps + 3)
+    assert resumed.resumed_from is not None
+    assert tmp_path / resumed.resumed_from == run_dir / "checkpoints" / "last.ckpt"
+
+
+def test_a_termination_is_not_success(start_trainer: Start, tmp_path: Path) -> None:
+    process, run_dir = started(start_trainer, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    record = RunRecord.load(run_dir)
+    assert (record.status, record.exit_code) == ("interrupted", 143)
+    assert record.steps == last_checkpoint(run_dir)["global_step"]
+    assert "SIGTERM: stopping after this step" in said
+
+
+def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(start_trainer: Start, tmp_path: Path) -> None:
+    process, run_dir = started(start_trainer, tmp_path)
+    time.sleep(0.3)  # somewhere between two checkpoints, or inside one
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert RunRecord.load(run_dir).status == "running"
+    step = last_checkpoint(run_dir)["global_step"]
+    assert step % 5 == 0
+    record = train(tmp_path / "resumed", f"resume={run_dir}", f"trainer.max_steps={step + 2}")
+    assert (record.status, record.steps) == ("finished", step + 2)
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    send_in_step(monkeypatch, 2, signal.SIGINT, times=2)
+    record = train(tmp_path)
+    assert (record.status, record.exit_code, record.steps) == ("interrupted", 130, 1)
+    assert RunRecord.load(tmp_path) == record
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -1,0 +1,112 @@
+"""Step times and rates: what is steady and what is not, percentiles, and figures that do not exist."""
+
+from __future__ import annotations
+
+import time
+
+import numpy
+import pytest
+
+from trainer.telemetry.clock import HostClock
+from trainer.telemetry.meter import Meter, Step, Totals, percentile
+
+
+def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
+    return Step(number, compiled=compiled, seconds=seconds, **counts)  # type: ignore[arg-type]
+
+
+def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> None:
+    meter = Meter(warmup_steps=2)
+    seconds = [5.0, 0.3, 0.1, 7.0, 0.2, 0.3]
+    steady = [meter.add(step(number, value, compiled=number == 4)) for number, value in enumerate(seconds, start=1)]
+    assert steady == [False, False, True, False, True, True]
+    figures = meter.figures()
+    assert figures["first_step_seconds"] == 5.0
+    assert figures["warmup_seconds"] == pytest.approx(5.0 + 0.3 + 7.0)
+    assert (figures["warmup_steps"], figures["steady_steps"]) == (3, 3)
+    assert figures["steady_step_seconds_mean"] == pytest.approx(0.2)
+    assert figures["steady_step_seconds_median"] == pytest.approx(0.2)
+    assert figures["steady_step_seconds_deviation"] == pytest.approx(numpy.std([0.1, 0.2, 0.3], ddof=1))
+    assert meter.steady.rates()["steady_steps_per_second"] == pytest.approx(3 / 0.6)
+
+
+def test_without_warm_up_every_step_that_compiled_nothing_is_steady() -> None:
+    meter = Meter(warmup_steps=0)
+    assert meter.warm
+    assert meter.add(step(1))
+    assert meter.figures()["warmup_seconds"] is None
+
+
+def test_a_run_without_a_steady_step_has_no_steady_figures() -> None:
+    meter = Meter(warmup_steps=5)
+    meter.add(step(1))
+    figures = meter.figures()
+    assert figures["steady_steps"] == 0
+    for name in ("mean", "median", "p95", "deviation"):
+        assert figures[f"steady_step_seconds_{name}"] is None
+    assert meter.steady.rates() == {}
+
+
+@pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 100, 101])
+@pytest.mark.parametrize("share", [0.5, 0.95, 1.0])
+def test_percentiles_are_numpys_by_nearest_rank(count: int, share: float) -> None:
+    values = numpy.random.default_rng(count).random(count)
+    assert percentile(list(values), share) == numpy.quantile(values, share, method="inverted_cdf")
+
+
+def test_nothing_has_no_percentile() -> None:
+    assert percentile([], 0.95) is None
+
+
+def test_rates_are_sums_over_time() -> None:
+    totals = Totals()
+    totals.add(step(1, 0.5, samples=4, tokens=40, useful_tokens=30, flops=10**12))
+    totals.add(step(2, 1.5, samples=4, tokens=60, useful_tokens=60, flops=10**12))
+    assert totals.rates() == {
+        "steady_steps_per_second": 1.0,
+        "samples_per_second": 4.0,
+        "tokens_per_second": 50.0,
+        "useful_tokens_per_second": 45.0,
+        "padded_share": pytest.approx(0.1),
+        "teraflops_per_second": pytest.approx(1.0),
+    }
+
+
+def test_a_task_without_tokens_has_no_token_rates() -> None:
+    totals = Totals()
+    totals.add(step(1, samples=4))
+    rates = totals.rates()
+    assert rates["samples_per_second"] == pytest.approx(40.0)
+    for name in ("tokens_per_second", "useful_tokens_per_second", "padded_share", "teraflops_per_second"):
+        assert rates[name] is None
+
+
+@pytest.mark.parametrize("missing_first", [True, False])
+def test_a_figure_that_one_step_lacks_is_not_guessed_from_the_others(missing_first: bool) -> None:
+    steps = [step(1, samples=4), step(2, samples=4, tokens=40, useful_tokens=30, flops=10**12)]
+    totals = Totals()
+    for one in steps if missing_first else reversed(steps):
+        totals.add(one)
+    rates = totals.rates()
+    for name in ("tokens_per_second", "useful_tokens_per_second", "padded_share", "teraflops_per_second"):
+        assert rates[name] is None, name
+
+
+def test_micro_batches_add_up_to_a_step() -> None:
+    one = Step(1)
+    one.add(4, 40, 30, None)
+    one.add(4, 60, 50, None)
+    assert (one.samples, one.tokens, one.useful_tokens, one.flops) == (8, 100, 80, None)
+
+
+def test_a_lap_excludes_what_was_before_the_mark() -> None:
+    clock = HostClock()
+    time.sleep(0.2)
+    clock.mark()
+    clock.lap()
+    time.sleep(0.05)
+    clock.lap()
+    assert clock.ready() == 2
+    assert clock.take() < 0.1
+    assert clock.take() >= 0.05
+    assert clock.ready() == 0

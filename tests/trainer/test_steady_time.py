@@ -1,0 +1,111 @@
+"""The ruler: what belongs to no step stays out of the steps, and no step waits for the device."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tasks.models.captioner_module import Captioner
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.runs import train
+from trainer.callback import Compile
+
+SECONDS = 0.4
+DATA = str(Path("tasks") / "data")
+
+
+def test_validation_and_checkpoints_are_not_in_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = L.Trainer.save_checkpoint
+
+    def slow_save(*arguments: Any, **named: Any) -> None:
+        save(*arguments, **named)
+        time.sleep(SECONDS)
+
+    monkeypatch.setattr(Captioner, "on_validation_epoch_start", lambda module: time.sleep(SECONDS))
+    monkeypatch.setattr(L.Trainer, "save_checkpoint", slow_save)
+    record = train(tmp_path, "trainer.max_steps=8", "trainer.val_every_n_steps=3", "trainer.checkpoint_every_n_steps=4")
+    assert record.status == "finished"
+    assert record.steady_steps == 7
+    # Two validations and a checkpoint in the middle of training.
+    assert record.pause_seconds is not None
+    assert record.pause_seconds >= 3 * SECONDS
+    assert record.first_step_seconds is not None
+    assert record.first_step_seconds < SECONDS
+    assert record.steady_step_seconds_p95 is not None
+    assert record.steady_step_seconds_p95 < SECONDS
+
+
+class SavesInsideASlowStep(L.Callback):
+    """Two batches make a step; each takes a tenth of a second, and between them a checkpoint is written."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.1)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2 == 0:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "inside.ckpt")
+
+
+def test_a_pause_inside_an_accumulation_does_not_shorten_its_step(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1)
+    callbacks = [compile_, SavesInsideASlowStep()]
+    fit(Blocks(), tmp_path, callbacks, accumulate_grad_batches=2, max_steps=3)
+    assert compile_.record.steady_steps == 2
+    assert compile_.record.steady_step_seconds_mean is not None
+    assert compile_.record.steady_step_seconds_mean >= 2 * 0.1
+
+
+def test_slow_compiles_are_not_in_the_steady_steps(tmp_path: Path) -> None:
+    record = train(tmp_path, "trainer.max_steps=8", "trainer.val_every_n_steps=5", strategy="regional")
+    assert record.compile_seconds is not None
+    assert record.warmup_seconds is not None
+    assert record.steady_steps == 7, "what validation compiles is no step's"
+    assert record.steady_step_seconds_p95 is not None
+    assert record.steady_step_seconds_p95 < record.compile_seconds / 4
+
+
+@pytest.fixture
+def synchronisations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, str]]:
+    """Each call that would wait for a device, with the optimizer steps done when it came."""
+    found: list[tuple[int | None, str]] = []
+    progress: dict[str, int | None] = {"step": None}
+
+    def watched(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            # Tensors of the loader never leave the host.
+            if DATA not in sys._getframe(1).f_code.co_filename:
+                found.append((progress["step"], name))
+            return original(tensor, *arguments, **named)
+
+        return call
+
+    for name in ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, watched(name))
+
+    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+        progress["step"] = module.trainer.global_step
+
+    monkeypatch.setattr(Captioner, "on_train_batch_start", on_train_batch_start)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["eager", "regional"])
+def test_no_step_between_two_points_reads_from_the_device(
+    strategy: str, tmp_path: Path, synchronisations: list[tuple[int | None, str]]
+) -> None:
+    changes = ("trainer.max_steps=40", "trainer.log_every_n_steps=20", "task.data.train_images=200")
+    record = train(tmp_path, *changes, strategy=strategy)
+    assert record.status == "finished"
+    assert any(name == "tolist" for _, name in synchronisations), "the losses are read at each point"
+    # After the first steps (compilation) and up to the flush in step 20; then up to the last step.
+    between = [(step, name) for step, name in synchronisations if step in {*range(3, 19), *range(20, 39)}]
+    assert between == []

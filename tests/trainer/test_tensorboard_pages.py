@@ -1,0 +1,127 @@
+"""What a run leaves in TensorBoard: known keys, text pages, and a row in the HParams table that ends or does not."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from tests.strategies import backends
+from tests.trainer.runs import MODULE_STRATEGIES, STEPS, events_of, train
+from tests.trainer.test_resume_exactness import send_in_step
+from trainer.telemetry.keys import FINAL, SCALARS, TEXTS
+from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.tensorboard import events_table
+
+OF_THE_TASK = ("val/", "captions/")
+LIGHTNINGS = {"epoch"}
+"""Written by Lightning beside everything that a module logs."""
+
+
+@pytest.fixture(scope="module", params=["eager", *MODULE_STRATEGIES])
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, private_cache: None
+) -> tuple[RunRecord, EventAccumulator]:
+    """A finished run with a validation, and its events."""
+    backends.register()
+    run_dir = tmp_path_factory.mktemp("tensorboard")
+    record = train(run_dir, "trainer.val_every_n_steps=2", strategy=request.param)
+    assert record.status == "finished"
+    return record, events_of(run_dir)
+
+
+def session(events: EventAccumulator, part: str) -> HParamsPluginData | None:
+    """A part of the run's row in the HParams table."""
+    content = events.PluginTagToContent("hparams")
+    tag = f"_hparams_/{part}"
+    return HParamsPluginData.FromString(content[tag]) if tag in content else None
+
+
+def text(events: EventAccumulator, page: str) -> str:
+    """Newest text of a page."""
+    return str(events.Tensors(f"{page}/text_summary")[-1].tensor_proto.string_val[0].decode())
+
+
+def test_every_key_is_one_that_is_documented(finished: tuple[RunRecord, EventAccumulator]) -> None:
+    _, events = finished
+    written = {key for key in events.Tags()["scalars"] if not key.startswith(OF_THE_TASK)}
+    assert written <= {*SCALARS, *FINAL} | LIGHTNINGS, "a key that keys.py does not know"
+    assert "val/loss" in events.Tags()["scalars"]
+
+
+def test_what_exists_on_a_cpu_is_written_and_what_does_not_is_not(
+    finished: tuple[RunRecord, EventAccumulator],
+) -> None:
+    record, events = finished
+    written = set(events.Tags()["scalars"])
+    absent = {"memory/peak_device_gib", "energy/joules_per_sample", "throughput/model_flops_utilization"}
+    absent |= {"compile/cache_hits", "compile/cache_misses"}
+    if record.label == "eager":
+        absent |= {key for key in SCALARS if key.startswith("compile/")}
+    assert written & set(SCALARS) == set(SCALARS) - absent
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+
+
+def test_final_figures_are_the_records(finished: tuple[RunRecord, EventAccumulator]) -> None:
+    record, events = finished
+    for key, name in FINAL.items():
+        value = getattr(record, name)
+        assert (value is not None) == (key in events.Tags()["scalars"]), key
+        if value is not None:
+            scale = 1e3 if key.endswith("milliseconds_p95") else 1.0
+            assert events.Scalars(key)[-1].value == pytest.approx(value * scale, rel=1e-5)
+
+
+def test_the_text_pages_are_there(finished: tuple[RunRecord, EventAccumulator]) -> None:
+    record, events = finished
+    assert '"max_steps": 4' in text(events, "run/config")
+    assert f"| strategies | {record.label} |" in text(events, "run/summary")
+    pages = {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")}
+    pages = {page for page in pages if not page.startswith(OF_THE_TASK)}
+    assert pages == (set(TEXTS) - {"compile/events"} if record.label == "eager" else set(TEXTS))
+    if record.label != "eager":
+        for event in record.events:
+            assert str(event.location) in text(events, "compile/events")
+
+
+def test_a_finished_run_has_a_whole_row_in_the_hparams_table(finished: tuple[RunRecord, EventAccumulator]) -> None:
+    record, events = finished
+    experiment = session(events, "experiment")
+    begin, end = session(events, "session_start_info"), session(events, "session_end_info")
+    assert experiment is not None
+    assert {metric.name.tag for metric in experiment.experiment.metric_infos} == set(FINAL)
+    assert begin is not None
+    hyperparameters = begin.session_start_info.hparams
+    assert hyperparameters["compile"].string_value == record.label
+    if record.label != "eager":
+        assert hyperparameters[f"{record.label}/backend"].string_value == "aot_eager"
+    assert end is not None
+
+
+@pytest.mark.parametrize("way", ["failed", "interrupted"])
+def test_a_run_that_did_not_finish_has_no_end_in_the_hparams_table(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "failed":
+        record = train(tmp_path, strategy="whole", backend=backends.BROKEN_FORWARD)
+    else:
+        send_in_step(monkeypatch, 2, signal.SIGINT)
+        record = train(tmp_path)
+    assert record.status == way
+    events = events_of(tmp_path)
+    assert session(events, "session_start_info") is not None
+    assert session(events, "session_end_info") is None
+    assert not [key for key in events.Tags()["scalars"] if key in FINAL]
+    assert "| strategies |" in text(events, "run/summary")
+
+
+def test_equal_events_are_one_row_and_their_text_cannot_break_the_table() -> None:
+    event = {"kind": "recompile", "reason": "a | b\nc", "location": "model.py:3 forward"}
+    header, _, *rows = events_table([Event(step=2, **event), Event(step=5, **event)]).splitlines()
+    (row,) = rows
+    assert "| 2 | 2 | a \\| b<br>c | `model.py:3 forward` |" in row, "twice, first in step 2"
+    assert row.replace("\\|", "").count("|") == header.count("|")
+    assert events_table([]) == "No graph breaks, recompiles or fallbacks."
