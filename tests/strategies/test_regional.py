@@ -25,8 +25,8 @@ def test_each_kind_of_block_and_each_part_is_compiled_once_with_eagers_numbers(
     program = program_of(module, declared)
     Regional(backend=backends.COUNTING).apply(program)
     compiled_loss, compiled_gradients = loss_and_gradients(module, batch)
-    # Six blocks of two kinds, and three parts.
-    assert len(graphs) == 2 + len(declared.parts) == 5
+    # Six blocks of two kinds, and two parts.
+    assert len(graphs) == 2 + len(declared.parts) == 4
     torch.testing.assert_close(compiled_loss, loss)
     torch.testing.assert_close(compiled_gradients, gradients)
 
@@ -51,12 +51,12 @@ def test_training_and_validation_are_two_compiles_of_a_kind(
 ) -> None:
     Regional(backend=backends.COUNTING).apply(program_of(module, declared))
     loss_and_gradients(module, batch)
-    assert len(graphs) == 5
+    assert len(graphs) == 4
     module.eval()
     with torch.no_grad():
         for _ in range(2):
             module.get_submodule("net")(*batch)
-    assert len(graphs) == 10
+    assert len(graphs) == 8
 
 
 def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(
