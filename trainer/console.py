@@ -126,6 +126,8 @@ def summary(record: RunRecord) -> dict[str, str]:
         "graphs / breaks / recompiles": ""
         if eager
         else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
+        "ran eager instead": _fallbacks(record),
+        "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
         "first step": _number(record.first_step_seconds, "{:.2f} s"),
         "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps",
         "steady steps": _number(record.steady_steps_per_second, "{:.2f} /s")
@@ -189,6 +191,11 @@ def _milliseconds(seconds: float | None) -> str:
 def _recompiles(record: RunRecord) -> str:
     validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
     return _number(record.recompiles) + (f" ({validating} of them validation's own graphs)" if validating else "")
+
+
+def _fallbacks(record: RunRecord) -> str:
+    fallbacks = [event for event in record.events if event.kind == "fallback"]
+    return f"{len(fallbacks)} times; first: {fallbacks[0].reason.splitlines()[0]}" if fallbacks else ""
 
 
 def _cache(record: RunRecord) -> str:

@@ -1,0 +1,52 @@
+"""On a CUDA device: clocks by events, bf16 by itself, clipping with a fused optimizer, energy and memory in the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.runs import train
+from trainer.telemetry.clock import CudaClock
+from trainer.telemetry.record import RunRecord
+
+pytestmark = pytest.mark.gpu
+ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=auto", "trainer.deterministic=false")
+
+
+def test_laps_are_device_time_and_a_mark_leaves_a_pause_out() -> None:
+    x = torch.randn(4096, 4096, device="cuda")
+    clock = CudaClock()
+    clock.mark()
+    for _ in range(20):
+        x = (x @ x).clamp(-1, 1)
+    clock.lap()
+    for _ in range(200):
+        x = (x @ x).clamp(-1, 1)
+    clock.mark()
+    for _ in range(20):
+        x = (x @ x).clamp(-1, 1)
+    clock.lap()
+    first, second = clock.take(), clock.take()
+    assert first > 0
+    assert second == pytest.approx(first, rel=0.8)  # ten times as long, had the pause been counted
+
+
+def test_a_run_uses_bf16_with_a_fused_optimizer_and_clips(tmp_path: Path) -> None:
+    train(tmp_path, *ON_GPU, "trainer.gradient_clip_val=0.5", strategy="regional", backend="aot_eager")
+    record = RunRecord.load(tmp_path)
+    assert record.status == "finished"
+    assert record.precision == "bf16-mixed"
+    assert record.device_type == "cuda"
+    assert record.peak_device_memory_gib is not None
+    assert record.peak_device_memory_gib > 0
+
+
+def test_compiled_losses_stay_near_eagers_in_bf16(tmp_path: Path) -> None:
+    train(tmp_path / "eager", *ON_GPU, strategy="eager")
+    train(tmp_path / "regional", *ON_GPU, strategy="regional", backend="inductor")
+    eager, regional = RunRecord.load(tmp_path / "eager"), RunRecord.load(tmp_path / "regional")
+    assert eager.final_loss is not None
+    assert regional.final_loss == pytest.approx(eager.final_loss, rel=0.02)
+    assert regional.regions_compiled == regional.regions
