@@ -75,6 +75,11 @@ class Strategy:
         """Whether Inductor will be asked to compile, so that it can be got ready while data and model are built."""
         return False
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether what it compiles is replayed from CUDA graphs, which keep their outputs in memory of their own."""
+        return False
+
     def apply(self, program: Program) -> None:
         """Change ``program`` in place. Raises ValueError for options that do not fit this program."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ from strategies.base import Strategy
 from strategies.toolchain import missing_toolchain
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,6 +64,11 @@ class CompileOptions(Strategy):
     def needs_inductor(self) -> bool:
         """Whether the backend is Inductor."""
         return self.backend == "inductor"
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether the preset or an option asks Inductor for CUDA graphs."""
+        return self.mode in CUDA_GRAPH_MODES or bool(self.options.get("triton.cudagraphs"))
 
     def compile_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""

@@ -78,6 +78,16 @@ class Compile(L.Callback):
             self.record.regions = len(self.program.regions) if self.strategies else None
             for note in self.program.notes:
                 rank_zero_info(f"compile: {note}")
+        # On a CPU these modes mean nothing, and neither does what follows from them.
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        self._cuda_graphs = on_cuda and any(strategy.uses_cuda_graphs for strategy in self.strategies)
+        if self._cuda_graphs and trainer.accumulate_grad_batches > 1:
+            # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: CUDA graphs "
+                "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
+                "use mode=max-autotune-no-cudagraphs or default"
+            )
         self._settings.enter_context(compiler_settings(self.program.settings))
         if stage == "fit":
             self.telemetry = Telemetry(
@@ -102,6 +112,8 @@ class Compile(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Tell the telemetry that a step begins."""
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         self.telemetry.batch_start()
 
     def on_train_batch_end(
@@ -120,6 +132,17 @@ class Compile(L.Callback):
         """Validation is not part of any step."""
         if trainer.state.fn == "fit":
             self.telemetry.pause("validating")
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Without a backward, only this mark tells CUDA graphs which outputs still belong together: one region's
+        output would be overwritten by the next region of the same step."""
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    on_test_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_validation_batch_start
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is not part of any step."""

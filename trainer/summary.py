@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from trainer.telemetry.record import RunRecord
 
-COLUMNS = ("cell", "status", "steps/s", "vs eager", "compile s", "first step s", "warm-up s", "final loss")
+COLUMNS = ("cell", "status", "steps/s", "vs eager", "pays back", "compile s", "first step s", "warm-up s", "final loss")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,11 +44,10 @@ class Cell:
 
 def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path) -> str:
     """The sweep's table as text, with the reasons of cells that did not finish and how to see more."""
-    eager: dict[tuple[str, ...], float] = {}
+    eager: dict[tuple[str, ...], RunRecord] = {}
     for cell in cells:
-        speed = cell.record.steady_steps_per_second if cell.record is not None else None
-        if speed and cell.record is not None and cell.record.label == "eager":
-            eager.setdefault(cell.arm, speed)
+        if cell.record is not None and cell.record.label == "eager" and cell.record.steady_steps_per_second:
+            eager.setdefault(cell.arm, cell.record)
     rows = [COLUMNS, *(_row(cell, eager.get(cell.arm)) for cell in cells)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = [""]
@@ -66,17 +66,34 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _row(cell: Cell, eager_speed: float | None) -> tuple[str, ...]:
+def break_even_steps(record: RunRecord, eager: RunRecord) -> float | None:
+    """Steps after which a compiled run has caught up with an eager one; infinite when it is not the faster of the two.
+
+    What compiling cost is the larger of the extra warm-up and the time in the compiler, which includes validation's
+    graphs. None when a figure is missing.
+    """
+    speed, eager_speed = record.steady_steps_per_second, eager.steady_steps_per_second
+    if not speed or not eager_speed or record.warmup_seconds is None or eager.warmup_seconds is None:
+        return None
+    gained = 1 / eager_speed - 1 / speed
+    cost = max(record.warmup_seconds - eager.warmup_seconds, record.compile_seconds or 0.0)
+    return cost / gained if gained > 0 else math.inf
+
+
+def _row(cell: Cell, eager: RunRecord | None) -> tuple[str, ...]:
     record = cell.record
     if record is None:
         return (_name(cell), cell.outcome, *("-" for _ in COLUMNS[2:]))
     speed = record.steady_steps_per_second
+    eager_speed = eager.steady_steps_per_second if eager is not None else None
     ratio = speed / eager_speed if speed and eager_speed else None
+    back = break_even_steps(record, eager) if eager is not None and record.label != "eager" else None
     return (
         _name(cell),
         cell.outcome,
         _figure(speed, ".2f"),
         _figure(ratio, ".2f") + ("x" if ratio is not None else ""),
+        "never" if back == math.inf else "-" if back is None else f"{back:,.0f} steps",
         _figure(record.compile_seconds, ".1f"),
         _figure(record.first_step_seconds, ".2f"),
         _figure(record.warmup_seconds, ".1f"),

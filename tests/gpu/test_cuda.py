@@ -1,4 +1,4 @@
-"""On a CUDA device: clocks by events, bf16 by itself, clipping with a fused optimizer, energy and memory in the record."""
+"""On a CUDA device: clocks by events, bf16 by itself, clipping with a fused optimizer, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -50,3 +50,26 @@ def test_compiled_losses_stay_near_eagers_in_bf16(tmp_path: Path) -> None:
     assert eager.final_loss is not None
     assert regional.final_loss == pytest.approx(eager.final_loss, rel=0.02)
     assert regional.regions_compiled == regional.regions
+
+
+def test_cuda_graphs_train_and_validate_like_eager(tmp_path: Path) -> None:
+    validating = ("trainer.max_steps=8", "trainer.val_every_n_steps=4")
+    train(tmp_path / "eager", *ON_GPU, *validating, strategy="eager")
+    graphed = (*ON_GPU, *validating, "compile.regional.mode=reduce-overhead")
+    train(tmp_path / "graphs", *graphed, strategy="regional", backend="inductor")
+    eager, graphs = RunRecord.load(tmp_path / "eager"), RunRecord.load(tmp_path / "graphs")
+    assert graphs.status == "finished"
+    assert graphs.final_loss == pytest.approx(eager.final_loss, rel=0.02)
+    assert graphs.final_metrics["val/loss"] == pytest.approx(eager.final_metrics["val/loss"], rel=0.02)
+
+
+def test_cuda_graphs_are_refused_where_they_lose_gradients(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.accumulate_grad_batches=2: CUDA graphs"):
+        train(
+            tmp_path,
+            *ON_GPU,
+            "trainer.accumulate_grad_batches=2",
+            "compile.whole.mode=reduce-overhead",
+            strategy="whole",
+            backend="inductor",
+        )
