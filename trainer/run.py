@@ -160,6 +160,8 @@ def save(record: RunRecord, run_dir: Path) -> None:
 def one_line(error: BaseException) -> str:
     """Class and first line of an error, the next one too where that only announces it, and the user's line of code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
+        return lines[-1]  # the worker's traceback ends with the error itself
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
         text += f" {lines[1]}"

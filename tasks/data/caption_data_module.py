@@ -55,6 +55,8 @@ class CaptionDataModule(L.LightningDataModule):
                 f"task.data.batch_size={self._config.batch_size} on {self._replicas()[0]} devices is more than the "
                 f"{len(self.train_set)} training examples of {train.place}"
             )
+        for examples in (self.train_set, self.val_set):
+            examples[0]  # a set without one image that decodes stops here, not at the first validation
         self._is_set_up = True
 
     def train_dataloader(self) -> DataLoader[CaptionBatch]:

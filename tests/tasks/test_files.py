@@ -184,12 +184,11 @@ def test_a_csv_file_without_the_column_names_those_it_has(tmp_path: Path, size: 
         load(size, Csv(file=str(tmp_path / "a.csv")))
 
 
-def test_a_folder_of_broken_images_stops_the_run(tmp_path: Path, size: CaptionerSize) -> None:
+def test_a_folder_of_broken_images_stops_the_run_before_it_trains(tmp_path: Path, size: CaptionerSize) -> None:
     (tmp_path / "train").mkdir()
     names = [f"{number}.png" for number in range(60)]
     for name in names:
         (tmp_path / "train" / name).write_bytes(b"broken")
     write_coco(tmp_path / "annotations" / "captions_train.json", {name: ["a b"] for name in names})
-    data = load(size, Coco(root=str(tmp_path), batch_size=1, num_workers=0))
     with pytest.raises(ValueError, match="50 examples in a row have images"):
-        list(data.train_dataloader())
+        load(size, Coco(root=str(tmp_path), batch_size=1, num_workers=0))
