@@ -48,13 +48,13 @@ class TrainerConfig:
     """Lightning's way of training on several devices: ``auto``, ``ddp``, ``fsdp``, ..."""
     precision: str = "auto"
     """One of ``PRECISIONS``; ``auto`` = bf16-mixed on a CUDA device that has bfloat16, else 32-true."""
-    max_steps: int = 200
+    max_steps: int = 600
     """Optimizer steps to train, counted from the start of the first run when one is resumed."""
     accumulate_grad_batches: int = 1
     """Batches whose gradients make up one optimizer step."""
     gradient_clip_val: float | None = 1.0
     """Largest norm of the gradients; null = no clipping."""
-    val_every_n_steps: int = 100
+    val_every_n_steps: int = 200
     """Optimizer steps between validations; 0 = never validate."""
     val_batches: int | None = None
     """Batches of one validation; null = all of them."""
@@ -62,7 +62,7 @@ class TrainerConfig:
     """Optimizer steps between points in TensorBoard."""
     warmup_steps: int = 5
     """First optimizer steps left out of steady-state figures, even when nothing compiles."""
-    checkpoint_every_n_steps: int = 100
+    checkpoint_every_n_steps: int = 200
     """Optimizer steps between checkpoints; 0 = only at the end."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms (slower); losses then repeat for one seed on one machine."""

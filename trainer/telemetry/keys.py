@@ -29,17 +29,18 @@ SCALARS: dict[str, tuple[str, str]] = {
 """Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written."""
 
 FINAL: dict[str, str] = {
-    "final/samples_per_second": "samples_per_second",
-    "final/useful_tokens_per_second": "useful_tokens_per_second",
     "final/steps_per_second": "steady_steps_per_second",
+    "final/useful_tokens_per_second": "useful_tokens_per_second",
     "final/step_milliseconds_p95": "steady_step_seconds_p95",
     "final/compile_seconds": "compile_seconds",
+    "final/loss": "final_loss",
+    "final/samples_per_second": "samples_per_second",
     "final/first_step_seconds": "first_step_seconds",
     "final/warmup_seconds": "warmup_seconds",
     "final/peak_device_gib": "peak_device_memory_gib",
-    "final/loss": "final_loss",
 }
-"""Metric columns of the HParams table and the record field behind each, written when a run finishes."""
+"""Metric columns of the HParams table and the record field behind each, written when a run finishes.
+TensorBoard shows the first five of them before it is asked for more."""
 
 TEXTS: dict[str, str] = {
     "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -72,7 +73,7 @@ def hyperparameters(record: RunRecord) -> dict[str, Any]:
         "compile": record.label,
         "device": record.device or "",
         "precision": record.precision or "",
-        "seed": record.seed,
+        "seed": str(record.seed),  # a number would be shown as 0.0000
     }
     for strategy in record.strategies:
         for name, value in strategy.items():
@@ -91,8 +92,14 @@ def events_table(events: Iterable[Event]) -> str:
     lines = ["| what | during | times | first step | reason | where |", "|---|---|---|---|---|---|"]
     for (kind, phase, reason, location), steps in counted.items():
         first = "-" if steps[0] is None else str(steps[0])
-        lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | `{location}` |")
+        lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | {_shortened(location)} |")
     return "\n".join(lines)
+
+
+def _shortened(location: str) -> str:
+    """``location`` from the working directory or site-packages on: the table is narrow, the record has it whole."""
+    inside = location.removeprefix(f"{Path.cwd()}/").rpartition("/site-packages/")[2]
+    return f"`{inside if inside != location else '/'.join(location.split('/')[-3:])}`"
 
 
 def _cell(text: str) -> str:
