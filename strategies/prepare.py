@@ -12,6 +12,9 @@ import threading
 
 import torch
 
+LONGEST_SECONDS = 120.0
+"""A head start that takes longer than this is none; the run goes on without it."""
+
 
 class Preparation:
     """One background thread, waited for in two parts."""
@@ -26,8 +29,9 @@ class Preparation:
         self._imported.wait()
 
     def wait(self) -> None:
-        """Block until everything is ready; before the first compile."""
-        self._thread.join()
+        """Block until everything is ready; before the first compile, and before any process is forked: a data loader's
+        worker would inherit the pipe to a compiler that is being probed, and the thread would never see its end."""
+        self._thread.join(LONGEST_SECONDS)
 
     def _prepare(self) -> None:
         try:

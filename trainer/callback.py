@@ -78,6 +78,8 @@ class Compile(L.Callback):
             self.record.regions = len(self.program.regions) if self.strategies else None
             for note in self.program.notes:
                 rank_zero_info(f"compile: {note}")
+            if self._preparation is not None:
+                self._preparation.wait()
         # On a CPU these modes mean nothing, and neither does what follows from them.
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self._cuda_graphs = on_cuda and any(strategy.uses_cuda_graphs for strategy in self.strategies)
@@ -99,8 +101,6 @@ class Compile(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place: begin to measure."""
-        if self._preparation is not None:
-            self._preparation.wait()
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
         self._verified = not self.strategies

@@ -78,6 +78,7 @@ class Checkpoints(L.Callback):
             self.saved_step = step
         if stop:
             trainer.should_stop = True
+            trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on a signal ends the process at once."""

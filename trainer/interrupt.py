@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ class StopRequest:
         self.in_training = False
         """Whether a training loop is there that will notice the request at its next step."""
         self._say = say
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -50,6 +52,10 @@ class StopRequest:
                 signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A data loader's worker, forked with these handlers and signalled with the whole process group: the step
+            # that is under way still needs it. (SIGTERM never gets here: torch's workers end by it at once.)
+            return
         first, self.signum = self.signum is None, signum
         if not (first and self.in_training):
             raise Interrupted(signum)

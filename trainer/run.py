@@ -15,7 +15,7 @@ from strategies.compose import label, ordered
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, shown, summary, tell
+from trainer.console import ERROR_LOG, ProgressView, RunConsole, shown, summary, tell
 from trainer.interrupt import Interrupted, StopRequest
 from trainer.settings import Config
 from trainer.telemetry import hardware
@@ -37,7 +37,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     Raises:
         ValueError: Input that cannot be used, found before training began; the record then says ``failed``.
     """
-    console = Console(quiet=not is_first_process())
+    console = RunConsole(quiet=not is_first_process())
     record = new_record(config, command)
     training = Training(config, record, run_dir, console)
     save(record, run_dir)
@@ -49,11 +49,17 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     except Interrupted as interrupted:
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
-        record.status, record.reason = "failed", one_line(error)
-        if isinstance(error, ValueError) and not training.started:
+        if training.stopping:  # what breaks while everything is being told to stop is part of stopping
+            record.status, record.signal, record.reason = "interrupted", training.stopping, one_line(error)
+        else:
+            record.status, record.reason = "failed", one_line(error)
+        if record.status == "failed" and isinstance(error, ValueError) and not training.started:
             raise
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+    except BaseException as error:  # SystemExit from a library: on the way out, but not without a word
+        record.status, record.reason = "failed", one_line(error)
+        raise
     finally:
         training.close()
         record.total_seconds = hardware.process_age_seconds()
@@ -85,6 +91,12 @@ class Training:
     def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
+        self._stop: StopRequest | None = None
+
+    @property
+    def stopping(self) -> int | None:
+        """The signal that asked the run to stop, if one did."""
+        return None if self._stop is None else self._stop.signum
 
     @property
     def started(self) -> bool:
@@ -94,6 +106,7 @@ class Training:
     def fit(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""
         config, record = self._config, self._record
+        self._stop = stop
         checkpoint = self._checkpoint()
         self._compile = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)

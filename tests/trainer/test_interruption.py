@@ -24,10 +24,10 @@ ENDLESS = (
 )
 
 
-def started(start_trainer: Start, cwd: Path) -> tuple[subprocess.Popen[str], Path]:
+def started(start_trainer: Start, cwd: Path, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     """An endless run that has written its first checkpoint, and its directory."""
     run_dir = cwd / "run"
-    process = start_trainer([*ENDLESS, f"hydra.run.dir={run_dir}"], cwd=cwd, stand_in=False)
+    process = start_trainer([*ENDLESS, *overrides, f"hydra.run.dir={run_dir}"], cwd=cwd, stand_in=False)
     deadline = time.monotonic() + 60
     while not (run_dir / "checkpoints" / "last.ckpt").exists():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -67,7 +67,7 @@ class TensorBoardPages:
 
 
 def hyperparameters(record: RunRecord) -> dict[str, Any]:
-    """Columns that tell runs apart: task, strategies, device, precision, seed and each strategy's own parameters."""
+    """Columns that tell runs apart: task, strategies with their options, device, precision and seed."""
     flat: dict[str, Any] = {
         "task": record.task,
         "compile": record.label,
@@ -75,10 +75,13 @@ def hyperparameters(record: RunRecord) -> dict[str, Any]:
         "precision": record.precision or "",
         "seed": str(record.seed),  # a number would be shown as 0.0000
     }
-    for strategy in record.strategies:
-        for name, value in strategy.items():
-            if name != "name":
-                flat[f"{strategy['name']}/{name}"] = value if isinstance(value, bool | int | float) else str(value)
+    # One column, the same in every run: TensorBoard takes the list of columns from any one of them.
+    flat["options"] = " ".join(
+        f"{strategy['name']}.{name}={value}"
+        for strategy in record.strategies
+        for name, value in strategy.items()
+        if name != "name" and value not in (None, {}, [])
+    )
     return flat
 
 
