@@ -1,4 +1,4 @@
-"""Signals as terminals and schedulers send them: to the whole process group, data workers included, or to a pipeline."""
+"""Signals as terminals and schedulers send them: to the whole process group, or to a run whose reader has left."""
 
 from __future__ import annotations
 
