@@ -62,6 +62,7 @@ class Compile(L.Callback):
         self._count = count
         self._warmup_steps = warmup_steps
         self._settings = contextlib.ExitStack()
+        self._pages: TensorBoardPages | None = None
         self.telemetry = Telemetry(count=count, warmup_steps=warmup_steps, log_every_n_steps=50)
 
     # ---- before training -------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Compile(L.Callback):
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages once the record is complete."""
-        if hasattr(self, "_pages"):
+        if self._pages is not None:
             self._pages.finish(self.record, summary)
 
     def _verify(self) -> None:
@@ -191,7 +192,7 @@ class Compile(L.Callback):
 
     def _finish(self, trainer: L.Trainer, *, together: bool) -> None:
         self.telemetry.compiler.collect()
-        if not hasattr(self, "_pages"):  # it failed before training started
+        if self._pages is None:  # it failed before training started
             return
         self.telemetry.finish()
         for name, value in self.telemetry.figures(together=together).items():

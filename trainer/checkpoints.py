@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import zipfile
 from pathlib import Path
@@ -12,6 +11,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from trainer.atomic import written_whole
 from trainer.interrupt import StopRequest
 
 DIRECTORY = "checkpoints"
@@ -24,17 +24,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(Path(path), "wb") as file:
+            torch.save(checkpoint, file)
 
 
 class Checkpoints(L.Callback):
@@ -46,7 +37,6 @@ class Checkpoints(L.Callback):
 
     def __init__(self, directory: Path, *, every_n_steps: int, stop: StopRequest, at_end: bool = True) -> None:
         self.path = directory / DIRECTORY / LAST
-        self.saved_step: int | None = None
         self._every = every_n_steps
         self._at_end = at_end
         self._stop = stop
@@ -75,7 +65,6 @@ class Checkpoints(L.Callback):
         stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
         if stop or (self._at_end and step == self._last_step) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
-            self.saved_step = step
         if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that

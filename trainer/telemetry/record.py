@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from trainer.atomic import written_whole
 
 FILE_NAME = "record.json"
 SCHEMA = 1
@@ -159,17 +160,9 @@ class RunRecord:
 
     def save(self, directory: Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
-        directory.mkdir(parents=True, exist_ok=True)
         target = directory / FILE_NAME
-        temporary = directory / f".{FILE_NAME}.{os.getpid()}"
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(self), file, indent=1, default=str)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(target, "w") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1, default=str)
         return target
 
     @classmethod

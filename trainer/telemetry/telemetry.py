@@ -67,7 +67,7 @@ class Telemetry:
         self._device = trainer.strategy.root_device
         self._clock: StepClock = step_clock(self._device)
         self._energy = EnergyMeter(self._device)
-        self.peak_teraflops = hardware.peak_teraflops(hardware.device_name(self._device), str(trainer.precision))
+        self._peak_teraflops = hardware.peak_teraflops(hardware.device_name(self._device), str(trainer.precision))
         memory.reset_peaks(self._device)
         self.steps_done = trainer.global_step
         self._begin_step()
@@ -162,18 +162,21 @@ class Telemetry:
             if together and rates.get(name) is not None and self._trainer.world_size > 1:
                 total = self._trainer.strategy.reduce(torch.tensor(rates[name], device=self._device), reduce_op="sum")
                 rates[name] = float(total)
-        teraflops = rates.get("teraflops_per_second")
         return {
             **self.meter.figures(),
             **rates,
             "steps": self.steps_done,
-            "model_flops_utilization": teraflops / self.peak_teraflops if teraflops and self.peak_teraflops else None,
+            "model_flops_utilization": self._utilization(rates),
             "peak_device_memory_gib": memory.peak_device_gib(self._device),
             "peak_process_memory_gib": memory.peak_process_gib(),
             "joules_per_sample": self._energy.joules_per_sample(),
             "pause_seconds": self.pause_seconds,
             "final_loss": self.last_loss,
         }
+
+    def _utilization(self, rates: dict[str, float | None]) -> float | None:
+        teraflops = rates.get("teraflops_per_second")
+        return teraflops / self._peak_teraflops if teraflops and self._peak_teraflops else None
 
     def _window(self, steps: list[Step]) -> Window:
         losses = [loss for step in steps for loss in step.losses]
@@ -209,7 +212,6 @@ class Telemetry:
 
     def _scalars(self, rates: dict[str, float | None], seconds: list[float]) -> dict[str, float | None]:
         compiler = self.compiler.figures() if self.compiler.compilations else {}
-        teraflops = rates.get("teraflops_per_second")
         median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
         return {
             "train/loss": self.last_loss,
@@ -219,10 +221,8 @@ class Telemetry:
             "throughput/tokens_per_second": rates.get("tokens_per_second"),
             "throughput/useful_tokens_per_second": rates.get("useful_tokens_per_second"),
             "throughput/padded_share": rates.get("padded_share"),
-            "throughput/teraflops_per_second": teraflops,
-            "throughput/model_flops_utilization": (
-                teraflops / self.peak_teraflops if teraflops and self.peak_teraflops else None
-            ),
+            "throughput/teraflops_per_second": rates.get("teraflops_per_second"),
+            "throughput/model_flops_utilization": self._utilization(rates),
             "time/step_milliseconds_median": None if median is None else median * 1e3,
             "time/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
             "time/first_step_seconds": self.meter.first_step_seconds,
