@@ -7,11 +7,16 @@ Importing this module must stay cheap (no torch): the command line imports every
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+    from strategies.padding import Padding
+    from strategies.step_graphs import StepGraphs
 
 
 class Stage(enum.IntEnum):
@@ -22,6 +27,20 @@ class Stage(enum.IntEnum):
     MODULE = 2
     OPTIMIZER = 3
     STEP = 4
+
+
+class Ragged(NamedTuple):
+    """A tensor of the batch whose length differs from batch to batch; tuples in this order are taken as well."""
+
+    field: str
+    """Attribute or key of the batch that holds the tensor; a batch that is a tuple or list is indexed: ``"0"``."""
+    dim: int
+    """Dimension along which it is ragged."""
+    pad: float = 0
+    """Value of padding."""
+    extra: int = 0
+    """Positions that the tensor has beyond the length the model computes with: 1 where the model reads all positions
+    but the last and predicts all but the first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,12 +67,28 @@ class Program:
     """Declared containers of repeated blocks."""
     parts: tuple[str, ...] = ()
     """Declared submodules worth a region of their own."""
+    ragged: tuple[Ragged, ...] = ()
+    """Declared tensors of ragged length."""
+    strategies: tuple[Strategy, ...] = ()
+    """All strategies of the run in the order in which they act."""
+    device: torch.device | None = None
+    """Where the module trains; known from ``apply`` on."""
+    precision: str = "32-true"
+    """Lightning's name for the precision of the run."""
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    """Optimizers with their restored state; empty before ``begin``."""
+    padding: Padding | None = None
+    """Filled by a strategy of the SHAPES stage: how batches are grouped and padded."""
+    step: StepGraphs | None = None
+    """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)
     """Filled by strategies: what was handed to the compiler."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Filled by strategies: ``torch._dynamo.config`` values needed while the run lasts, restored after it."""
     notes: list[str] = field(default_factory=list)
     """Filled by strategies: lines the user should read (an option without effect, an undeclared loss)."""
+    report: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,6 +115,16 @@ class Strategy:
         """Whether what it compiles is replayed from CUDA graphs, which keep their outputs in memory of their own."""
         return False
 
+    @property
+    def captures_step(self) -> bool:
+        """Whether it captures whole steps in CUDA graphs, within which no other CUDA graph may be captured."""
+        return False
+
     def apply(self, program: Program) -> None:
-        """Change ``program`` in place. Raises ValueError for options that do not fit this program."""
-        raise NotImplementedError
+        """Change ``program`` before the first batch. Raises ValueError for options that do not fit this program."""
+
+    def begin(self, program: Program) -> None:
+        """Training is about to begin: ``program.optimizers`` are there, with their restored state."""
+
+    def end(self, program: Program) -> None:
+        """Training is over, finished or broken: keep what is worth keeping and undo what must not outlive the run."""

@@ -1,4 +1,4 @@
-"""Put strategies in order and apply them: order comes from their stages, conflicts are errors that name both."""
+"""Put strategies in order and call them: order comes from their stages, conflicts are errors that name both."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
                 f"compile: {first.name!r} and {second.name!r} both act on the {first.stage.name.lower()} stage; "
                 "choose one of them"
             )
+    capturing = [strategy for strategy in result if strategy.captures_step]
+    graphed = [strategy for strategy in result if strategy.uses_cuda_graphs]
+    if capturing and graphed:
+        raise ValueError(
+            f"compile: {capturing[0].name!r} captures whole steps, {graphed[0].name!r} asks Inductor for CUDA graphs "
+            f"of its own (mode reduce-overhead or max-autotune); set compile.{graphed[0].name}.mode=default or "
+            f"max-autotune-no-cudagraphs, or leave {capturing[0].name!r} out"
+        )
     return result
 
 
@@ -52,3 +60,16 @@ def apply(strategies: Iterable[Strategy], program: Program) -> None:
     """Apply ``strategies`` to ``program`` in the order of their stages."""
     for strategy in ordered(strategies):
         strategy.apply(program)
+
+
+def begin(strategies: Iterable[Strategy], program: Program) -> None:
+    """Tell ``strategies`` that training is about to begin, in the order of their stages."""
+    for strategy in ordered(strategies):
+        strategy.begin(program)
+
+
+def end(strategies: Iterable[Strategy], program: Program) -> None:
+    """Tell ``strategies`` that training is over, in reverse order; one that fails does not keep the others from it."""
+    with contextlib.ExitStack() as ends:
+        for strategy in ordered(strategies):
+            ends.callback(strategy.end, program)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What a task tells the compiler about its module. Every entry is a path as in ``module.get_submodule(path)``."""
+    """What a task tells the compiler about its module. Paths are those of ``module.get_submodule(path)``."""
 
     whole: tuple[str, ...] = ()
     """Submodules whose forward calls together are the step's forward **and loss**; one graph each under ``whole``."""
@@ -22,6 +22,9 @@ class Declaration:
     """Containers (ModuleList or Sequential) of repeated blocks; ``regional`` compiles each kind of block once."""
     parts: tuple[str, ...] = ()
     """Other submodules worth a region of their own: embeddings, the final norm with head and loss."""
+    ragged: tuple[tuple[str, int, float, int], ...] = ()
+    """Tensors of ragged length in a batch: (field, dimension, padding value, positions beyond the computed length),
+    see ``strategies.Ragged``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,11 +79,15 @@ class Captioning(Task):
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embeddings and the loss apart."""
+        from tasks.data.tokenizer import PAD
+
         return Declaration(
             whole=("net",),
             blocks=("net.encoder.blocks", "net.decoder.blocks"),
             # Not decoder.embed: 0.2% of a step for 1.5 s of compiling, measured on an H200 (docs/log.md, 2026-11-21).
             parts=("net.encoder.embed", "net.tail"),
+            # The model reads all tokens but the last and predicts all but the first.
+            ragged=(("tokens", 1, PAD, 1),),
         )
 
     def count(self, batch: Any) -> BatchCounts:

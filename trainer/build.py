@@ -26,6 +26,7 @@ def compile_callback(config: Config, record: RunRecord) -> Compile:
         whole=declared.whole,
         blocks=declared.blocks,
         parts=declared.parts,
+        ragged=declared.ragged,
         count=batch_counter(config.task),
         warmup_steps=config.trainer.warmup_steps,
         record=record,

@@ -15,9 +15,12 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from strategies import Program, Strategy
-from strategies.compose import apply, check, compiler_settings, label, ordered
+from strategies import Program, Ragged, Strategy
+from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
 from strategies.prepare import Preparation
+from trainer.loaders import pad_loaders
+from trainer.rehearsal import Rehearsal
+from trainer.step_capture import capture_steps
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -33,6 +36,7 @@ class Compile(L.Callback):
     Args:
         strategies: What to apply; empty means eager, measured by the same code.
         whole, blocks, parts: What the module declares to the compiler, see ``strategies.Program``.
+        ragged: The batch's tensors of ragged length, see ``strategies.Ragged``.
         count: Counts a batch for the throughput figures, see ``BatchCounter``; None leaves them out.
         warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
         record: Filled in as the run goes; a plain one is made when None.
@@ -49,6 +53,7 @@ class Compile(L.Callback):
         whole: Iterable[str] = (),
         blocks: Iterable[str] = (),
         parts: Iterable[str] = (),
+        ragged: Iterable[tuple[str, int] | tuple[str, int, float] | tuple[str, int, float, int]] = (),
         count: BatchCounter | None = None,
         warmup_steps: int = 5,
         record: RunRecord | None = None,
@@ -58,11 +63,18 @@ class Compile(L.Callback):
         self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
         self.record = record or RunRecord(task="", label=label(self.strategies))
         self.program: Program | None = None
-        self._declared = tuple(whole), tuple(blocks), tuple(parts)
+        self._declared: dict[str, Any] = {
+            "whole": tuple(whole),
+            "blocks": tuple(blocks),
+            "parts": tuple(parts),
+            "ragged": tuple(Ragged(*entry) for entry in ragged),
+        }
         self._count = count
         self._warmup_steps = warmup_steps
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
+        self._rehearsal = Rehearsal(self.record)
+        self._rehearsed = False
         self.telemetry = Telemetry(count=count, warmup_steps=warmup_steps, log_every_n_steps=50)
 
     # ---- before training -------------------------------------------------------------------------------------------
@@ -72,13 +84,17 @@ class Compile(L.Callback):
         if self.program is None or self.program.module is not pl_module:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
-            whole, blocks, parts = self._declared
-            self.program = Program(module=pl_module, whole=whole, blocks=blocks, parts=parts)
+            self.program = Program(
+                module=pl_module,
+                strategies=tuple(self.strategies),
+                device=trainer.strategy.root_device,
+                precision=str(trainer.precision),
+                **self._declared,
+            )
             apply(self.strategies, self.program)
-            self.record.notes.extend(self.program.notes)
+            self._told = 0
+            self._tell(self.program)
             self.record.regions = len(self.program.regions) if self.strategies else None
-            for note in self.program.notes:
-                rank_zero_info(f"compile: {note}")
             if self._preparation is not None:
                 self._preparation.wait()
         # On a CPU these modes mean nothing, and neither does what follows from them.
@@ -92,7 +108,10 @@ class Compile(L.Callback):
                 "use mode=max-autotune-no-cudagraphs or default"
             )
         self._settings.enter_context(compiler_settings(self.program.settings))
+        if self.program.padding is not None:
+            pad_loaders(trainer, self.program)
         if stage == "fit":
+            self._rehearsed = False
             self.telemetry = Telemetry(
                 count=self._count,
                 warmup_steps=self._warmup_steps,
@@ -102,6 +121,12 @@ class Compile(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place: begin to measure."""
+        assert self.program is not None
+        self.program.optimizers = tuple(trainer.optimizers)
+        begin(self.strategies, self.program)
+        self._tell(self.program)
+        if self.program.step is not None:
+            capture_steps(trainer, self.program)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
         self._verified = not self.strategies
@@ -112,7 +137,9 @@ class Compile(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the telemetry that a step begins."""
+        """Rehearse on the first batch; tell the telemetry that a step begins."""
+        if not self._rehearsed:
+            self._rehearse(trainer, batch)
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         self.telemetry.batch_start()
@@ -161,14 +188,34 @@ class Compile(L.Callback):
             self._finish(trainer, together=False)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restore the process-wide compiler settings."""
-        self._settings.close()
+        """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
+        with self._settings:
+            if self.program is not None:
+                try:
+                    end(self.strategies, self.program)
+                finally:
+                    self._tell(self.program)
         self.telemetry.compiler.stop()
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages once the record is complete."""
         if self._pages is not None:
             self._pages.finish(self.record, summary)
+
+    def _rehearse(self, trainer: L.Trainer, batch: Any) -> None:
+        self._rehearsed = True
+        assert self.program is not None
+        if self._rehearsal.wanted(self.program):
+            with self.telemetry.rehearsal():
+                self._rehearsal.run(trainer, self.program, batch)
+            self._tell(self.program)
+
+    def _tell(self, program: Program) -> None:
+        """Pass on what the strategies have noted since the last time."""
+        for note in program.notes[self._told :]:
+            self.record.notes.append(note)
+            rank_zero_info(f"compile: {note}")
+        self._told = len(program.notes)
 
     def _verify(self) -> None:
         self._verified = True
@@ -197,6 +244,8 @@ class Compile(L.Callback):
         self.telemetry.finish()
         for name, value in self.telemetry.figures(together=together).items():
             setattr(self.record, name, value)
+        if self.program is not None:
+            self.record.report = self.program.report
         if self.strategies:
             for name, value in self.telemetry.compiler.figures().items():
                 setattr(self.record, name, value)

@@ -30,6 +30,9 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 }
 """Overrides by task; a task that is not here runs at its default size."""
 
+NEEDS: dict[str, tuple[str, ...]] = {}
+"""Overrides by strategy: what it cannot run without, or is too slow without, in a test."""
+
 STEPS = 4
 MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
 """Strategies that hand modules to the compiler."""
@@ -41,6 +44,7 @@ def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str
     kind = STRATEGIES.get(strategy)
     if kind is not None and "backend" in kind.__dataclass_fields__:
         given.append(f"compile.{strategy}.backend={backend}")
+    given.extend(NEEDS.get(strategy, ()))
     return [*given, f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=0", "trainer.progress=none"]
 
 

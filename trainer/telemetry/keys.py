@@ -15,7 +15,7 @@ SCALARS: dict[str, tuple[str, str]] = {
     "time/step_milliseconds_median": ("ms", "median steady step since the last point"),
     "time/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
     "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
-    "time/warmup_seconds": ("s", "all steps that are not steady, so far"),
+    "time/warmup_seconds": ("s", "the rehearsal and all steps that are not steady, so far"),
     "compile/seconds": ("s", "wall time inside the compiler so far"),
     "compile/graphs": ("count", "graphs compiled so far"),
     "compile/graph_breaks": ("count", "graph breaks so far"),

@@ -32,7 +32,8 @@ class Event:
     step: int | None = None
     """Optimizer step during which, or after which, it happened; None before the first step."""
     phase: str = "training"
-    """``training`` or ``validating``: validation has graphs of its own, which torch counts as recompiles."""
+    """``rehearsing``, ``training`` or ``validating``: validation has graphs of its own, which torch counts as
+    recompiles."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,8 +81,11 @@ class RunRecord:
     """Building data, module and trainer, up to the first training batch."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
+    rehearsal_seconds: float | None = None
+    """Passes before the first step that leave no trace: shapes warmed, losses compared with eager's; None without."""
     warmup_seconds: float | None = None
-    """All optimizer steps that do not count as steady: the first ones and those during which something compiled."""
+    """The rehearsal and all optimizer steps that are not steady: the first ones and those during which something
+    compiled."""
     warmup_steps: int | None = None
     """Number of those steps."""
     compile_seconds: float | None = None
@@ -101,6 +105,8 @@ class RunRecord:
     graph_breaks: int | None = None
     recompiles: int | None = None
     cudagraph_skips: int | None = None
+    report: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each strategy found and did, by its name: bucket edges, graphs captured, artifacts loaded."""
     events: list[Event] = field(default_factory=list)
     """Each break, recompile, fallback and skip with reason and source line."""
     notes: list[str] = field(default_factory=list)

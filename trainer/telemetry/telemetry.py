@@ -7,9 +7,10 @@ the losses of a window are copied asynchronously and read one window later.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Telemetry:
         """Mean loss of the newest window read back."""
         self.steps_per_second: float | None = None
         self.pause_seconds = 0.0
+        self.rehearsal_seconds: float | None = None
         self.ready_seconds: float | None = None
         """Age of the process when the first batch was on the device."""
         self.phase = "starting"
@@ -83,6 +85,25 @@ class Telemetry:
         if phase != self.compiler.phase:
             self.compiler.collect()
             self.compiler.phase = phase
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """What runs inside, with the first batch on the device, comes before the first step: it is warm-up."""
+        self.ready_seconds = hardware.process_age_seconds()
+        self.phase = "rehearsing"
+        self._compiler_phase("rehearsing")
+        self.compiler.step = None
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.rehearsal_seconds = (self.rehearsal_seconds or 0.0) + time.perf_counter() - began
+            self.compiler.collect()
+            self.compiler.step = self._step.number
+            self._paused_at = time.perf_counter()
+            memory.reset_peaks(self._device)  # an eager pass for comparison is not the run's own memory
 
     def batch_start(self) -> None:
         """A batch is on the device and its step begins."""
@@ -162,9 +183,13 @@ class Telemetry:
             if together and rates.get(name) is not None and self._trainer.world_size > 1:
                 total = self._trainer.strategy.reduce(torch.tensor(rates[name], device=self._device), reduce_op="sum")
                 rates[name] = float(total)
+        meter = self.meter.figures()
+        if self.rehearsal_seconds is not None:
+            meter["warmup_seconds"] = (meter["warmup_seconds"] or 0.0) + self.rehearsal_seconds
         return {
-            **self.meter.figures(),
+            **meter,
             **rates,
+            "rehearsal_seconds": self.rehearsal_seconds,
             "steps": self.steps_done,
             "model_flops_utilization": self._utilization(rates),
             "peak_device_memory_gib": memory.peak_device_gib(self._device),
@@ -226,7 +251,7 @@ class Telemetry:
             "time/step_milliseconds_median": None if median is None else median * 1e3,
             "time/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
             "time/first_step_seconds": self.meter.first_step_seconds,
-            "time/warmup_seconds": self.meter.warmup_seconds,
+            "time/warmup_seconds": self.meter.warmup_seconds + (self.rehearsal_seconds or 0.0),
             "compile/seconds": compiler.get("compile_seconds"),
             "compile/graphs": compiler.get("graphs"),
             "compile/graph_breaks": compiler.get("graph_breaks"),
