@@ -1,7 +1,216 @@
-"""Step graphs: whole training steps captured in CUDA graphs, one a shape, and replayed."""
+"""Step graphs: training steps captured in CUDA graphs, one for each kind of batch, and replayed on its tensors.
+
+What is captured reads its batch from static tensors, which every replay fills first, and leaves its results in static
+tensors, of which every replay returns copies.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Step = Callable[[Any], Any]
+"""Maps a batch to results, a tree whose tensors are results of the step."""
+
+
+class CannotCapture(RuntimeError):
+    """A step that no CUDA graph can stand for; the message says why."""
+
+
+class Engine(Protocol):
+    """What captures and replays."""
+
+    def eager(self, call: Callable[[], Any]) -> Any:
+        """Run ``call`` as it is, in the surroundings that a capture will have."""
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record ``call`` without executing it on the device; returns what replays it, and its static results.
+
+        When that fails, graphs captured before are not to be replayed any more: their random numbers are another
+        generator's.
+        """
+
+
+class CudaEngine:
+    """CUDA graphs on one device: captured on one side stream, into one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)]
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def eager(self, call: Callable[[], Any]) -> Any:
+        """Run ``call`` on the side stream, where its libraries set up what a capture may not."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            results = call()
+        current.wait_stream(self._stream)
+        return results
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record what ``call`` launches."""
+        graph = torch.cuda.CUDAGraph()
+        random_state = self._generator.get_state()
+        try:
+            # thread_local: the data loader's pinning thread goes on calling CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                results = call()
+        except BaseException:
+            # A capture that fails leaves the generator waiting for its end: "Offset increment outside graph capture
+            # encountered unexpectedly" at the next random number. It goes on with a state of its own.
+            fresh = torch.Generator(self._device)
+            fresh.set_state(random_state)
+            self._generator.graphsafe_set_state(fresh)
+            raise
+        return graph.replay, results
+
+
+@dataclass(slots=True)
+class Captured:
+    """One graph with its static tensors."""
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    results: Any
+
+
+@dataclass(slots=True)
+class Shape:
+    """What is known about one kind of batch."""
+
+    name: str
+    """For messages: the shapes of its tensors."""
+    seen: int = 0
+    """Steps run without a graph."""
+    captured: Captured | None = None
+    refused: bool = False
+
 
 class StepGraphs:
-    """Runs a training step, from its CUDA graph when there is one for the shapes at hand."""
+    """Runs steps, from a graph where there is one for the batch at hand.
+
+    Args:
+        engine: Captures and replays.
+        eager_steps: Steps of each kind of batch that run before its capture.
+        max_graphs: Most graphs.
+    """
+
+    def __init__(self, engine: Engine, *, eager_steps: int, max_graphs: int) -> None:
+        self._engine = engine
+        self._eager_steps = eager_steps
+        self._max_graphs = max_graphs
+        self._shapes: dict[Hashable, Shape] = {}
+        self.captures = 0
+        """Graphs captured so far."""
+        self.replays = 0
+        """Steps replayed so far."""
+        self.eager_count = 0
+        """Steps run without a graph so far."""
+        self.settled = True
+        """Whether the last step was what steps of its kind will go on being: a replay, or eager for good."""
+        self.refusals: list[str] = []
+        """Why steps were not captured, each reason once."""
+
+    def run(self, kind: Hashable, batch: Any, step: Step, *, name: str) -> Any:
+        """Run ``step`` on ``batch`` and return its results.
+
+        Args:
+            kind: Whatever beside the batch's shapes tells graphs apart (which part of a step, frozen parameters).
+            batch: Tree with tensors on the device; what is no tensor is part of the graph's key unless the batch's
+                class lists its field in ``host_only``.
+            step: The step; it is called in Python when it runs without a graph and once when it is captured.
+            name: What is being run, for the report.
+        """
+        leaves, tree = pytree.tree_flatten(batch)
+        try:
+            tensors, constants = _sorted_leaves(batch)
+            key = (kind, tree, constants, tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors))
+            hash(key)
+        except (CannotCapture, TypeError) as error:
+            self.refuse(f"the batch: {error}")
+            return self.eager(step, batch)
+        shape = self._shapes.get(key)
+        if shape is None:
+            described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
+            shape = self._shapes[key] = Shape(name=f"{name} on {described}")
+        self.settled = shape.captured is not None or shape.refused
+        if shape.captured is None:
+            if shape.refused or shape.seen < self._eager_steps:
+                shape.seen += 1
+                return self.eager(step, batch)
+            if self.captures >= self._max_graphs:
+                shape.refused = True
+                self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
+                return self.eager(step, batch)
+            self._capture(shape, step, leaves, tree)
+        assert shape.captured is not None
+        if shape.captured.inputs:
+            torch._foreach_copy_(shape.captured.inputs, tensors)
+        shape.captured.replay()
+        self.replays += 1
+        return pytree.tree_map_only(Tensor, torch.clone, shape.captured.results)
+
+    def eager(self, step: Step, batch: Any) -> Any:
+        """Run ``step`` without a graph."""
+        self.eager_count += 1
+        return self._engine.eager(lambda: step(batch))
+
+    def refuse(self, reason: str) -> None:
+        """Note why a step is not captured."""
+        if reason not in self.refusals:
+            self.refusals.append(reason)
+
+    def facts(self) -> dict[str, Any]:
+        """What was captured, for the record."""
+        return {
+            "graphs": self.captures,
+            "captured": [shape.name for shape in self._shapes.values() if shape.captured is not None],
+            "replayed_steps": self.replays,
+            "eager_steps": self.eager_count,
+            "refused": list(self.refusals),
+        }
+
+    def _capture(self, shape: Shape, step: Step, leaves: list[Any], tree: pytree.TreeSpec) -> None:
+        statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        batch = pytree.tree_unflatten(statics, tree)
+        try:
+            with warnings.catch_warnings():
+                # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                replay, results = self._engine.capture(lambda: step(batch))
+        except Exception as error:
+            for other in self._shapes.values():
+                other.captured = None
+            shape.refused = True
+            raise CannotCapture(f"{shape.name}: {_first_line(error)}") from error
+        self.captures += 1
+        inputs = [static for static in statics if isinstance(static, Tensor)]
+        shape.captured = Captured(replay, inputs, pytree.tree_map_only(Tensor, Tensor.detach, results))
+
+
+def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The batch's tensors, and what else it holds that a graph depends on. Raises CannotCapture."""
+    host_only = getattr(type(batch), "host_only", ())
+    leaves = pytree.tree_leaves(batch._replace(**dict.fromkeys(host_only)) if host_only else batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise CannotCapture(f"{type(batch).__name__} holds no tensor that could be found")
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise CannotCapture(f"its tensors lie on {', '.join(sorted(map(str, devices)))}")
+    return tensors, tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+
+
+def _first_line(error: BaseException) -> str:
+    # The end of a capture that failed raises an error of its own; the cause came before.
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]

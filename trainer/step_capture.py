@@ -1,11 +1,203 @@
-"""Whole training steps in CUDA graphs under Lightning's Trainer: closures, logging and accumulation included."""
+"""Whole training steps in CUDA graphs under Lightning's Trainer: closures, logging and accumulation included.
+
+One micro-batch is what Lightning's automatic optimization runs for it: training step, zeroing of gradients, backward,
+and at the end of an accumulation clipping and the optimizer. All of it is captured where the optimizer can be;
+otherwise forward and backward are, and the optimizer runs after each replay.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Hashable, Iterator
+from typing import Any
+
 import lightning as L
+import torch
+from torch import Tensor
 
 from strategies import Program
+from strategies.graphed_optimizer import GraphedOptimizer
+from strategies.step_graphs import CannotCapture, StepGraphs
+from trainer.host_effects import HostEffects, Logged, reasons_against
+
+MOST_CONSTANTS = 3
+"""Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 
 
-def capture_steps(trainer: L.Trainer, program: Program) -> None:
-    """Let ``trainer`` run its optimizer steps through ``program.step``."""
+def capture_steps(trainer: L.Trainer, program: Program) -> StepCapture:
+    """Let ``trainer`` run its training steps through ``program.step`` until ``StepCapture.release``.
+
+    Raises ValueError for several devices, where a step is more than what this process launches.
+    """
+    assert program.step is not None
+    if trainer.world_size > 1:
+        raise ValueError(f"compile.cuda_graph: captures steps on one device only, this run has {trainer.world_size}")
+    return StepCapture(trainer, program, program.step)
+
+
+class StepCapture:
+    """Stands in for ``run`` of Lightning's automatic optimization; what it cannot capture goes to the original."""
+
+    def __init__(self, trainer: L.Trainer, program: Program, graphs: StepGraphs) -> None:
+        self._trainer, self._graphs = trainer, graphs
+        self._module: L.LightningModule = trainer.lightning_module
+        self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._original = self._automatic.run
+        self._parameters = list(self._module.parameters())
+        self._submodules = list(self._module.modules())
+        self._logged = Logged(self._module)
+        self._effects = HostEffects(self._module)
+        self._gradients: list[Tensor | None] | None = None
+        self._constants: set[Hashable] = set()
+        self._called = False
+        self._off = False
+        self._optimizer: GraphedOptimizer | None = None
+        for reason in reasons_against(trainer):
+            self._stop(reason)
+        if not self._off:
+            try:
+                self._optimizer = GraphedOptimizer(trainer.optimizers[0])
+                if getattr(trainer.precision_plugin, "scaler", None) is not None:
+                    raise CannotCapture("a gradient scaler decides on the host whether to step")
+            except CannotCapture as error:
+                self._leave_optimizer_out(str(error))
+        # An attribute of this one object, because Lightning offers no way to bring an optimization loop of one's own.
+        self._automatic.run = self.run  # type: ignore[method-assign]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step was what later ones like it will be: a replay, or eager for good."""
+        return self._off or self._graphs.settled
+
+    def release(self) -> None:
+        """Give the steps back to Lightning."""
+        self._automatic.run = self._original  # type: ignore[method-assign]
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
+        if self._gradients is not None:
+            self._module.zero_grad(set_to_none=True)
+
+    def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Run one micro-batch; returns what ``on_train_batch_end`` is given."""
+        if self._off or "batch" not in kwargs:
+            return self._original(optimizer, batch_idx, kwargs)
+        begins = batch_idx % self._trainer.accumulate_grad_batches == 0
+        ends = not self._trainer.fit_loop._should_accumulate()
+        progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
+        try:
+            whole = ends and self._optimizer_fits()
+            outputs = self._graphed(optimizer, batch_idx, kwargs, begins=begins, whole=whole)
+        except CannotCapture as error:
+            # Nothing was executed: only Lightning's counters have moved.
+            self._automatic.optim_progress.optimizer = progress
+            self._graphs.refuse(str(error))
+            if whole:
+                self._leave_optimizer_out(str(error))
+                return self.run(optimizer, batch_idx, kwargs)
+            self._stop(str(error))
+            return self._original(optimizer, batch_idx, kwargs)
+        if ends and not whole:
+            self._automatic._optimizer_step(batch_idx, lambda: outputs["loss"])
+        return outputs if outputs["loss"] is not None else {}
+
+    def _graphed(
+        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any, *, begins: bool, whole: bool
+    ) -> dict[str, Any]:
+        context = self._optimizer.capturable if whole and self._optimizer is not None else contextlib.nullcontext
+
+        def step(batch: Any) -> tuple[dict[str, Any], list[Any]]:
+            self._called = True
+            given = type(kwargs)({**kwargs, "batch": batch})
+            with self._logged.recording() as logged, context(), self._zeroing_in_place(optimizer):
+                if whole:
+                    return self._original(optimizer, batch_idx, given), logged
+                closure = self._automatic._make_closure(given, optimizer, batch_idx)
+                closure()
+                return closure.consume_result().asdict(), logged
+
+        self._called = False
+        self._attach_gradients()
+        if whole and self._optimizer is not None:
+            self._optimizer.refresh()
+        kind = self._kind(begins=begins, whole=whole)
+        captures = self._graphs.captures
+        name = "whole step" if whole else "forward and backward"
+        with self._effects.watched(kind):
+            outputs, logged = self._graphs.run(kind, kwargs["batch"], step, name=name)
+        if self._effects.found:
+            self._stop(f"training_step {self._effects.found}")
+        if not self._called:
+            self._advance(begins=begins, whole=whole)
+        elif not (whole and begins):
+            if self._gradients is None:  # from now on these tensors hold the gradients, zeroed in place
+                self._gradients = [parameter.grad for parameter in self._parameters]
+        elif self._graphs.captures > captures:
+            # They lie in the graphs' memory, which every graph uses for something else.
+            self._module.zero_grad(set_to_none=True)
+        self._logged.write(logged)
+        results: dict[str, Any] = outputs
+        return results
+
+    def _kind(self, *, begins: bool, whole: bool) -> Hashable:
+        # A graph goes on as it was captured: what decides at the time which kernels run is part of its key.
+        return (
+            begins,
+            whole,
+            self._optimizer.constants() if whole and self._optimizer is not None else None,
+            tuple(parameter.requires_grad for parameter in self._parameters),
+            tuple(submodule.training for submodule in self._submodules),
+        )
+
+    def _optimizer_fits(self) -> bool:
+        if self._optimizer is None:
+            return False
+        self._constants.add(self._optimizer.constants())
+        if len(self._constants) > MOST_CONSTANTS:
+            self._leave_optimizer_out("its hyperparameters change all the time, and its kernels take them by value")
+            return False
+        return True
+
+    def _leave_optimizer_out(self, reason: str) -> None:
+        self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
+
+    def _stop(self, reason: str) -> None:
+        self._graphs.refuse(reason)
+        self._off = True
+
+    def _advance(self, *, begins: bool, whole: bool) -> None:
+        # A replay calls no Python: the counters by which Lightning knows the step are advanced here.
+        progress = self._automatic.optim_progress.optimizer
+        if begins:
+            progress.zero_grad.increment_ready()
+            progress.zero_grad.increment_started()
+            progress.zero_grad.increment_completed()
+        if whole:
+            progress.step.increment_ready()
+            progress.step.increment_completed()
+
+    def _attach_gradients(self) -> None:
+        # A validation sets them to None; the graphs go on writing to the same tensors.
+        for parameter, gradient in zip(self._parameters, self._gradients or (), strict=False):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def _zeroing_in_place(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        if self._gradients is None:
+            yield
+            return
+        gradients = [gradient for gradient in self._gradients if gradient is not None]
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            torch._foreach_zero_(gradients)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del optimizer.zero_grad

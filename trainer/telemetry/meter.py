@@ -1,6 +1,6 @@
 """The meter: sorts optimizer steps into warm-up and steady state, and turns the steady ones into rates.
 
-A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled during it. Both kinds are kept:
+A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled or captured during it. Both kinds are kept:
 the steady ones make the throughput, the others make ``warmup_seconds``.
 """
 
@@ -21,7 +21,7 @@ class Step:
     number: int
     """Optimizer step, counted from 1 over the whole training (resumed steps included)."""
     compiled: bool = False
-    """Whether the compiler ran during it."""
+    """Whether the compiler ran during it or a CUDA graph was captured."""
     batches: int = 0
     """Micro-batches so far."""
     laps: int = 0

@@ -117,6 +117,10 @@ class Telemetry:
             self._clock.mark()
             self.phase = "training"
 
+    def disturb(self) -> None:
+        """The step under way is no steady one: something was prepared in it that later steps will not need."""
+        self._step.compiled = True
+
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
         """A batch is through; returns whether it completed an optimizer step."""
         step = self._step
@@ -134,6 +138,7 @@ class Telemetry:
         if self.compiler.compilations != self._compilations:
             step.compiled = True
             self.compiler.collect()
+        if step.compiled:
             self._energy.discard()
         elif self.meter.warm:
             self._energy.add(step.samples or 0)

@@ -1,0 +1,102 @@
+"""Whole steps in CUDA graphs on a device: eager's losses step by step, dropout, schedules and accumulation included."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies import CudaGraph
+from tests.gpu.test_cuda import ON_GPU
+from tests.trainer.runs import curve, train
+from tests.trainer.test_resume_exactness import send_in_step
+from tests.trainer.test_step_capture import CountsSteps, DrawsOnHost, Net, ReadsLoss, fit
+from trainer.callback import Compile
+from trainer.telemetry.record import RunRecord
+
+pytestmark = pytest.mark.gpu
+STEPS = ("trainer.max_steps=24", "trainer.log_every_n_steps=1")
+RAGGED = ("task.data.pad_to=null", "task.data.max_objects=2")
+
+
+def both(kind: type[Net], folder: Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+    options = {"accelerator": "gpu", "devices": 1, **options}
+    eager = fit(kind(*arguments), folder, Compile(), **options)
+    compile_ = Compile([CudaGraph()])
+    graphed = fit(kind(*arguments), folder, compile_, **options)
+    assert graphed.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert graphed.steps == eager.steps
+    assert graphed.rates == eager.rates
+    for before, after in zip(
+        eager.optimizer["state"].values(),
+        graphed.optimizer["state"].values(),
+        strict=True,  # type: ignore[attr-defined]
+    ):
+        assert before["step"].device == after["step"].device
+        assert before["step"] == after["step"]
+    report: dict[str, Any] = compile_.record.report["cuda_graph"]
+    return report
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw"])
+def test_losses_are_eagers_step_by_step(optimizer: str, accumulate: int, tmp_path: Path) -> None:
+    report = both(Net, tmp_path, optimizer, accumulate_grad_batches=accumulate, max_steps=12)
+    assert report["refused"] == []
+    assert report["captured"][-1].startswith("whole step")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_gradient_scaler_keeps_the_optimizer_out(precision: str, tmp_path: Path) -> None:
+    report = both(Net, tmp_path, "adamw", precision=precision)
+    assert report["captured"][0].startswith("whole step" if precision == "bf16-mixed" else "forward and backward")
+
+
+def test_betas_that_change_leave_the_optimizer_out(tmp_path: Path) -> None:
+    report = both(Net, tmp_path, "one_cycle")
+    assert report["captured"][0].startswith("forward and backward")
+
+
+@pytest.mark.parametrize("kind", [ReadsLoss, CountsSteps, DrawsOnHost])
+def test_a_step_that_cannot_be_captured_trains_on(kind: type[Net], tmp_path: Path) -> None:
+    report = both(kind, tmp_path, "adamw_fused")
+    assert report["graphs"] == 0
+    assert report["refused"]
+    x = torch.randn(8, device="cuda")
+    assert torch.isfinite(x.sum())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_captioning_learns_as_without_graphs(dropout: float, tmp_path: Path) -> None:
+    given = (*ON_GPU, *STEPS, *RAGGED, f"task.size.dropout={dropout}", "trainer.precision=32-true")
+    train(tmp_path / "eager", *given, strategy="eager")
+    train(tmp_path / "graphs", *given, strategy="cuda_graph")
+    eager, graphs = curve(tmp_path / "eager"), curve(tmp_path / "graphs")
+    assert list(graphs.values()) == pytest.approx(list(eager.values()), rel=1e-4)
+    report = RunRecord.load(tmp_path / "graphs").report["cuda_graph"]
+    assert report["graphs"] > 1
+    assert report["refused"] == []
+
+
+def test_compiled_regions_are_captured(tmp_path: Path) -> None:
+    given = (*ON_GPU, *STEPS, "trainer.max_steps=8")
+    train(tmp_path / "regional", *given, strategy="regional", backend="inductor")
+    train(tmp_path / "both", *given, "compile=[regional,cuda_graph]", strategy="regional", backend="inductor")
+    regional, graphs = curve(tmp_path / "regional"), curve(tmp_path / "both")
+    assert list(graphs.values()) == pytest.approx(list(regional.values()), rel=1e-3)
+    assert RunRecord.load(tmp_path / "both").report["cuda_graph"]["graphs"] == 1
+
+
+def test_a_resumed_run_goes_on_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (*ON_GPU, *STEPS, "trainer.max_steps=12", "trainer.precision=32-true", "task.size.dropout=0.1")
+    train(tmp_path / "whole", *given, strategy="cuda_graph")
+    with monkeypatch.context() as patch:
+        send_in_step(patch, 6, signal.SIGINT)
+        assert train(tmp_path / "half", *given, strategy="cuda_graph").status == "interrupted"
+    train(tmp_path / "rest", *given, f"resume={tmp_path / 'half'}", strategy="cuda_graph")
+    whole, rest = curve(tmp_path / "whole"), curve(tmp_path / "rest")
+    assert list(rest) == list(range(7, 13))
+    assert list(rest.values()) == pytest.approx([whole[step] for step in rest], rel=1e-4)

@@ -1,0 +1,265 @@
+"""Whole steps from graphs under Lightning: eager's losses, counters, logs and gradients, or a reason why not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies import Program, Strategy
+from strategies.base import Stage
+from strategies.step_graphs import StepGraphs
+from tests.trainer.recording import RecordingEngine
+from trainer.callback import Compile
+
+
+class Recorded(Strategy):
+    """``cuda_graph`` with an engine that works on a CPU."""
+
+    name: ClassVar[str] = "recorded"
+    stage: ClassVar[Stage] = Stage.STEP
+    max_graphs = 8
+
+    def begin(self, program: Program) -> None:
+        program.step = StepGraphs(RecordingEngine(program.module), eager_steps=1, max_graphs=self.max_graphs)
+
+    def end(self, program: Program) -> None:
+        if program.step is not None:
+            program.report[self.name] = program.step.facts()
+            program.step = None
+
+
+class Net(L.LightningModule):
+    """Layers with dropout and batch statistics; logs its loss."""
+
+    def __init__(self, optimizer: str = "adamw_fused") -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)
+        )
+        self.optimizer = optimizer
+        self.last = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        x_BD, target_B1 = batch
+        return nn.functional.mse_loss(self.net(x_BD), target_B1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        optimizer: torch.optim.Optimizer
+        if self.optimizer == "adamw_fused":
+            optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=True)
+        elif self.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(parameters, lr=0.05)
+        else:
+            optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        if self.optimizer == "sgd":
+            return optimizer
+        if self.optimizer == "one_cycle":
+            optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=True)
+            schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
+        else:
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ReadsBatchIndex(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * (1.0 if batch_idx % 2 else 2.0)
+
+
+class CountsSteps(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last = self.last + 1
+        return self.loss(batch)
+
+
+class ReadsLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss * 2 if loss.item() > 0 else loss
+
+
+class DrawsOnHost(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * random.random()
+
+
+class HasHook(Net):
+    def on_after_backward(self) -> None:
+        pass
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Watch(L.Callback):
+    """Losses, logged values and steps as a callback sees them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.logged: list[float] = []
+        self.steps: list[int] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.logged.append(float(trainer.callback_metrics.get("loss_step", -1.0)))
+        self.steps.append(trainer.global_step)
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def fit(module: L.LightningModule, folder: Path, compile_: Compile, rows: int = 48, **options: Any) -> Watch:
+    L.seed_everything(0, verbose=False)
+    for layer in module.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    data = DataLoader(TensorDataset(torch.randn(rows, 8), torch.randn(rows, 1)), batch_size=4)
+    watch = Watch()
+    trainer = L.Trainer(
+        callbacks=[watch, compile_], default_root_dir=folder, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, logger=False, log_every_n_steps=1,
+        **{"accelerator": "cpu", "max_steps": 20, "max_epochs": -1, **options},
+    )  # fmt: skip
+    trainer.fit(module, data)
+    watch.final = {name: float(value) for name, value in trainer.callback_metrics.items()}  # type: ignore[attr-defined]
+    watch.state = {name: value.clone() for name, value in module.state_dict().items()}  # type: ignore[attr-defined]
+    watch.optimizer = trainer.optimizers[0].state_dict()  # type: ignore[attr-defined]
+    return watch
+
+
+def both(
+    kind: type[Net], folder: Path, *arguments: Any, rows: int = 48, **options: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    eager = fit(kind(*arguments), folder, Compile(), rows, **options)
+    compile_ = Compile([Recorded()])
+    graphed = fit(kind(*arguments), folder, compile_, rows, **options)
+    assert graphed.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert graphed.steps == eager.steps
+    assert graphed.rates == eager.rates, "the user sees the schedule's floats"
+    assert graphed.final == pytest.approx(eager.final, rel=1e-5)
+    for name, value in eager.state.items():  # type: ignore[attr-defined]
+        torch.testing.assert_close(graphed.state[name], value)  # type: ignore[attr-defined]
+    return eager, graphed, compile_.record.report["recorded"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd"])
+def test_a_whole_step_is_one_graph_with_eagers_losses(optimizer: str, clip: float | None, tmp_path: Path) -> None:
+    _, _, report = both(Net, tmp_path, optimizer, gradient_clip_val=clip)
+    assert report["graphs"] == 1
+    assert (report["eager_steps"], report["replayed_steps"]) == (1, 19)
+    assert report["captured"][0].startswith("whole step on 4x8 4x1")
+    assert report["refused"] == []
+
+
+def test_logged_values_are_each_steps_own(tmp_path: Path) -> None:
+    eager, graphed, _ = both(Net, tmp_path)
+    assert len(set(eager.logged)) > 10
+    assert graphed.logged == pytest.approx(eager.logged, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd"])
+def test_accumulated_batches_keep_their_gradients(optimizer: str, tmp_path: Path) -> None:
+    _, _, report = both(Net, tmp_path, optimizer, accumulate_grad_batches=3, max_steps=8)
+    assert [name.split(" on ")[0] for name in report["captured"]] == ["forward and backward"] * 2 + ["whole step"]
+
+
+def test_every_shape_has_a_graph(tmp_path: Path) -> None:
+    _, _, report = both(Net, tmp_path, rows=46, max_steps=40)  # the last batch of an epoch has two rows
+    assert sorted(name.split(" on ")[1] for name in report["captured"]) == ["2x8 2x1", "4x8 4x1"]
+
+
+def test_an_optimizer_that_reads_its_state_on_the_host_runs_after_the_graph(tmp_path: Path) -> None:
+    # On a CPU AdamW without fused keeps its step count there; on CUDA it can be captured.
+    _, graphed, report = both(Net, tmp_path, "adamw", accumulate_grad_batches=2, max_steps=8)
+    assert all(name.startswith("forward and backward") for name in report["captured"])
+    assert "the optimizer runs after each graph" in report["refused"][-1]
+    assert graphed.optimizer["param_groups"][0]["capturable"] is False
+
+
+def test_betas_that_change_all_the_time_leave_the_optimizer_out(tmp_path: Path) -> None:
+    _, _, report = both(Net, tmp_path, "one_cycle")
+    assert "hyperparameters change all the time" in report["refused"][0]
+    assert [name.split(" on ")[0] for name in report["captured"]] == ["forward and backward"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ReadsBatchIndex, "reads batch_idx"),
+        (CountsSteps, "changes last on the host"),
+        (ReadsLoss, "not permitted when stream is capturing"),
+        (DrawsOnHost, "draws random numbers on the host"),
+        (HasHook, "HasHook.on_after_backward"),
+        (Manual, "manual optimization"),
+    ],
+)
+def test_what_a_graph_would_not_repeat_is_not_captured(kind: type[Net], reason: str, tmp_path: Path) -> None:
+    _, _, report = both(kind, tmp_path)
+    assert report["graphs"] == 0
+    assert any(reason in refused for refused in report["refused"]), report["refused"]
+
+
+def test_a_validation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    class Validates(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch))
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.ones(4, 8), torch.ones(4, 1)), batch_size=4)
+
+    for accumulate in (1, 2):
+        _, _, report = both(
+            Validates, tmp_path, accumulate_grad_batches=accumulate, val_check_interval=4, num_sanity_val_steps=0
+        )
+        assert report["replayed_steps"] > report["eager_steps"]
+
+
+def test_freezing_a_layer_is_another_graph(tmp_path: Path) -> None:
+    class Freezes(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 10:
+                self.net[0].requires_grad_(False)
+
+    _, _, report = both(Freezes, tmp_path)
+    assert report["graphs"] == 2
+
+
+def test_further_shapes_run_eager_once_there_are_enough_graphs(tmp_path: Path) -> None:
+    class Few(Recorded):
+        max_graphs = 1
+
+    compile_ = Compile([Few()])
+    fit(Net(), tmp_path, compile_, rows=46, max_steps=40)
+    report = compile_.record.report["recorded"]
+    assert report["graphs"] == 1
+    assert report["refused"] == ["there are max_graphs=1 graphs already"]
+
+
+def test_what_is_prepared_is_no_steady_step(tmp_path: Path) -> None:
+    compile_ = Compile([Recorded()], warmup_steps=0)
+    fit(Net(), tmp_path, compile_)
+    assert (compile_.record.warmup_steps, compile_.record.steady_steps) == (2, 18)
