@@ -1,10 +1,34 @@
 """Compile strategies: each one is a dataclass in a file of its own; ``STRATEGIES`` names those that ship."""
 
 from strategies.base import Program, Ragged, Region, Stage, Strategy
+from strategies.buckets import Buckets
+from strategies.cached import Cached
+from strategies.cuda_graph import CudaGraph
+from strategies.dynamic import Dynamic
+from strategies.modular import Modular, Part
+from strategies.optimizer import Optimizer
 from strategies.regional import Regional
 from strategies.whole import Whole
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Whole, Regional)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer)
+}
 """Shipped strategies by the name they have under ``compile`` in the configuration."""
 
-__all__ = ["STRATEGIES", "Program", "Ragged", "Region", "Regional", "Stage", "Strategy", "Whole"]
+__all__ = [
+    "STRATEGIES",
+    "Buckets",
+    "Cached",
+    "CudaGraph",
+    "Dynamic",
+    "Modular",
+    "Optimizer",
+    "Part",
+    "Program",
+    "Ragged",
+    "Region",
+    "Regional",
+    "Stage",
+    "Strategy",
+    "Whole",
+]

@@ -7,7 +7,7 @@ Importing this module must stay cheap (no torch): the command line imports every
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -79,6 +79,10 @@ class Program:
     """Optimizers with their restored state; empty before ``begin``."""
     padding: Padding | None = None
     """Filled by a strategy of the SHAPES stage: how batches are grouped and padded."""
+    dynamic: bool | None = None
+    """Filled by a strategy of the SHAPES stage: what ``dynamic=null`` of a module strategy then stands for."""
+    around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Filled by a strategy of the SHAPES stage: wraps the compiled call of each region in code that runs eagerly."""
     step: StepGraphs | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)
@@ -101,6 +105,8 @@ class Strategy:
     """When the strategy acts."""
     exclusive: ClassVar[bool] = True
     """Whether another strategy of the same stage is a conflict."""
+    reorders_data: ClassVar[bool] = False
+    """Whether training sees its examples in another order than eager does: a comparison needs the same one on both."""
 
     def check(self) -> None:
         """Look at this machine and this torch before any work starts. Raises ValueError with the mend."""

@@ -24,7 +24,7 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     if capturing and graphed:
         raise ValueError(
             f"compile: {capturing[0].name!r} captures whole steps, {graphed[0].name!r} asks Inductor for CUDA graphs "
-            f"of its own (mode reduce-overhead or max-autotune); set compile.{graphed[0].name}.mode=default or "
+            f"of its own (mode reduce-overhead or max-autotune); give {graphed[0].name!r} mode default or "
             f"max-autotune-no-cudagraphs, or leave {capturing[0].name!r} out"
         )
     return result

@@ -1,36 +1,90 @@
 """What an optimizer needs so that its step can stand in a CUDA graph, without the user seeing a difference.
 
 A graph replays the numbers it was captured with. The learning rate therefore becomes a device tensor while the step is
-captured, and is refreshed from ``param_groups`` before each replay; schedulers, checkpoints and the user go on seeing
+captured, and is refreshed from ``param_groups`` before each step; schedulers, checkpoints and the user go on seeing
 plain floats. Hyperparameters that a kernel takes by value are part of the graph's key (``constants``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.optimizer_step import installed
+from strategies.optimizer_update import FunctionalUpdate
 from strategies.step_graphs import CannotCapture
 
 
-class GraphedOptimizer:
-    """One optimizer, ready for capture.
+class GraphedStep(Protocol):
+    """An optimizer's step within a graph."""
+
+    def prepare(self) -> None:
+        """Before every step, captured or not. Waits for nothing."""
+
+    def count(self) -> None:
+        """The host's part of a step that is replayed; one that runs does it itself."""
+
+    def constants(self) -> Hashable:
+        """What a graph has taken by value."""
+
+    def capturable(self) -> AbstractContextManager[None]:
+        """Steps inside may be captured."""
+
+    def release(self) -> None:
+        """Leave the optimizer as it is without graphs."""
+
+
+def graphed(optimizer: Optimizer) -> GraphedStep:
+    """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CannotCapture("LBFGS evaluates its closure as often as the loss demands")
+    update = installed(optimizer)
+    if update is None:
+        return OwnStep(optimizer)
+    if isinstance(update, FunctionalUpdate):
+        return CompiledStep(update)
+    raise CannotCapture(f"the {update.form} form of the compiled step reads the host")
+
+
+class CompiledStep:
+    """The step that ``compile=optimizer`` has put in place: it reads every hyperparameter from the device."""
+
+    def __init__(self, update: FunctionalUpdate) -> None:
+        self._update = update
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def count(self) -> None:
+        """Count the step and write the numbers that have changed."""
+        self._update.refresh()
+
+    def constants(self) -> Hashable:
+        """The plan: a new one works on other tensors."""
+        return self._update.plan_number
+
+    def capturable(self) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return contextlib.nullcontext()
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+class OwnStep:
+    """Torch's own step.
 
     Args:
         optimizer: One of ``torch.optim`` with ``capturable`` or ``fused``; another one as long as no rate changes.
-
-    Raises:
-        CannotCapture: For optimizers that call their closure several times.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise CannotCapture("LBFGS evaluates its closure as often as the loss demands")
         self._optimizer = optimizer
         self._by_tensor = [
             not isinstance(group["lr"], Tensor) and (_has_capturable(group) or bool(group.get("fused")))
@@ -40,8 +94,11 @@ class GraphedOptimizer:
         self._shown: list[float | None] = [None] * len(optimizer.param_groups)
         self._hook = optimizer.register_state_dict_post_hook(_steps_on_host)
 
-    def refresh(self) -> None:
-        """Bring the device's learning rates up to date. Waits for nothing."""
+    def count(self) -> None:
+        """Nothing to do: steps are counted on the device."""
+
+    def prepare(self) -> None:
+        """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
         for index, group in enumerate(self._optimizer.param_groups):
             rate = group["lr"]
             if self._by_tensor[index] and rate != self._shown[index]:
@@ -52,7 +109,7 @@ class GraphedOptimizer:
                 tensor.fill_(rate)
                 self._shown[index] = rate
 
-    def constants(self) -> tuple[Any, ...]:
+    def constants(self) -> Hashable:
         """Hyperparameters that kernels take by value."""
         return tuple(
             tuple(value for name, value in group.items() if name != "params" and not (name == "lr" and by_tensor))
@@ -62,7 +119,6 @@ class GraphedOptimizer:
     @contextlib.contextmanager
     def capturable(self) -> Iterator[None]:
         """Let steps inside take the learning rate from the device and keep their step counts there."""
-        self.refresh()
         groups = self._optimizer.param_groups
         before = [(group["lr"], group.get("capturable")) for group in groups]
         self._steps_to_device()

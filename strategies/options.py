@@ -1,4 +1,4 @@
-"""The five ``torch.compile`` options that every module strategy shares, checked once.
+"""What ``torch.compile`` is asked for: the options that every module strategy shares, checked once.
 
 Torch is imported only inside methods, so that the command line can read these options without it.
 """
@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strategies.base import Strategy
-from strategies.toolchain import missing_toolchain
+from strategies.toolchain import missing_for_inductor, switched_off
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+KNOBS = {"combo_kernels": "combo_kernels", "coordinate_descent": "coordinate_descent_tuning"}
+"""Fields that stand for one Inductor option each."""
 
 
 @dataclass(kw_only=True, slots=True)
-class CompileOptions(Strategy):
-    """Base of the strategies that hand modules to ``torch.compile``; see its documentation for each option."""
+class CompilerRequest:
+    """Arguments for ``torch.compile``; see its documentation for mode, backend, fullgraph and dynamic."""
 
     mode: str = "default"
     """Inductor preset, one of ``MODES``."""
@@ -28,55 +30,148 @@ class CompileOptions(Strategy):
     """Stop with the reason at a graph break instead of splitting the graph."""
     dynamic: bool | None = None
     """Shapes: true = symbolic from the start, false = one graph a shape, null = static first, symbolic on change."""
+    combo_kernels: bool | None = None
+    """Inductor: launch independent small kernels as one (GPU); null = as ``mode`` and torch have it."""
+    coordinate_descent: bool | None = None
+    """Inductor: tune each kernel's tile sizes one at a time, for longer compiles; null = as ``mode`` has it."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Inductor options by their dotted name, added to the preset of ``mode``."""
+    """Further Inductor options by their dotted name, added to the preset of ``mode``."""
 
-    def __post_init__(self) -> None:
-        """Check what can be checked without torch."""
+    def check_values(self, key: str) -> None:
+        """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
         if self.mode not in MODES:
-            raise ValueError(f"compile.{self.name}.mode={self.mode!r} is not one of {MODES}")
-        if self.backend != "inductor" and (self.options or self.mode != "default"):
-            raise ValueError(
-                f"compile.{self.name}.backend={self.backend!r} takes neither mode nor options: "
-                "they belong to 'inductor'"
-            )
+            raise ValueError(f"{key}.mode={self.mode!r} is not one of {MODES}")
+        if self.backend != "inductor":
+            if self.options or self.mode != "default":
+                raise ValueError(
+                    f"{key}.backend={self.backend!r} takes neither mode nor options: they belong to 'inductor'"
+                )
+            for knob in KNOBS:
+                if getattr(self, knob) is not None:
+                    raise ValueError(f"{key}.{knob} belongs to 'inductor', not to {key}.backend={self.backend!r}")
+        for knob, option in KNOBS.items():
+            if getattr(self, knob) is not None and option in self.options:
+                raise ValueError(f"{key}.{knob} and {key}.options name the same Inductor option {option!r}; set one")
 
-    def check(self) -> None:
+    def check_machine(self, key: str) -> None:
         """Check backend and options against this torch. Raises ValueError with near matches."""
         import torch
 
+        if off := switched_off():
+            raise ValueError(f"{key}: {off}")
         known = torch.compiler.list_backends(())
         if self.backend not in known:
-            raise ValueError(f"compile.{self.name}.backend={self.backend!r} is not one of {tuple(sorted(known))}")
-        if self.needs_inductor and not torch.cuda.is_available() and (missing := missing_toolchain()):
-            raise ValueError(f"compile.{self.name}: {missing}")
-        if self.options:
+            raise ValueError(
+                f"{key}.backend={self.backend!r} is not one of {tuple(sorted(known))}{near(self.backend, known)}"
+            )
+        if not self.compiles_with_inductor:
+            return
+        if missing := missing_for_inductor():
+            raise ValueError(f"{key}: {missing}")
+        options = self.inductor_options()
+        if options:
             from torch._inductor import config as inductor_config
 
             names = list(inductor_config.get_config_copy())
-            for option in self.options:
+            for option in options:
                 if option not in names:
-                    near = difflib.get_close_matches(option, names, n=3)
-                    hint = f"; near: {', '.join(near)}" if near else ""
-                    raise ValueError(f"compile.{self.name}.options: Inductor has no option {option!r}{hint}")
+                    raise ValueError(f"{key}.options: Inductor has no option {option!r}{near(option, names)}")
+            try:
+                torch.compile(_nothing, options=options)  # reads the options, compiles nothing yet
+            except RuntimeError as error:  # a value of the wrong type
+                raise ValueError(f"{key}.options: {str(error).splitlines()[0]}") from error
 
     @property
-    def needs_inductor(self) -> bool:
+    def compiles_with_inductor(self) -> bool:
         """Whether the backend is Inductor."""
         return self.backend == "inductor"
 
     @property
-    def uses_cuda_graphs(self) -> bool:
-        """Whether the preset or an option asks Inductor for CUDA graphs."""
-        return self.mode in CUDA_GRAPH_MODES or bool(self.options.get("triton.cudagraphs"))
+    def asks_for_cuda_graphs(self) -> bool:
+        """Whether the preset or an option asks Inductor for CUDA graphs; an option wins over the preset."""
+        return bool(self.options.get("triton.cudagraphs", self.mode in CUDA_GRAPH_MODES))
+
+    def inductor_options(self) -> dict[str, Any]:
+        """Options and the fields that stand for one, without the preset."""
+        knobs = {option: getattr(self, knob) for knob, option in KNOBS.items()}
+        return {**{option: value for option, value in knobs.items() if value is not None}, **self.options}
 
     def compile_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
         arguments: dict[str, Any] = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
-        if self.backend == "inductor":
+        if self.compiles_with_inductor:
             # torch refuses mode and options together, so the preset is spelt out as the options it stands for.
             from torch._inductor import list_mode_options
 
             preset = {} if self.mode == "default" else list_mode_options()[self.mode]
-            arguments["options"] = {**preset, **self.options}
+            arguments["options"] = {**preset, **self.inductor_options()}
         return arguments
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleRequest(CompilerRequest):
+    """Arguments for modules, which have a forward and a backward."""
+
+    activation_memory_budget: float | None = None
+    """Share of activations kept for the backward, 0 to 1; the rest is computed again. null = torch's own (1)."""
+
+    def check_values(self, key: str) -> None:
+        """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
+        CompilerRequest.check_values(self, key)
+        budget = self.activation_memory_budget
+        if budget is None:
+            return
+        if not 0 <= budget <= 1:
+            raise ValueError(f"{key}.activation_memory_budget={budget} must be between 0 and 1")
+        if self.backend != "inductor" and not self.backend.startswith("aot_"):
+            raise ValueError(
+                f"{key}.activation_memory_budget needs a backend that splits forward and backward itself "
+                f"('inductor' or 'aot_...'), not {key}.backend={self.backend!r}"
+            )
+
+    def compile_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
+        arguments = CompilerRequest.compile_arguments(self)
+        if self.activation_memory_budget is not None:
+            from strategies.memory_budget import BudgetedBackend
+
+            arguments["backend"] = BudgetedBackend(backend=self.backend, budget=self.activation_memory_budget)
+        return arguments
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileOptions(CompilerRequest, Strategy):
+    """Base of the strategies that hand something to ``torch.compile`` with one set of options."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without torch."""
+        self.check_values(f"compile.{self.name}")
+
+    def check(self) -> None:
+        """Check backend and options against this torch. Raises ValueError with near matches."""
+        self.check_machine(f"compile.{self.name}")
+
+    @property
+    def needs_inductor(self) -> bool:
+        """Whether the backend is Inductor."""
+        return self.compiles_with_inductor
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether the preset or an option asks Inductor for CUDA graphs."""
+        return self.asks_for_cuda_graphs
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleOptions(ModuleRequest, CompileOptions):
+    """Base of the strategies that hand modules to ``torch.compile`` with one set of options."""
+
+
+def near(given: str, known: list[str]) -> str:
+    """What an error about ``given`` ends with: the names in ``known`` that resemble it."""
+    matches = difflib.get_close_matches(given, known, n=3)
+    return f"; near: {', '.join(matches)}" if matches else ""
+
+
+def _nothing() -> None:
+    """Stands for something to compile."""

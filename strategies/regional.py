@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from strategies.base import Program, Stage
-from strategies.options import CompileOptions
+from strategies.options import ModuleOptions
 
 
 @dataclass(kw_only=True, slots=True)
-class Regional(CompileOptions):
+class Regional(ModuleOptions):
     """Compile repeated blocks in place so that copies share one compiled graph, and separable parts beside them.
 
     Far shorter compiles than ``whole`` at nearly its speed, as long as the head with the loss is one of the parts.

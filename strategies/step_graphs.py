@@ -119,15 +119,16 @@ class StepGraphs:
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
 
-    def run(self, kind: Hashable, batch: Any, step: Step, *, name: str) -> Any:
+    def run(self, kind: Hashable, batch: Any, step: Step, *, name: str, before_replay: Callable[[], None]) -> Any:
         """Run ``step`` on ``batch`` and return its results.
 
         Args:
             kind: Whatever beside the batch's shapes tells graphs apart (which part of a step, frozen parameters).
-            batch: Tree with tensors on the device; what is no tensor is part of the graph's key unless the batch's
-                class lists its field in ``host_only``.
+            batch: Tree with tensors on the device. What is no tensor is part of the graph's key, but for the fields
+                that a NamedTuple's method ``host_only()`` lists.
             step: The step; it is called in Python when it runs without a graph and once when it is captured.
             name: What is being run, for the report.
+            before_replay: The host's part of a replayed step; steps that run without a graph do it themselves.
         """
         leaves, tree = pytree.tree_flatten(batch)
         try:
@@ -152,8 +153,8 @@ class StepGraphs:
                 return self.eager(step, batch)
             self._capture(shape, step, leaves, tree)
         assert shape.captured is not None
-        if shape.captured.inputs:
-            torch._foreach_copy_(shape.captured.inputs, tensors)
+        torch._foreach_copy_(shape.captured.inputs, tensors)
+        before_replay()
         shape.captured.replay()
         self.replays += 1
         return pytree.tree_map_only(Tensor, torch.clone, shape.captured.results)
@@ -198,8 +199,9 @@ class StepGraphs:
 
 def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The batch's tensors, and what else it holds that a graph depends on. Raises CannotCapture."""
-    host_only = getattr(type(batch), "host_only", ())
-    leaves = pytree.tree_leaves(batch._replace(**dict.fromkeys(host_only)) if host_only else batch)
+    if isinstance(batch, tuple) and hasattr(batch, "host_only"):
+        batch = batch._replace(**dict.fromkeys(batch.host_only()))  # type: ignore[attr-defined]
+    leaves = pytree.tree_leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise CannotCapture(f"{type(batch).__name__} holds no tensor that could be found")

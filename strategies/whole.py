@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from strategies.base import Program, Stage
-from strategies.options import CompileOptions
+from strategies.options import ModuleOptions
 
 
 @dataclass(kw_only=True, slots=True)
-class Whole(CompileOptions):
+class Whole(ModuleOptions):
     """Compile everything that the task declares as its forward and loss, one graph for each declared module.
 
     The most speed that one compile gives, for the longest wait. A module that declares nothing has each of its

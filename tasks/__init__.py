@@ -7,6 +7,7 @@ from tasks.captioner_size import CaptionerSize
 from tasks.captioning import Captioning
 from tasks.data.coco import Coco
 from tasks.data.csv_file import Csv
+from tasks.data.lognormal import Lognormal
 from tasks.data.shapes import Shapes
 
 TASKS: dict[str, type[Task]] = {"captioning": Captioning}
@@ -16,6 +17,7 @@ SCHEMAS: dict[str, type] = {
     "task/captioning": Captioning,
     "task/size/captioner": CaptionerSize,
     "task/data/shapes": Shapes,
+    "task/data/lognormal": Lognormal,
     "task/data/coco": Coco,
     "task/data/csv": Csv,
 }

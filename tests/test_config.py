@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def option_of(file: Path) -> tuple[str, str]:
 
 
 def build(*overrides: str) -> Config:
-    return to_config(compose("config", overrides=list(overrides)))
+    return to_config(compose("config", overrides=list(overrides)), overrides)
 
 
 @pytest.mark.parametrize("file", YAMLS, ids=lambda file: str(file.relative_to(CONF)))
@@ -45,7 +46,8 @@ def test_every_yaml_begins_with_the_command_that_uses_it(file: Path) -> None:
     assert lines[0].startswith("# python -m trainer ")
     group, name = option_of(file)
     if not group.startswith((".", "hydra")):
-        assert f"{group}={name}" in lines[0].split()
+        # Alone, or in a list where it makes sense only beside others.
+        assert re.search(rf" {re.escape(group)}=(\[(\w+,)*)?{name}\b", lines[0])
 
 
 @pytest.mark.parametrize("file", YAMLS, ids=lambda file: str(file.relative_to(CONF)))
@@ -86,6 +88,90 @@ def test_names_of_a_combination_are_in_the_order_of_stages_not_of_the_command_li
     for text in ("compile=[regional,whole]", "compile=[whole,regional]"):
         assert strategy_names(compose("config", overrides=[text]).compile) == "regional+whole"
     assert strategy_names(compose("config").compile) == "eager"
+
+
+COMPOSITES = {"debug": {"regional"}, "full_stack": {"regional", "optimizer", "cached", "cuda_graph"}}
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSITES))
+def test_a_composite_is_strategies_that_each_could_be_named(name: str) -> None:
+    chosen = build(f"compile={name}").compile
+    assert set(chosen) == COMPOSITES[name]
+    assert {key: type(strategy) for key, strategy in chosen.items()} == {key: STRATEGIES[key] for key in chosen}
+
+
+def test_composites_differ_from_their_strategies_only_as_they_say() -> None:
+    debug = build("compile=debug").compile
+    assert debug == {"regional": STRATEGIES["regional"](backend="aot_eager")}
+    full = build("compile=full_stack").compile
+    assert full == {name: STRATEGIES[name]() for name in full} | {
+        "cuda_graph": STRATEGIES["cuda_graph"](required=False)
+    }
+
+
+def test_options_of_a_composite_are_set_as_ever() -> None:
+    chosen = build("compile=full_stack", "compile.regional.mode=max-autotune-no-cudagraphs").compile
+    assert chosen["regional"].mode == "max-autotune-no-cudagraphs"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("regional", "optimizer", "buckets", "cached", "cuda_graph"),
+        ("full_stack", "buckets"),
+        ("full_stack", "regional", "optimizer"),
+        ("debug", "dynamic", "cached"),
+        ("regional", "regional"),
+    ],
+    ids="+".join,
+)
+def test_the_order_of_a_list_never_matters(names: tuple[str, ...]) -> None:
+    # Every strategy comes first, last and in between once.
+    orders = [names[start:] + names[:start] for start in range(len(names))]
+    built = [build(f"compile=[{','.join(order)}]").compile for order in (*orders, names[::-1])]
+    assert all(compile == built[0] for compile in built)
+
+
+@pytest.mark.parametrize(
+    ("names", "path"),
+    [
+        (("debug", "regional"), "compile.regional.backend"),
+        (("debug", "full_stack"), "compile.regional.backend"),
+        (("cuda_graph", "full_stack"), "compile.cuda_graph.required"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_options_that_disagree_in_a_list_are_an_error_that_names_both(names: tuple[str, str], path: str) -> None:
+    # In Hydra the last one would win, and the order on the command line would matter.
+    for first, second in itertools.permutations(names):
+        with pytest.raises(
+            ValueError, match=rf"compile: '{names[0]}' sets {re.escape(path)} to .* and '{names[1]}' to"
+        ):
+            build(f"compile=[{first},{second}]")
+
+
+def test_parts_of_a_module_are_given_on_the_command_line_one_by_one_or_together() -> None:
+    one_by_one = build(
+        "compile=modular",
+        "+compile.modular.parts.encoder.how=whole",
+        "+compile.modular.parts.encoder.mode=max-autotune",
+        "+compile.modular.parts.decoder.how=regional",
+        "+compile.modular.parts.decoder.dynamic=true",
+        "+compile.modular.parts.tail.how=off",
+    ).compile
+    together = build(
+        "compile=modular",
+        "+compile.modular.parts={encoder:{how:whole,mode:max-autotune},decoder:{how:regional,dynamic:true},tail:{how:off}}",
+    ).compile
+    assert one_by_one == together
+    assert together["modular"].parts["decoder"].dynamic is True
+    paths = build("compile=modular", "+compile.modular.parts={net.*.blocks.0:{how:whole}}").compile["modular"].parts
+    assert list(paths) == ["net.*.blocks.0"]
+
+
+def test_a_misspelt_option_of_a_part_is_named_with_near_ones() -> None:
+    with pytest.raises(ValueError, match=r"^compile\.modular\.parts\.encoder\.hwo is not an option; near: how$"):
+        build("compile=modular", "+compile.modular.parts.encoder.hwo=whole")
 
 
 def test_experiments_win_over_defaults_and_the_command_line_over_experiments() -> None:

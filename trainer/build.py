@@ -30,6 +30,9 @@ def compile_callback(config: Config, record: RunRecord) -> Compile:
         count=batch_counter(config.task),
         warmup_steps=config.trainer.warmup_steps,
         record=record,
+        parity=config.parity,
+        on_compile_error=config.on_compile_error,
+        on_slower=config.on_slower,
     )
 
 

@@ -13,21 +13,20 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from strategies import Program, Ragged, Strategy
 from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
 from strategies.prepare import Preparation
+from trainer.guards import CompiledNothing, Guards, refuse_accumulation
 from trainer.loaders import pad_loaders
-from trainer.rehearsal import Rehearsal
-from trainer.step_capture import capture_steps
+from trainer.rehearsal import Guarding
+from trainer.step_capture import StepCapture, capture_steps
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
-
-class CompiledNothing(RuntimeError):
-    """A strategy handed modules to the compiler and none of them was compiled."""
+__all__ = ["Compile", "CompiledNothing"]
 
 
 class Compile(L.Callback):
@@ -40,10 +39,12 @@ class Compile(L.Callback):
         count: Counts a batch for the throughput figures, see ``BatchCounter``; None leaves them out.
         warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
         record: Filled in as the run goes; a plain one is made when None.
+        parity, on_compile_error, on_slower: What to do when the compiled program is not eager's, does not compile or is
+            slower than eager, see ``trainer.settings.Config``.
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing: After the first step, when no region was compiled.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity``, ``trainer.warming``.
     """
 
     def __init__(
@@ -57,7 +58,11 @@ class Compile(L.Callback):
         count: BatchCounter | None = None,
         warmup_steps: int = 5,
         record: RunRecord | None = None,
+        parity: str = "on",
+        on_compile_error: str = "fail",
+        on_slower: str = "warn",
     ) -> None:
+        self._guarding = Guarding(parity=parity, on_compile_error=on_compile_error, on_slower=on_slower)
         self.strategies = ordered(strategies)
         check(self.strategies)
         self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
@@ -69,18 +74,19 @@ class Compile(L.Callback):
             "parts": tuple(parts),
             "ragged": tuple(Ragged(*entry) for entry in ragged),
         }
-        self._count = count
-        self._warmup_steps = warmup_steps
+        self._count, self._warmup_steps = count, warmup_steps
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
-        self._rehearsal = Rehearsal(self.record)
-        self._rehearsed = False
+        self._guards: Guards | None = None
+        self._capture: StepCapture | None = None
+        self._open, self._told = False, 0
         self.telemetry = Telemetry(count=count, warmup_steps=warmup_steps, log_every_n_steps=50)
 
     # ---- before training -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies, once; their settings hold until ``teardown``."""
+        self._open = True
         if self.program is None or self.program.module is not pl_module:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
@@ -100,18 +106,12 @@ class Compile(L.Callback):
         # On a CPU these modes mean nothing, and neither does what follows from them.
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self._cuda_graphs = on_cuda and any(strategy.uses_cuda_graphs for strategy in self.strategies)
-        if self._cuda_graphs and trainer.accumulate_grad_batches > 1:
-            # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: CUDA graphs "
-                "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
-                "use mode=max-autotune-no-cudagraphs or default"
-            )
+        if self._cuda_graphs:
+            refuse_accumulation(trainer)
         self._settings.enter_context(compiler_settings(self.program.settings))
         if self.program.padding is not None:
             pad_loaders(trainer, self.program)
         if stage == "fit":
-            self._rehearsed = False
             self.telemetry = Telemetry(
                 count=self._count,
                 warmup_steps=self._warmup_steps,
@@ -126,10 +126,12 @@ class Compile(L.Callback):
         begin(self.strategies, self.program)
         self._tell(self.program)
         if self.program.step is not None:
-            capture_steps(trainer, self.program)
+            self._capture = capture_steps(trainer, self.program)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
-        self._verified = not self.strategies
+        self._guards = Guards(
+            self._guarding, trainer, self.program, self.telemetry, self.record, cuda_graphs=self._cuda_graphs
+        )
         self.telemetry.start(trainer, self._pages)
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
@@ -138,8 +140,9 @@ class Compile(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Rehearse on the first batch; tell the telemetry that a step begins."""
-        if not self._rehearsed:
-            self._rehearse(trainer, batch)
+        if self._guards is not None and self.program is not None:
+            self._guards.before_batch(batch)
+            self._tell(self.program)
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         self.telemetry.batch_start()
@@ -150,9 +153,11 @@ class Compile(L.Callback):
         """Tell the telemetry that a batch is through; after the first optimizer step, verify the compile."""
         # Automatic optimization hands over {"loss": <detached clone divided by the micro-batches of a step>}.
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if self._capture is not None and not self._capture.settled:
+            self.telemetry.disturb()
         stepped = self.telemetry.batch_end(loss if isinstance(loss, torch.Tensor) else None, batch)
-        if stepped and not self._verified:
-            self._verify()
+        if self._guards is not None:
+            self._guards.after_batch(stepped=stepped)
 
     # ---- pauses ----------------------------------------------------------------------------------------------------
 
@@ -169,6 +174,11 @@ class Compile(L.Callback):
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Once all shapes are warmed, validation compiles nothing either."""
+        if self._guards is not None and trainer.state.fn == "fit":
+            self._guards.after_validation_batch()
+
     on_test_batch_start = on_validation_batch_start
     on_predict_batch_start = on_validation_batch_start
 
@@ -184,31 +194,21 @@ class Compile(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
+        if self._guards is not None:
+            self._guards.on_exception(exception)
         with contextlib.suppress(Exception):
             self._finish(trainer, together=False)
+        with contextlib.suppress(Exception):
+            self._close()  # Lightning calls no teardown after an error
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
-        with self._settings:
-            if self.program is not None:
-                try:
-                    end(self.strategies, self.program)
-                finally:
-                    self._tell(self.program)
-        self.telemetry.compiler.stop()
+        self._close()
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages once the record is complete."""
         if self._pages is not None:
             self._pages.finish(self.record, summary)
-
-    def _rehearse(self, trainer: L.Trainer, batch: Any) -> None:
-        self._rehearsed = True
-        assert self.program is not None
-        if self._rehearsal.wanted(self.program):
-            with self.telemetry.rehearsal():
-                self._rehearsal.run(trainer, self.program, batch)
-            self._tell(self.program)
 
     def _tell(self, program: Program) -> None:
         """Pass on what the strategies have noted since the last time."""
@@ -217,25 +217,18 @@ class Compile(L.Callback):
             rank_zero_info(f"compile: {note}")
         self._told = len(program.notes)
 
-    def _verify(self) -> None:
-        self._verified = True
-        assert self.program is not None
-        regions = self.program.regions
-        compiled = self.telemetry.compiler.compiled(region.frame for region in regions)
-        self.record.regions_compiled = sum(compiled)
-        missing = [region.path for region, done in zip(regions, compiled, strict=True) if not done]
-        if regions and len(missing) == len(regions):
-            raise CompiledNothing(
-                f"{self.record.label}: the compiler was handed {len(regions)} regions and compiled none of them"
-                + "".join(f"; {event.reason}" for event in self.telemetry.compiler.events[:1])
-                + " (is TORCHDYNAMO_DISABLE set, or does the step never call them?)"
-            )
-        if missing:
-            note = (
-                f"{self.record.label}: not compiled, the first step ran them eager or not at all: {', '.join(missing)}"
-            )
-            self.record.notes.append(note)
-            rank_zero_warn(note)
+    def _close(self) -> None:
+        with self._settings:
+            if self._capture is not None:
+                self._capture.release()
+                self._capture = None
+            if self.program is not None and self._open:
+                self._open = False
+                try:
+                    end(self.strategies, self.program)
+                finally:
+                    self._tell(self.program)
+        self.telemetry.compiler.stop()
 
     def _finish(self, trainer: L.Trainer, *, together: bool) -> None:
         self.telemetry.compiler.collect()

@@ -84,8 +84,8 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     from trainer.config import to_config
     from trainer.launcher import flags
 
-    config = to_config(cfg)
     settings = HydraConfig.get()
+    config = to_config(cfg, settings.overrides.task)
     # Only now: torch takes seconds to import.
     from trainer.run import run
 

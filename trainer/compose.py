@@ -21,4 +21,4 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return to_config(hydra_compose("config", overrides=list(overrides)))
+        return to_config(hydra_compose("config", overrides=list(overrides)), overrides)

@@ -6,11 +6,14 @@ Beside ``cli``, ``launcher`` and ``plugins`` this is the only module that knows 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_type_hints
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -44,9 +47,13 @@ def register_schema(path: str, schema: type) -> None:
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node)
 
 
-def to_config(cfg: DictConfig) -> Config:
-    """Build the dataclasses from a composed configuration. Raises one ValueError with a line for each bad part."""
-    complaints: list[str] = []
+def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:
+    """Build the dataclasses from a composed configuration. Raises one ValueError with a line for each bad part.
+
+    ``overrides`` are those of the command line: of options in one list, the last wins in Hydra, which nobody should
+    have to know.
+    """
+    complaints = list(_disagreements(overrides))
     parts: dict[str, Any] = {}
     for option in dataclasses.fields(Config):
         if option.name != "compile":
@@ -59,6 +66,31 @@ def to_config(cfg: DictConfig) -> Config:
     if complaints:
         raise ValueError("\n".join(complaints))
     return config
+
+
+def _disagreements(overrides: Iterable[str]) -> Iterator[str]:
+    """Options of ``compile=[...]`` that give one strategy different values, so that their order would matter."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        names = override.value() if override.key_or_group == "compile" else None
+        if not isinstance(names, list) or all(name in STRATEGIES for name in names):
+            continue  # strategies of different names have no key in common
+        values = {str(name): _values(hydra.compose(f"compile/{name}")) for name in dict.fromkeys(names)}
+        for (first, ours), (second, theirs) in itertools.combinations(sorted(values.items()), 2):
+            for path in sorted(ours.keys() & theirs.keys()):
+                if ours[path] != theirs[path]:
+                    yield (
+                        f"compile: {first!r} sets {path} to {ours[path]!r} and {second!r} to {theirs[path]!r}; "
+                        f"choose one of them, and set {path} itself if it should be another"
+                    )
+
+
+def _values(option: DictConfig) -> dict[str, Any]:
+    """Values of an option of ``compile``, by ``compile.<strategy>.<field>``."""
+    return {
+        f"compile.{strategy}.{field}": value
+        for strategy, fields in (option.get("compile") or {}).items()
+        for field, value in fields.items()
+    }
 
 
 def _build(cfg: DictConfig, path: str, complaints: list[str]) -> Any:

@@ -139,6 +139,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         if eager
         else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
         "ran eager instead": _fallbacks(record),
+        "parity with eager": _parity(record),
         "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
         "first step": _number(record.first_step_seconds, "{:.2f} s"),
         "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps",
@@ -208,6 +209,14 @@ def _recompiles(record: RunRecord) -> str:
 def _fallbacks(record: RunRecord) -> str:
     fallbacks = [event for event in record.events if event.kind == "fallback"]
     return f"{len(fallbacks)} times; first: {fallbacks[0].reason.splitlines()[0]}" if fallbacks else ""
+
+
+def _parity(record: RunRecord) -> str:
+    facts = record.report.get("parity")
+    if facts is None or facts["verdict"] == "skipped":
+        return "" if facts is None else f"not compared: {facts['reason']}"
+    loss = facts["loss"]
+    return f"{facts['verdict']} (loss {loss['difference']:.1e} apart, tolerance {loss['tolerance']:.1e})"
 
 
 def _cache(record: RunRecord) -> str:

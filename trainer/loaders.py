@@ -2,10 +2,252 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Sized
+from typing import Any
+
 import lightning as L
+import numpy as np
+from lightning.pytorch.trainer.states import RunningStage
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from strategies import Program
+from strategies.bucket_batches import BucketBatchSampler, batch_sizes
+from strategies.bucket_edges import padded_share, share_of_random_batches
+from strategies.padding import Padding
+from trainer.loaders_batches import BucketLoader, PaddingCollate, with_buckets, with_collate
+from trainer.loaders_lengths import known_lengths, measured_lengths, require_map_style
 
 
 def pad_loaders(trainer: L.Trainer, program: Program) -> None:
-    """Let ``trainer`` load its data under ``program.padding``."""
+    """Let ``trainer`` load its data under ``program.padding``, from the next loader on that it sets up."""
+    # Lightning hands every loader of every stage to this hook of its strategy, wherever the loader came from, once its
+    # own samplers are in place. It is public for subclasses; the strategy is the user's, so it is set on the instance.
+    hook: Any = trainer.strategy.process_dataloader
+    if not isinstance(hook, LoaderPadder):
+        hook = LoaderPadder(trainer, hook)
+        trainer.strategy.process_dataloader = hook  # type: ignore[method-assign]
+        hook.watch_batches()
+    hook.begin(program)
+
+
+class LoaderPadder:
+    """Pads each loader that a trainer sets up, and regroups the training loader where the rule has edges."""
+
+    program: Program
+
+    def __init__(self, trainer: L.Trainer, process: Any) -> None:
+        self._trainer, self._process = trainer, process
+
+    def begin(self, program: Program) -> None:
+        """A stage begins under ``program``; a training chooses its edges anew, what follows it keeps them."""
+        self.program = program
+        self._collates: dict[str, list[PaddingCollate]] = {"training": [], "validation": []}
+        self._batches: BucketBatchSampler | None = None
+        if self._trainer.state.fn == "fit":
+            self.padding.edges = self.padding.validation_batch_sizes = ()
+
+    @property
+    def padding(self) -> Padding:
+        """The rule."""
+        assert self.program.padding is not None
+        return self.program.padding
+
+    def watch_batches(self) -> None:
+        """Show every batch to ``padding.observe`` once it is on its device."""
+        to_device = self._trainer.strategy.batch_to_device
+
+        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+            batch = to_device(*args, **kwargs)
+            if self.padding.observe is not None:
+                self.padding.observe(batch)
+            return batch
+
+        self._trainer.strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+
+    def __call__(self, loader: object) -> object:
+        """Pad one loader of the stage that is being set up. Raises ValueError when that cannot be done."""
+        padding, stage = self.padding, self._trainer.state.stage
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+            raise ValueError(  # of a list of batches, Lightning shows the first one
+                f"compile.{padding.name} takes torch DataLoaders that make batches, not a {type(loader).__name__}"
+                + (" with batch_size=None" if isinstance(loader, DataLoader) else "")
+            )
+        padding.seen = self._seen
+        if padding.choose_edges is None:
+            return self._process(self._padded(loader, "training" if stage is RunningStage.TRAINING else "validation"))
+        if stage is RunningStage.TRAINING:
+            return self._process(self._bucketed(loader))
+        if not padding.edges:
+            self._find_edges(loader)
+        return self._process(self._evaluated(loader))
+
+    def _find_edges(self, loader: DataLoader[Any]) -> None:
+        """Edges come from the training data; without any (``trainer.validate``), from the data at hand."""
+        trainer, stage = self._trainer, self._trainer.state.stage
+        if trainer.state.fn == "fit":
+            # A sanity check comes before the training data, which Lightning sets up once, no matter when.
+            trainer.training = True
+            try:
+                trainer.fit_loop.setup_data()
+            finally:
+                trainer.state.stage = stage
+        if not self.padding.edges:
+            self.padding.edges = self._edges(self._lengths(loader))
+            self.program.notes.append(
+                f"{self.padding.name}: edges {list(self.padding.edges)} come from the data being evaluated"
+            )
+
+    def _padded(self, loader: DataLoader[Any], kind: str) -> DataLoader[Any]:
+        collate = PaddingCollate(loader.collate_fn, self.padding)
+        self._collates[kind].append(collate)
+        return with_collate(loader, collate)
+
+    def _evaluated(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        sizes = {*self.padding.validation_batch_sizes, *evaluation_sizes(loader, self._trainer.limit_val_batches)}
+        self.padding.validation_batch_sizes = tuple(sorted(sizes, reverse=True))
+        return self._padded(loader, "validation")
+
+    def _bucketed(self, loader: DataLoader[Any]) -> BucketLoader:
+        trainer, padding = self._trainer, self.padding
+        if self._batches is not None and trainer.train_dataloader is None:  # else Lightning reloads the first one
+            raise ValueError(f"compile.{padding.name} takes one training loader; this training has several")
+        require_map_style(loader, padding.name)
+        require_replaceable_order(loader, padding.name)
+        lengths = self._lengths(loader)
+        padding.edges = self._edges(lengths)
+        split = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        try:
+            sizes = batch_sizes(padding.edges, rows=loader.batch_size, tokens_per_batch=padding.tokens_per_batch)
+            batches = BucketBatchSampler(
+                lengths,
+                sizes,
+                replicas=split["num_replicas"],
+                rank=split["rank"],
+                seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+                same_every_epoch=trainer.overfit_batches > 0,  # type: ignore[attr-defined]
+            )
+        except ValueError as error:
+            raise ValueError(f"compile.{padding.name}: {error}") from error
+        padding.batch_sizes = {edge: sizes[edge] for edge, count in batches.batches_by_edge().items() if count}
+        if self._batches is None:  # not for a loader that Lightning reloads later on
+            self._resume(batches)
+        self._batches = batches
+        collate = PaddingCollate(loader.collate_fn, padding)
+        self._collates["training"] = [collate]
+        self._report(lengths, batches, loader)
+        return with_buckets(loader, batches, collate)
+
+    def _edges(self, lengths: NDArray[np.int64]) -> tuple[int, ...]:
+        assert self.padding.choose_edges is not None
+        try:
+            return self.padding.choose_edges(lengths)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"compile.{self.padding.name}: {error}") from error
+
+    def _lengths(self, loader: DataLoader[Any]) -> NDArray[np.int64]:
+        require_map_style(loader, self.padding.name)
+        known = known_lengths(loader.dataset)
+        if known is not None:
+            return known
+        return measured_lengths(
+            loader,
+            self.padding.ragged,
+            broadcast=self._trainer.strategy.broadcast,
+            first_process=self._trainer.is_global_zero,
+        )
+
+    def _resume(self, batches: BucketBatchSampler) -> None:
+        """Go on where the loop's restored progress says: it counts the batches it took, not those fetched ahead."""
+        loop = self._trainer.fit_loop
+        if self._trainer.ckpt_path is None:
+            return
+        # Lightning warns that the data are not resumable when a loader has no state of its own; these are.
+        warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is not resumable")
+        progress, epoch = loop.epoch_loop.batch_progress, self._trainer.current_epoch
+        if progress.is_last_batch:
+            batches.resume(epoch=epoch + 1, batches=0)
+        else:
+            batches.resume(epoch=epoch, batches=progress.current.ready)
+
+    def _report(self, lengths: NDArray[np.int64], batches: BucketBatchSampler, loader: DataLoader[Any]) -> None:
+        padding, by_edge = self.padding, batches.batches_by_edge()
+        report = {
+            "edges": list(padding.edges),
+            "batch_sizes": [batches.batch_sizes[edge] for edge in padding.edges],
+            "examples": [int(count) for count in batches.examples],
+            "batches_each_epoch": [by_edge[edge] for edge in padding.edges],
+            "left_out_each_epoch": batches.left_out,
+            "longest": int(lengths.max()),
+            "padded_share_of_the_edges": padded_share(lengths, padding.edges),
+            "expected_padded_share": batches.planned_padded_share,
+            "padded_share_of_random_batches": None
+            if loader.batch_size is None
+            else share_of_random_batches(lengths, loader.batch_size, seed=batches.seed),
+        }
+        self.program.report[padding.name] = report
+        sizes = sorted(set(padding.batch_sizes.values()))
+        rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        note = (
+            f"{padding.name}: {len(lengths):,} examples padded up to {', '.join(map(str, padding.edges))}; "
+            f"batches of {rows}; expected padded share {batches.planned_padded_share:.1%}"
+        )
+        if report["padded_share_of_random_batches"] is not None:
+            note += f" (random batches padded to their longest: {report['padded_share_of_random_batches']:.1%})"
+        if batches.left_out:
+            note += f"; {batches.left_out} left out each epoch, drawn anew: they fill no batch"
+        self.program.notes.append(note)
+        if isinstance(loader.sampler, SequentialSampler) and batches.replicas == 1:
+            self.program.notes.append(f"{padding.name}: the training loader did not shuffle its examples; they are now")
+
+    def _seen(self) -> dict[str, Any]:
+        """What was handed out so far."""
+        figures: dict[str, Any] = {
+            f"unexpected_{kind}_batches": sum(collate.unexpected for collate in collates)
+            for kind, collates in self._collates.items()
+        }
+        if self._batches is not None and self._batches.drawn["positions"]:
+            drawn = self._batches.drawn
+            figures["drawn_batches"] = drawn["batches"]
+            figures["seen_padded_share"] = 1 - drawn["useful_positions"] / drawn["positions"]
+        return figures
+
+
+def require_replaceable_order(loader: DataLoader[Any], name: str) -> None:
+    """Raise ValueError when the training loader's own choice of examples would be lost."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        raise ValueError(
+            f"compile.{name}: the training loader draws its batches by a {type(batches).__name__}, which buckets would "
+            "replace; give it a batch_size instead"
+        )
+    whole = (
+        isinstance(sampler, SequentialSampler)
+        or (isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler))
+        or (isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset)
+    )
+    if not whole or (isinstance(sampler, RandomSampler) and len(sampler) != len(sampler.data_source)):
+        raise ValueError(
+            f"compile.{name}: the training loader draws its examples by a {type(sampler).__name__} of its own, which "
+            "buckets would replace by each example once an epoch; use a Subset of the data, or compile=dynamic"
+        )
+
+
+def evaluation_sizes(loader: DataLoader[Any], limit: float | None) -> set[int]:
+    """Rows of the batches that an evaluation of ``limit`` batches (or that share of them) meets; empty if unknown."""
+    rows = loader.batch_size
+    if rows is None or not isinstance(loader.sampler, Sized):
+        return set()
+    whole, last = divmod(len(loader.sampler), rows)
+    batches = len(loader)
+    if isinstance(limit, float):
+        batches = int(batches * limit)
+    elif limit is not None:
+        batches = min(batches, limit)
+    sizes = {rows} if min(whole, batches) else set()
+    if last and not loader.drop_last and batches == whole + 1:
+        sizes.add(last)
+    return sizes

@@ -17,6 +17,7 @@ from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, RunConsole, shown, summary, tell
 from trainer.interrupt import Interrupted, StopRequest
+from trainer.reasons import one_line
 from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
@@ -168,16 +169,3 @@ def save(record: RunRecord, run_dir: Path) -> None:
     """Write the record, on the first process only."""
     if is_first_process():
         record.save(run_dir)
-
-
-def one_line(error: BaseException) -> str:
-    """Class and first line of an error, the next one too where that only announces it, and the user's line of code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
-        return lines[-1]  # the worker's traceback ends with the error itself
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
-        text += f" {lines[1]}"
-    if "from user code:" in lines[:-1]:
-        text += f" ({lines[lines.index('from user code:') + 1]})"
-    return text

@@ -23,6 +23,9 @@ PRECISIONS = (
 )
 PROGRESS = ("auto", "live", "plain", "none")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+PARITY = ("on", "off", "strict")
+ON_COMPILE_ERROR = ("fail", "eager")
+ON_SLOWER = ("warn", "eager")
 
 AT_LEAST: dict[str, int] = {
     "max_steps": 1,
@@ -108,7 +111,26 @@ class Config:
     resume: str | None = None
     """Run directory or checkpoint file to go on from; null = start anew."""
 
+    parity: str = "on"
+    """One of ``PARITY``: before the first step, one step of eager and of the compiled program on the first batch must
+    agree in loss, gradient norm and updated weights, within what eager differs from itself. ``strict`` = half that
+    tolerance and every gradient too; ``off`` = not compared."""
+    on_compile_error: str = "fail"
+    """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or that part goes on eager, said aloud."""
+    on_slower: str = "warn"
+    """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or goes on eager as well."""
+
     def __post_init__(self) -> None:
-        """Raise ValueError for a seed that torch would refuse."""
+        """Check the fields. Raises one ValueError that holds all complaints, a line each."""
+        complaints = []
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**32")
+            complaints.append(f"seed={self.seed} must be at least 0 and below 2**32")
+        for name, choices in (
+            ("parity", PARITY),
+            ("on_compile_error", ON_COMPILE_ERROR),
+            ("on_slower", ON_SLOWER),
+        ):
+            if getattr(self, name) not in choices:
+                complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")
+        if complaints:
+            raise ValueError("\n".join(complaints))

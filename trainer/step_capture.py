@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strategies import Program
-from strategies.graphed_optimizer import GraphedOptimizer
+from strategies.graphed_optimizer import GraphedStep, graphed
 from strategies.step_graphs import CannotCapture, StepGraphs
 from trainer.host_effects import HostEffects, Logged, reasons_against
 
@@ -52,12 +52,12 @@ class StepCapture:
         self._constants: set[Hashable] = set()
         self._called = False
         self._off = False
-        self._optimizer: GraphedOptimizer | None = None
+        self._optimizer: GraphedStep | None = None
         for reason in reasons_against(trainer):
             self._stop(reason)
         if not self._off:
             try:
-                self._optimizer = GraphedOptimizer(trainer.optimizers[0])
+                self._optimizer = graphed(trainer.optimizers[0])
                 if getattr(trainer.precision_plugin, "scaler", None) is not None:
                     raise CannotCapture("a gradient scaler decides on the host whether to step")
             except CannotCapture as error:
@@ -120,12 +120,13 @@ class StepCapture:
         self._called = False
         self._attach_gradients()
         if whole and self._optimizer is not None:
-            self._optimizer.refresh()
+            self._optimizer.prepare()
         kind = self._kind(begins=begins, whole=whole)
         captures = self._graphs.captures
         name = "whole step" if whole else "forward and backward"
+        count = self._optimizer.count if whole and self._optimizer is not None else _nothing
         with self._effects.watched(kind):
-            outputs, logged = self._graphs.run(kind, kwargs["batch"], step, name=name)
+            outputs, logged = self._graphs.run(kind, kwargs["batch"], step, name=name, before_replay=count)
         if self._effects.found:
             self._stop(f"training_step {self._effects.found}")
         if not self._called:
@@ -201,3 +202,7 @@ class StepCapture:
             yield
         finally:
             del optimizer.zero_grad
+
+
+def _nothing() -> None:
+    """What the host has to do for a replay without an optimizer."""

@@ -25,6 +25,11 @@ class CaptionBatch(NamedTuple):
     useful_tokens: int
     """Targets that are not padding."""
 
+    @staticmethod
+    def host_only() -> tuple[str, ...]:
+        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
+        return ("useful_tokens",)
+
 
 @dataclass(kw_only=True, slots=True)
 class Collate:

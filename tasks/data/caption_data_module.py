@@ -104,8 +104,8 @@ class CaptionDataModule(L.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: CaptionBatch, device: torch.device, dataloader_idx: int) -> CaptionBatch:
         """Move the two tensors without waiting for the copy; the count stays on the host."""
-        return CaptionBatch(
-            batch.images.to(device, non_blocking=True), batch.tokens.to(device, non_blocking=True), batch.useful_tokens
+        return batch._replace(
+            images=batch.images.to(device, non_blocking=True), tokens=batch.tokens.to(device, non_blocking=True)
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -115,7 +115,7 @@ class CaptionDataModule(L.LightningDataModule):
             return dict(self._resume_at)
         # What the loop took, not what the loader fetched ahead. A checkpoint written after a training step counts it.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        epoch = self._sampler.running_epoch
+        epoch = trainer.current_epoch
         if batches >= trainer.num_training_batches:
             return {"epoch": epoch + 1, "batches": 0}
         return {"epoch": epoch, "batches": batches}

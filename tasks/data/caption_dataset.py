@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -52,6 +53,11 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
     def _count(self, reason: str, count: int) -> None:
         if count:
             self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Text positions that the model computes for each example: one more than the caption has tokens."""
+        return np.diff(self._ends, prepend=0) + 1
 
     @property
     def undecodable(self) -> int:

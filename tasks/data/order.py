@@ -31,8 +31,6 @@ class ResumableSampler(DistributedSampler[int]):
         self.batch_size = batch_size
         self._resume_epoch = 0
         self._resume_batches = 0
-        self.running_epoch = 0
-        """Epoch of the order that was handed out last."""
 
     def resume(self, *, epoch: int, batches: int) -> None:
         """Start at ``batches`` batches into ``epoch``; later epochs are whole."""
@@ -44,7 +42,6 @@ class ResumableSampler(DistributedSampler[int]):
         # epoch it tells may be one behind the one to resume in, never ahead of it. Asking again changes nothing.
         epoch = max(self.epoch, self._resume_epoch)
         batches = self._resume_batches if epoch == self._resume_epoch else 0
-        self.running_epoch = epoch
         count = len(self.dataset)  # type: ignore[arg-type]
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import Program, Regional, Stage, Strategy, Whole
+from strategies import STRATEGIES, Buckets, CudaGraph, Dynamic, Modular, Part, Program, Regional, Stage, Strategy, Whole
 from strategies.compose import apply, check, compiler_settings, label, ordered
 
 
@@ -67,6 +68,42 @@ def test_two_strategies_of_one_exclusive_stage_are_refused_by_name() -> None:
             ordered(pair)
         with pytest.raises(ValueError, match="both act"):
             apply(pair, Program(module=nn.Identity()))
+
+
+def test_the_order_in_which_strategies_are_given_never_matters() -> None:
+    names = ("regional", "optimizer", "buckets", "cached", "cuda_graph")
+    labels = {label(STRATEGIES[name]() for name in order) for order in itertools.permutations(names)}
+    assert labels == {"cached+buckets+regional+optimizer+cuda_graph"}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    list(itertools.combinations((Whole(), Regional(), Modular()), 2)),
+    ids=lambda pair: pair[0].name + "-" + pair[1].name,
+)
+def test_strategies_that_compile_modules_exclude_each_other(pair: tuple[Strategy, Strategy]) -> None:
+    first, second = sorted(strategy.name for strategy in pair)
+    for order in itertools.permutations(pair):
+        with pytest.raises(ValueError, match=rf"'{first}' and '{second}' both act on the module stage"):
+            ordered(order)
+
+
+def test_two_rules_for_shapes_exclude_each_other() -> None:
+    for order in itertools.permutations((Buckets(), Dynamic())):
+        with pytest.raises(ValueError, match="'buckets' and 'dynamic' both act on the shapes stage"):
+            ordered(order)
+
+
+@pytest.mark.parametrize(
+    "graphed",
+    [Regional(mode="reduce-overhead"), Modular(parts={"a": Part(), "b": Part(mode="max-autotune")})],
+    ids=lambda strategy: strategy.name,
+)
+def test_cuda_graphs_within_cuda_graphs_are_refused_by_name(graphed: Strategy) -> None:
+    for order in itertools.permutations((CudaGraph(), graphed)):
+        with pytest.raises(ValueError, match=rf"'cuda_graph' captures whole steps, '{graphed.name}' asks Inductor"):
+            ordered(order)
+    ordered([CudaGraph(), Regional(mode="max-autotune-no-cudagraphs")])
 
 
 def test_an_exclusive_strategy_tolerates_no_shared_one_beside_it() -> None:

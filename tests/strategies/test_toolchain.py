@@ -1,4 +1,4 @@
-"""What Inductor needs on a CPU is looked for before any work, and its absence is one line with the mend."""
+"""What the compiler needs of a machine is looked for before any work, and its absence is one line with the mend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from strategies import Regional
 from strategies.compose import check
-from strategies.toolchain import missing_toolchain
+from strategies.toolchain import missing_toolchain, missing_triton, unwritable_cache
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +41,57 @@ def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     missing = missing_toolchain()
     assert missing is not None
     assert "python3-dev" in missing
+
+
+@pytest.mark.parametrize("switch", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_compiler_that_is_switched_off_is_named_with_its_switch(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch, "1")
+    for strategy in (Regional(), Regional(backend="aot_eager")):
+        with pytest.raises(ValueError, match=rf"^compile\.regional: {switch}=1 switches the compiler off: unset it"):
+            check([strategy])
+    monkeypatch.setenv(switch, "0")
+    check([Regional(backend="aot_eager")])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_no_triton_on_a_cuda_device_is_one_line_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^compile\.regional: Inductor needs Triton.*pip install triton, or use"):
+        check([Regional()])
+    check([Regional(backend="aot_eager")])
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_device_too_old_for_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert missing_triton() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert missing_triton() == "Inductor needs compute capability 7.0, a GPU has 6.1: use compile=eager"
+
+
+@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_a_cache_that_cannot_be_written_to_is_named(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "cache"))
+    message = rf"^compile\.regional: the compiler's cache .*file/cache cannot be written to \(.+\): set {variable}"
+    with pytest.raises(ValueError, match=message):
+        check([Regional()])
+    monkeypatch.setenv(variable, str(tmp_path / "new" / "cache"))
+    check([Regional()])
+
+
+def test_the_default_cache_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert unwritable_cache() is None
+    assert Path(default_cache_dir()).is_dir()

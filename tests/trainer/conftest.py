@@ -50,22 +50,22 @@ class Baseline:
 
 
 @pytest.fixture(scope="session")
-def baseline(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Callable[[str], Baseline]:
-    """Train a task eager, once a session for each task."""
-    made: dict[str, Baseline] = {}
+def baseline(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Callable[..., Baseline]:
+    """Train a task eager, once a session for each task, or for each task in the ``order`` that a strategy gives it."""
+    made: dict[tuple[str, str], Baseline] = {}
 
-    def make(task: str) -> Baseline:
-        if task not in made:
-            folders = [tmp_path_factory.mktemp(f"eager-{task}") for _ in range(2)]
-            records = [train(folder, task=task) for folder in folders]
+    def make(task: str, order: str = "eager") -> Baseline:
+        if (task, order) not in made:
+            folders = [tmp_path_factory.mktemp(f"{order}-{task}") for _ in range(2)]
+            records = [train(folder, task=task, strategy=order) for folder in folders]
             first, second = (curve(folder) for folder in folders)
             noise = max(relative_differences(first, second))
-            made[task] = Baseline(
+            made[task, order] = Baseline(
                 record=records[0],
                 losses=first,
                 state_dict_keys=list(last_checkpoint(folders[0])["state_dict"]),
                 tolerance=max(10 * noise, FLOOR),
             )
-        return made[task]
+        return made[task, order]
 
     return make

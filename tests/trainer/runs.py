@@ -30,7 +30,14 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 }
 """Overrides by task; a task that is not here runs at its default size."""
 
-NEEDS: dict[str, tuple[str, ...]] = {}
+NEEDS: dict[str, tuple[str, ...]] = {
+    "buckets": ("compile.buckets.count=2",),
+    "cuda_graph": ("compile.cuda_graph.required=false",),
+    "modular": tuple(
+        f"+compile.modular.parts.{part}={{how:{how},backend:aot_eager}}"
+        for part, how in (("encoder", "whole"), ("decoder", "regional"), ("tail", "whole"))
+    ),
+}
 """Overrides by strategy: what it cannot run without, or is too slow without, in a test."""
 
 STEPS = 4
@@ -39,12 +46,14 @@ MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if stra
 
 
 def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str = "aot_eager") -> list[str]:
-    """A few exactly repeatable steps, each one logged, no validation; the strategy with a fast backend."""
+    """A few exactly repeatable steps, each one logged, no validation; the strategy, or ``[first,second]``, with a fast
+    backend."""
     given = [f"task={task}", "trainer=debug", *SMALLEST.get(task, ()), f"compile={strategy}"]
-    kind = STRATEGIES.get(strategy)
-    if kind is not None and "backend" in kind.__dataclass_fields__:
-        given.append(f"compile.{strategy}.backend={backend}")
-    given.extend(NEEDS.get(strategy, ()))
+    for name in strategy.strip("[]").split(","):
+        kind = STRATEGIES.get(name)
+        if kind is not None and "backend" in kind.__dataclass_fields__:
+            given.append(f"compile.{name}.backend={backend}")
+        given.extend(NEEDS.get(name, ()))
     return [*given, f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=0", "trainer.progress=none"]
 
 

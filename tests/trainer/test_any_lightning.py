@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -15,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from strategies import Regional, Strategy, Whole
 from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
-from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.lightning_modules import Blocks, Losses, fit
 from trainer.callback import Compile
 
 
@@ -91,21 +90,14 @@ def test_one_callback_serves_two_fits(tmp_path: Path) -> None:
 
 def test_lightnings_own_demo_is_compiled_whole() -> None:
     def train(callbacks: list[L.Callback]) -> list[float]:
-        seen: list[float] = []
-
-        class Demo(BoringModel):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                step: Any = super().training_step(batch, batch_idx)
-                seen.append(float(step["loss"]))
-                return step
-
+        losses = Losses()
         L.seed_everything(0, verbose=False)
         trainer = L.Trainer(
-            max_steps=4, limit_val_batches=2, accelerator="cpu", logger=False, callbacks=callbacks,
+            max_steps=4, limit_val_batches=2, accelerator="cpu", logger=False, callbacks=[losses, *callbacks],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(Demo())
-        return seen
+        trainer.fit(BoringModel())
+        return losses.values
 
     compile_ = Compile([Whole(backend="aot_eager")])
     assert train([compile_]) == pytest.approx(train([]), rel=FLOOR)

@@ -14,38 +14,35 @@ from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import MODULE_STRATEGIES, train
 from trainer.callback import Compile, CompiledNothing
+from trainer.reasons import one_line
 from trainer.telemetry.record import RunRecord
 
 
 @pytest.mark.parametrize("strategy", MODULE_STRATEGIES)
-def test_a_compiler_that_is_switched_off_is_an_error(
+def test_a_compiler_that_is_switched_off_is_refused_before_any_work(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.utils.clear_compilation_metrics()
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    record = train(tmp_path, strategy=strategy)
+    with pytest.raises(ValueError, match="TORCHDYNAMO_DISABLE=1 switches the compiler off"):
+        train(tmp_path, strategy=strategy)
+    assert RunRecord.load(tmp_path).status == "failed"
+
+
+@pytest.mark.parametrize("parity", ["on", "off"])
+def test_a_compiler_that_is_switched_off_in_torchs_configuration_is_an_error(parity: str, tmp_path: Path) -> None:
+    torch._dynamo.utils.clear_compilation_metrics()
+    with torch._dynamo.config.patch(disable=True):
+        record = train(tmp_path, f"parity={parity}", strategy="whole")
     assert (record.status, record.exit_code, record.regions_compiled) == ("failed", 1, 0)
     assert record.reason is not None
-    assert record.reason.startswith(f"CompiledNothing: {strategy}: the compiler was handed {record.regions} regions")
-    assert "TORCHDYNAMO_DISABLE" in record.reason
+    assert record.reason.startswith(f"CompiledNothing: whole: the compiler was handed {record.regions} regions")
     assert record.steps == 1, "it stops after the first step, not after the last"
     assert RunRecord.load(tmp_path) == record
 
 
-def test_a_compiler_that_is_switched_off_in_torchs_configuration_is_an_error(tmp_path: Path) -> None:
-    torch._dynamo.utils.clear_compilation_metrics()
-    with torch._dynamo.config.patch(disable=True):
-        record = train(tmp_path, strategy="whole")
-    assert record.status == "failed"
-    assert str(record.reason).startswith("CompiledNothing: whole")
-
-
-def test_code_compiled_earlier_in_the_process_does_not_pass_for_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_compiled_earlier_in_the_process_does_not_pass_for_compiled(tmp_path: Path) -> None:
     fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")])])
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(CompiledNothing):
+    with torch._dynamo.config.patch(disable=True), pytest.raises(CompiledNothing):
         fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")])])
 
 
@@ -104,6 +101,58 @@ def test_a_compile_that_fails_stops_the_run_with_its_reason(
     said = capsys.readouterr().out
     assert complaint in next(line for line in said.splitlines() if line.startswith("failed: "))
     assert str(tmp_path / "error.log") in said
+
+
+class Breaking(Blocks):
+    """A block that no graph can hold in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Printing() for _ in range(3))
+
+
+class Printing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(x_BD)
+
+
+@pytest.mark.parametrize("parity", ["on", "off"])
+def test_a_graph_break_under_fullgraph_is_one_line_with_its_place(parity: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"graph_break|graph break") as caught:
+        fit(Breaking(), tmp_path, [Compile([Regional(backend="aot_eager")], parity=parity)])
+    line = one_line(caught.value)
+    assert "test_compile_failures.py" in line
+    assert "forward" in line
+    assert "\n" not in line
+
+
+class Growing(Blocks):
+    """Each step's batch is one row longer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = self.global_step + 2
+        return super().training_step([tensor[:1].repeat(rows, 1) for tensor in batch], batch_idx)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Regional(dynamic=False, backend="aot_eager"), Whole(dynamic=False, backend="aot_eager")]
+)
+def test_a_recompile_limit_that_is_reached_is_one_line_at_its_step(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
+    compile_ = Compile([strategy], parity="off")
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
+        fit(Growing(), tmp_path, [compile_])
+    assert one_line(caught.value).startswith("FailOnRecompileLimitHit: one piece of code was compiled for as many")
+    done = compile_.record.steps
+    assert done in (1, 2), "whole has two parts that share torch's own code"
+    assert any(event.kind == "fallback" and event.step == done + 1 for event in compile_.record.events)
 
 
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:

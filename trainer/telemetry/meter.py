@@ -1,7 +1,7 @@
 """The meter: sorts optimizer steps into warm-up and steady state, and turns the steady ones into rates.
 
-A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled or captured during it. Both kinds are kept:
-the steady ones make the throughput, the others make ``warmup_seconds``.
+A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled or captured during it. Both
+kinds are kept: the steady ones make the throughput, the others make ``warmup_seconds``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,176 @@
+"""Fill and keep a store of compiled artifacts: ``python -m scripts.warm_cache fill compile=[regional,cached]``.
+
+Meant for CI and image builds: what ``compile.cached`` would have to compile in a first run is compiled here, so that
+every run with the same model, strategies, versions and kind of device starts warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from strategies.artifact_signature import KEY_VARIABLE, read_key
+from strategies.artifact_store import ArtifactStore, Refused
+
+EXAMPLES = f"""\
+examples:
+  python -m scripts.warm_cache fill task=captioning compile=[regional,cached]
+  python -m scripts.warm_cache fill compile=[whole,cached] compile.cached.url=s3://bucket/compiled task/size=base
+  python -m scripts.warm_cache list s3://bucket/compiled
+  python -m scripts.warm_cache verify ~/.cache/crucible/compiled
+  python -m scripts.warm_cache prune s3://bucket/compiled --max-gib 5 --older-than-days 30
+
+A store that is not a local folder of your own is signed: set {KEY_VARIABLE} to a secret of 16 characters or more.
+Exit codes: 0 done, 1 not (nothing stored, bundles refused), 2 wrong arguments.
+"""
+GIB, MIB, DAY_SECONDS = 1 << 30, 1 << 20, 86400.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what ``arguments`` say; returns the exit code."""
+    options, console = parse(arguments), Console(soft_wrap=True, highlight=False)
+    try:
+        if options.action == "fill":
+            return fill(options.overrides, steps=options.steps, console=console)
+        key = read_key("--key-file", options.key_file)
+        store = ArtifactStore(options.url, key=key, storage_options=dict(options.storage_option))
+        if options.action == "prune":
+            return prune(store, max_gib=options.max_gib, older_than_days=options.older_than_days, console=console)
+        return show(store, whole=options.action == "verify", console=console)
+    except (ValueError, ImportError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except Exception as error:  # the store: any error of any file system
+        if options.action == "fill":
+            raise
+        print(f"error: {options.url}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def fill(overrides: list[str], *, steps: int, console: Console) -> int:
+    """Train ``steps`` steps and validate one batch in a temporary directory, only to compile and store."""
+    from trainer.compose import compose
+    from trainer.run import run
+
+    config = compose(overrides)
+    if "cached" not in config.compile:
+        raise ValueError("nothing to fill: add 'cached' to the strategies, compile=[regional,cached] for instance")
+    if getattr(config.compile["cached"], "read_only", False):
+        raise ValueError("compile.cached.read_only=true stores nothing")
+    short = dataclasses.replace(
+        config.trainer,
+        max_steps=steps,
+        val_every_n_steps=min(steps, config.trainer.val_every_n_steps),
+        val_batches=1,
+        checkpoint_every_n_steps=0,
+        warmup_steps=0,
+    )
+    config = dataclasses.replace(config, trainer=short, resume=None)
+    with tempfile.TemporaryDirectory(prefix="warm-cache-", ignore_cleanup_errors=True) as folder:
+        record = run(config, run_dir=Path(folder), command=list(overrides))
+    if record.status != "finished":
+        print(f"error: the run {record.status}: {record.reason}", file=sys.stderr)
+        return 1
+    facts = record.report["cached"]
+    if "bytes_saved" in facts:
+        console.print(f"filled: {facts['artifacts_saved']} artifacts, {facts['bytes_saved'] / MIB:.1f} MiB")
+        return 0
+    if facts["state"] == "warm":
+        console.print(f"already there: {facts['artifacts_loaded']} artifacts, nothing was compiled anew")
+        return 0
+    said = facts["save_error"] if "save_error" in facts else facts["reason"]
+    print(f"error: nothing stored: {said}", file=sys.stderr)
+    return 1
+
+
+def show(store: ArtifactStore, *, whole: bool, console: Console) -> int:
+    """Print a line for each bundle; with ``whole``, read each one and fail when any would be refused."""
+    refused, total = 0, 0
+    bundles = store.bundles()
+    for stored in reversed(bundles):
+        total += stored.size
+        used = datetime.datetime.fromtimestamp(stored.used).isoformat(" ", "minutes")
+        try:
+            said = describe(store.load(stored.name).manifest if whole else store.manifest(stored.name))
+        except Refused as reason:
+            refused, said = refused + 1, f"refused: {reason}"
+        console.print(f"{stored.name[-12:]}  {stored.size / MIB:8.2f} MiB  last used {used}  {said}", markup=False)
+    console.print(f"{len(bundles)} bundles, {total / MIB:.1f} MiB" + (f", {refused} refused" if refused else ""))
+    return 1 if whole and refused else 0
+
+
+def describe(manifest: dict[str, Any]) -> str:
+    """What a manifest says of its bundle: artifacts, torch, device, strategies, signed or not."""
+    facts = manifest["facts"]
+    device = facts["device"]
+    names = "+".join(strategy["name"] for strategy in facts["strategies"])
+    signed = "unsigned" if manifest["signature"] is None else "signed"
+    where = device["processor"] if "processor" in device else device["name"]
+    return f"{len(manifest['artifacts'])} artifacts  torch {facts['torch'].split()[0]}  {where}  {names}  {signed}"
+
+
+def prune(store: ArtifactStore, *, max_gib: float | None, older_than_days: float | None, console: Console) -> int:
+    """Remove what was not used for ``older_than_days``, then the bundles used longest ago over ``max_gib``."""
+    if max_gib is None and older_than_days is None:
+        raise ValueError("prune: say what to remove with --max-gib or --older-than-days")
+    removed = store.evict(
+        max_bytes=float("inf") if max_gib is None else max_gib * GIB,
+        before=0.0 if older_than_days is None else time.time() - older_than_days * DAY_SECONDS,
+    )
+    console.print(f"removed {len(removed)} bundles, {sum(stored.size for stored in removed) / MIB:.1f} MiB")
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.warm_cache",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="fill | list | verify | prune")
+    filling = actions.add_parser("fill", help="compile what a training would compile, and store it")
+    filling.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m trainer")
+    filling.add_argument("--steps", type=positive, default=2, help="optimizer steps to run (default %(default)s)")
+    for name, help_text in (
+        ("list", "what a store holds"),
+        ("verify", "read every bundle; exit code 1 when one would be refused"),
+        ("prune", "remove bundles"),
+    ):
+        action = actions.add_parser(name, help=help_text)
+        action.add_argument("url", metavar="URL", help="folder, as compile.cached.url")
+        action.add_argument("--key-file", help=f"file with the key; else {KEY_VARIABLE}")
+        action.add_argument("--storage-option", type=pair, action="append", default=[], metavar="NAME=VALUE")
+        if name == "prune":
+            action.add_argument("--max-gib", type=float, help="remove the bundles used longest ago above this size")
+            action.add_argument("--older-than-days", type=float, help="remove bundles not used for so long")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A number of steps."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def pair(text: str) -> tuple[str, str]:
+    """``NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""One run's use of an artifact store: fetch and load before anything compiles, verify and store after training.
+
+Nothing that goes wrong here ends the run: it goes on cold, and ``notes`` and ``facts`` say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters, get_compilation_metrics
+
+from strategies.artifact_bundle import Bundle, read_libraries, write_libraries
+from strategies.artifact_deadline import told, within
+from strategies.artifact_directory import own_directory
+from strategies.artifact_store import ArtifactStore, Loaded, Refused
+
+MIB = 1 << 20
+NAMED = 5
+"""Compiled functions that a note names; the record has all of them."""
+
+
+class Session:
+    """From ``open`` to ``close``, Inductor and Triton compile into a directory of this run's own.
+
+    Args:
+        make_store: Connects to the store; called once, within the time limit.
+        fingerprint, facts: Of the program, see ``artifact_fingerprint``.
+        shown_url: URL for notes and record.
+        timeout_seconds: Longest time that fetching, and storing, may take.
+        max_bytes: Size above which the store is pruned; None while nothing may be written.
+    """
+
+    def __init__(
+        self,
+        make_store: Callable[[], ArtifactStore],
+        *,
+        fingerprint: str,
+        facts: dict[str, Any],
+        shown_url: str,
+        timeout_seconds: float,
+        max_bytes: float | None,
+    ) -> None:
+        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": shown_url, "fingerprint": fingerprint}
+        """What goes into the record."""
+        self.notes: list[str] = []
+        """Lines for the user; the owner takes them."""
+        self._make_store, self._program_facts = make_store, facts
+        self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
+        self._fingerprint = fingerprint
+        self._loaded: list[tuple[Loaded, list[str]]] = []
+        self._libraries: set[str] = set()
+        self._stack = contextlib.ExitStack()
+
+    # ---- before anything compiles ----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Fetch, verify and hand to torch what the store holds for this fingerprint."""
+        self._directory = self._stack.enter_context(own_directory())
+        self._counters = _read_counters()
+        self._first_metric = len(get_compilation_metrics())
+        began = time.perf_counter()
+        try:
+            fetched, refused = within(self._timeout_seconds, self._fetch)
+            for loaded in fetched:
+                self._load(loaded, refused)
+            reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
+        except Exception as error:
+            reason, refused = f"the store cannot be read: {told(error)}", []
+        seconds = time.perf_counter() - began
+        names = {name for _, artifacts in self._loaded for name in artifacts}
+        size = sum(len(loaded.data) for loaded, _ in self._loaded)
+        self.facts.update(
+            artifacts_loaded=len(names), bytes_loaded=size, load_seconds=round(seconds, 4), refused=refused
+        )
+        if self._loaded:
+            self.facts["state"] = "warm"
+            self.notes.append(
+                f"{len(names)} artifacts ({size / MIB:.1f} MiB) loaded in {seconds:.2f} s from {self._url}"
+            )
+            self.notes.extend(f"not loaded: {reason}" for reason in refused)
+        else:
+            self.facts["reason"] = reason
+            self.notes.append(f"cold start: {reason} ({self._url})")
+
+    def _fetch(self) -> tuple[list[Loaded], list[str]]:
+        store = self._make_store()
+        fetched: dict[str, Loaded] = {}
+        refused: dict[str, str] = {}
+        for _ in range(2):  # a bundle may be replaced by a larger one between listing and reading
+            for name in store.names(self._fingerprint):
+                if name not in fetched and name not in refused:
+                    try:
+                        fetched[name] = store.load(name, fingerprint=self._fingerprint)
+                    except Refused as reason:
+                        refused[name] = f"bundle {name[-12:]} refused: {reason}"
+            if not refused:
+                break
+        if self._max_bytes is not None:
+            for name in fetched:
+                with contextlib.suppress(Exception):  # its age only decides what is evicted first
+                    store.touch(name)
+        return list(fetched.values()), list(refused.values())
+
+    def _load(self, loaded: Loaded, refused: list[str]) -> None:
+        try:
+            bundle = Bundle.unpack(loaded.data)
+            info = torch.compiler.load_cache_artifacts(bundle.torch) if bundle.torch else None
+            if info is None and bundle.torch:
+                raise ValueError("torch cannot read its artifacts")
+            write_libraries(bundle.libraries, self._directory)
+        except Exception as error:
+            refused.append(f"bundle {loaded.name[-12:]} refused: {told(error)}")
+            return
+        self._libraries |= set(bundle.libraries)
+        self._loaded.append((loaded, loaded.manifest["artifacts"]))
+
+    # ---- after training --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Compare with what was compiled, store what is new, and restore the usual directories."""
+        with self._stack:
+            try:
+                self._verify()
+                self._store()
+            except Exception as error:
+                self.facts["save_error"] = told(error)
+                self.notes.append(f"nothing stored: {told(error)} ({self._url})")
+
+    def _verify(self) -> None:
+        now = {name: value - self._counters[name] for name, value in _read_counters().items()}
+        self._misses = now["misses"]
+        self._built = read_libraries(self._directory)
+        # Others are probes of the processor, which a thread may have begun before the directory was ours.
+        kernels = {path for path in self._built if path.endswith(".main.so") or path.startswith("triton/")}
+        self._new_libraries = kernels - self._libraries
+        self.facts.update(
+            graph_hits=now["hits"],
+            graph_misses=self._misses,
+            graph_bypasses=now["bypasses"],
+            traces_bypassed=now["traces_bypassed"],
+            libraries_built=len(self._new_libraries),
+            compiled_anew=(anew := compiled_anew(self._first_metric) if self._misses or now["bypasses"] else []),
+        )
+        if not now["hits"] + self._misses + now["bypasses"]:
+            self.facts.update(state="idle", reason="nothing was compiled by Inductor, which alone can be cached")
+            self.notes.append(f"nothing to cache: {self.facts['reason']}")
+            return
+        if now["traces_bypassed"]:
+            self.notes.append(
+                f"{now['traces_bypassed']} graphs are split into forward and backward anew at every start, torch "
+                'cannot cache that (TORCH_LOGS="torch._functorch._aot_autograd.autograd_cache" names the reasons)'
+            )
+        if self._loaded and (self._misses or now["bypasses"]):
+            more = f"; and {len(anew) - NAMED} more" if len(anew) > NAMED else ""
+            reason = "; ".join(anew[:NAMED]) + more or "torch does not say which"
+            self.facts.update(state="partly", reason=reason)
+            self.notes.append(
+                f"loaded {self.facts['artifacts_loaded']} artifacts but {self._misses + now['bypasses']} graphs "
+                f"were compiled anew: {self.facts['reason']}"
+            )
+        elif self._loaded:
+            self.notes.append(f"warm start: all {now['hits']} graphs came from the cache")
+
+    def _store(self) -> None:
+        new = bool(self._misses or self._new_libraries)
+        if self.facts["state"] == "idle" or (self._loaded and not new):
+            return
+        if self._max_bytes is None:
+            self.notes.append("what was compiled is not stored: read_only")
+            return
+        saved = torch.compiler.save_cache_artifacts()
+        artifacts = [f"library {path}" for path in self._built]
+        if saved is not None:
+            artifacts += [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
+        data = Bundle(torch=saved[0] if saved else b"", libraries=self._built).pack()
+        if len(data) > self._max_bytes:
+            raise ValueError(f"{len(data) / MIB:.1f} MiB are more than max_gib allows")
+        began = time.perf_counter()
+        removed = within(self._timeout_seconds, lambda: self._write(data, artifacts))
+        self.facts.update(
+            artifacts_saved=len(artifacts),
+            bytes_saved=len(data),
+            save_seconds=round(time.perf_counter() - began, 4),
+            bundles_evicted=removed,
+        )
+        self.notes.append(
+            f"{len(artifacts)} artifacts ({len(data) / MIB:.1f} MiB) stored at {self._url}"
+            + (f"; {removed} bundles evicted for max_gib" if removed else "")
+        )
+
+    def _write(self, data: bytes, artifacts: list[str]) -> int:
+        store = self._make_store()
+        if (reason := store.distrust_of_writes()) is not None:
+            raise ValueError(reason)
+        name = store.save(data, fingerprint=self._fingerprint, facts=self._program_facts, artifacts=artifacts)
+        for loaded, held in self._loaded:
+            if loaded.name != name and set(held) <= set(artifacts):
+                store.remove(loaded.name)  # the new bundle holds all of it
+        return len(store.evict(max_bytes=self._max_bytes or 0, keep=[name]))
+
+    @property
+    def _url(self) -> str:
+        return str(self.facts["url"])
+
+
+def compiled_anew(first: int) -> list[str]:
+    """What Inductor generated code for since the metric ``first``: user functions, and why torch came back to them."""
+    found = []
+    for metric in get_compilation_metrics()[first:]:
+        if metric.inductor_code_gen_cumulative_compile_time_us and metric.co_name:
+            why = f" ({metric.recompile_reason.strip().splitlines()[0]})" if metric.recompile_reason else ""
+            found.append(f"{metric.co_name} {metric.co_filename}:{metric.co_firstlineno}{why}")
+    return list(dict.fromkeys(found))
+
+
+def _read_counters() -> dict[str, int]:
+    """Graphs that Inductor's cache had, had not, and could not hold; and those that only AOTAutograd's could not."""
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    return {
+        "hits": inductor["fxgraph_cache_hit"],
+        "misses": inductor["fxgraph_cache_miss"],
+        "bypasses": inductor["fxgraph_cache_bypass"],
+        "traces_bypassed": autograd["autograd_cache_bypass"],
+    }

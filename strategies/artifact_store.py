@@ -1,0 +1,254 @@
+"""ArtifactStore: bundles of compiled artifacts under any fsspec URL (``file:``, ``s3:``, ``gs:``, ``memory:``, ...).
+
+One flat folder. A bundle is ``<fingerprint>-<sha256>.bundle`` and, written after it, the manifest of the same name
+(``.json``) that says what it holds and carries the signature; ``.used`` is empty and its age says when the bundle last
+served. Nothing is ever changed in place: two writers add two bundles and lose nothing, and a reader sees a bundle whole
+or not at all. A bundle that holds all of another one replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from strategies.artifact_signature import KEY_VARIABLE, distrust_of, refusal, signature_of
+
+SCHEMA = 1
+NAME = re.compile(r"(?P<name>[0-9a-f]{32}-(?P<sha256>[0-9a-f]{64}))\.(?P<kind>json|bundle|used)")
+"""Files of ours; nothing else in the folder is read or removed."""
+TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{64}\.\w+\.[0-9a-f]{32}")
+LARGEST_MANIFEST = 4 << 20
+"""Bytes; a manifest is read before anything vouches for it."""
+ABANDONED_SECONDS = 3600.0
+"""A bundle without a manifest, or a temporary file, is somebody's write under way; after this time it is left over."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Stored:
+    """A bundle in the store, as far as a listing tells."""
+
+    name: str
+    size: int
+    """Bytes of all its files."""
+    used: float
+    """When it was written or last served, in seconds since the epoch."""
+    complete: bool
+    """Whether it has both a manifest and a bundle."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Loaded:
+    """A bundle that was read, found whole, and may be used."""
+
+    name: str
+    manifest: dict[str, Any]
+    data: bytes
+
+
+class Refused(Exception):
+    """A bundle that must not be loaded; the message is the reason."""
+
+
+class ArtifactStore:
+    """Reads, writes and evicts bundles.
+
+    Args:
+        url: Folder, as fsspec writes it; a plain path is a local folder.
+        key: Signs what is written and checks what is read; None where the user has none.
+        storage_options: Passed to the file system.
+
+    Raises ValueError for a URL that fsspec does not know and ImportError for a protocol whose package is missing.
+    """
+
+    def __init__(self, url: str, *, key: bytes | None = None, storage_options: dict[str, Any] | None = None) -> None:
+        self.fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        self.local = type(self.fs) is LocalFileSystem
+        self.root = os.path.realpath(root) if self.local else str(root).rstrip("/")
+        self.key = key
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def bundles(self) -> list[Stored]:
+        """All bundles, the one used longest ago first; empty where the folder does not exist."""
+        bundles: dict[str, Stored] = {}
+        kinds: dict[str, set[str]] = {}
+        for info in self._files():
+            if match := NAME.fullmatch(_base(info["name"])):
+                stored = bundles.setdefault(match["name"], Stored(name=match["name"], size=0, used=0, complete=False))
+                stored.size += info["size"] or 0
+                stored.used = max(stored.used, _modified(info))
+                kinds.setdefault(match["name"], set()).add(match["kind"])
+        for name, stored in bundles.items():
+            stored.complete = {"json", "bundle"} <= kinds[name]
+        return sorted(bundles.values(), key=lambda stored: (stored.used, stored.name))
+
+    def names(self, fingerprint: str) -> list[str]:
+        """Bundles that were written for ``fingerprint``, oldest use first."""
+        return [
+            stored.name for stored in self.bundles() if stored.complete and stored.name.startswith(fingerprint[:32])
+        ]
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """The manifest of a bundle, once it is known to be genuine. Raises Refused."""
+        path = self._path(name, "json")
+        try:
+            if self.fs.size(path) > LARGEST_MANIFEST:
+                raise Refused("its manifest is too large to be one")
+            manifest = json.loads(self.fs.cat_file(path))
+            sha256, size = manifest["sha256"], manifest["bytes"]
+            fingerprint, schema, _ = manifest["fingerprint"], manifest["schema"], manifest["signature"]
+            artifacts = [str(entry) for entry in manifest["artifacts"]]
+        except FileNotFoundError:
+            raise Refused("its manifest is missing") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Refused(f"its manifest cannot be read ({type(error).__name__}: {error})") from None
+        if (reason := refusal(manifest, self.key, self._distrust(name))) is not None:
+            raise Refused(reason)
+        if schema != SCHEMA:
+            raise Refused(f"its format is {schema}, this version reads {SCHEMA}")
+        if name != _name(fingerprint, sha256) or not isinstance(size, int):
+            raise Refused("its manifest belongs to another bundle")
+        return {**manifest, "artifacts": artifacts}
+
+    def load(self, name: str, *, fingerprint: str | None = None) -> Loaded:
+        """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
+        manifest = self.manifest(name)
+        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
+            raise Refused("it was made for another program or machine")
+        try:
+            data = self.fs.cat_file(self._path(name, "bundle"))
+        except FileNotFoundError:
+            raise Refused("its file is missing") from None
+        if len(data) != manifest["bytes"]:
+            raise Refused(f"it is truncated or was changed: {len(data)} bytes instead of {manifest['bytes']}")
+        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+            raise Refused("it is corrupt: its SHA-256 is not the one in its manifest")
+        return Loaded(name=name, manifest=manifest, data=data)
+
+    def _distrust(self, name: str) -> str | None:
+        """Why the place vouches for nothing; None for a local folder and files that only this user can write."""
+        if not self.local:
+            return "the store is not a local folder"
+        paths = [self.root, self._path(name, "json")]
+        with contextlib.suppress(FileNotFoundError):  # a missing bundle is told as such
+            return next(filter(None, map(distrust_of, [*paths, self._path(name, "bundle")])), None)
+        return None
+
+    def distrust_of_writes(self) -> str | None:
+        """Why nobody could load what is written here; None when it can be loaded again."""
+        if self.key is not None:
+            return None
+        if not self.local:
+            return f"a store that is not a local folder needs a key to sign with (set {KEY_VARIABLE})"
+        return distrust_of(self.root) if os.path.isdir(self.root) else None
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def save(self, data: bytes, *, fingerprint: str, facts: dict[str, Any], artifacts: Iterable[str]) -> str:
+        """Write a bundle and then its manifest; returns its name. Raises what the file system raises."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA,
+            "fingerprint": fingerprint,
+            "facts": json.loads(json.dumps(facts, default=repr)),
+            "sha256": sha256,
+            "bytes": len(data),
+            "artifacts": sorted(artifacts),
+            "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "signature": None,
+        }
+        if self.key is not None:
+            manifest["signature"] = signature_of(manifest, self.key)
+        name = _name(fingerprint, sha256)
+        self._write(self._path(name, "bundle"), data)
+        self._write(self._path(name, "json"), json.dumps(manifest, indent=1).encode())
+        return name
+
+    def touch(self, name: str) -> None:
+        """Note that a bundle served just now."""
+        self._write(self._path(name, "used"), b"")
+
+    def remove(self, name: str) -> None:
+        """Remove a bundle, its manifest first, so that no reader finds half of it."""
+        for kind in ("json", "bundle", "used"):
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(name, kind))
+
+    def evict(self, *, max_bytes: float, before: float = 0.0, keep: Iterable[str] = ()) -> list[Stored]:
+        """Remove bundles used before ``before`` (seconds since the epoch), then the ones used longest ago until the
+        rest fits ``max_bytes``; never one in ``keep``, nor a write under way. Returns what was removed."""
+        now, removed, kept = time.time(), [], set(keep)
+        bundles = self.bundles()
+        total = sum(stored.size for stored in bundles)
+        for stored in bundles:
+            under_way = not stored.complete and now - stored.used < ABANDONED_SECONDS
+            unwanted = not stored.complete or stored.used < before or total > max_bytes
+            if unwanted and not under_way and stored.name not in kept:
+                self.remove(stored.name)
+                removed.append(stored)
+                total -= stored.size
+        for info in self._files():
+            if TEMPORARY.fullmatch(_base(info["name"])) and now - _modified(info) > ABANDONED_SECONDS:
+                self.fs.rm_file(info["name"])
+        return removed
+
+    def _write(self, path: str, data: bytes) -> None:
+        """Write a file whole: locally beside its target and renamed, elsewhere as the one object that it is."""
+        if not self.local:
+            self.fs.pipe_file(path, data)
+            return
+        os.makedirs(self.root, mode=0o755, exist_ok=True)
+        temporary = os.path.join(self.root, f".{os.path.basename(path)}.{uuid.uuid4().hex}")
+        try:
+            # Never writable by others, whatever the umask: an unsigned bundle would be refused.
+            with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _files(self) -> list[dict[str, Any]]:
+        self.fs.invalidate_cache()  # another process may have written since
+        try:
+            return [info for info in self.fs.ls(self.root, detail=True) if info["type"] == "file"]
+        except FileNotFoundError:
+            return []
+
+    def _path(self, name: str, kind: str) -> str:
+        return f"{self.root}/{name}.{kind}"
+
+
+def _name(fingerprint: str, sha256: str) -> str:
+    return f"{str(fingerprint)[:32]}-{sha256}"
+
+
+def _base(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _modified(info: dict[str, Any]) -> float:
+    """Modification time from a listing, which each file system names differently."""
+    for field in filter(info.__contains__, ("mtime", "LastModified", "last_modified", "updated", "created")):
+        value = info[field]
+        if isinstance(value, str):
+            value = datetime.datetime.fromisoformat(value)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0

@@ -1,0 +1,170 @@
+"""Bucket batches: batches of like length in a shuffled order that ranks share and that can start within an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Sampler
+
+
+class PlannedBatch(list[int]):
+    """Examples of one batch on one rank, and the edge that all ranks pad this step's batch up to."""
+
+    edge: int
+
+
+class BucketBatchSampler(Sampler[list[int]]):
+    """Batches of one bucket each, by seed and epoch alone, so that every rank plans the same.
+
+    Each epoch shuffles the examples within their buckets, cuts them into batches for all ranks together, longest
+    bucket first, and fills the last batch of a bucket with examples of the next shorter one. So every batch of an
+    edge has the same rows, and no long example is ever left out; fewer examples than the smallest batch remain,
+    drawn anew each epoch from the shortest bucket (``left_out``), which is what ``drop_last`` leaves out elsewhere.
+
+    Batches of a bucket are spread evenly over the epoch, each at a random place within its stretch: after any number
+    of steps, each of K buckets has had its share of them to within K + 1 batches. Which examples share a batch, and
+    in what order they come, is random.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        batch_sizes: Mapping[int, int],
+        *,
+        replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        same_every_epoch: bool = False,
+    ) -> None:
+        """Plan batches of ``batch_sizes[edge]`` rows a rank for examples of ``lengths``.
+
+        Raises ValueError when an example is longer than the last edge or there are too few for one batch.
+        """
+        self.edges = tuple(sorted(batch_sizes))
+        self.lengths: NDArray[np.int64] = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
+        self.batch_sizes = {edge: batch_sizes[edge] for edge in self.edges}
+        self.replicas, self.rank, self.seed = replicas, rank, seed
+        self._same_every_epoch = same_every_epoch
+        self._bucket = np.searchsorted(self.edges, self.lengths).astype(np.uint16)
+        too_long = int((self._bucket == len(self.edges)).sum())
+        if too_long:
+            raise ValueError(
+                f"{too_long} of {len(self.lengths)} training examples are longer than the last edge "
+                f"{self.edges[-1]}; the longest has {int(self.lengths.max())} positions"
+            )
+        self.examples = np.bincount(self._bucket, minlength=len(self.edges))
+        """Examples by bucket."""
+        self._starts, self._buckets, self.left_out = self._cut()
+        if not len(self._starts):
+            raise ValueError(
+                f"{len(self.lengths)} training examples make no batch of {self.batch_sizes[self.edges[-1]]} on "
+                f"{replicas} devices"
+            )
+        self.epoch = 0
+        self._resume_epoch = self._resume_batches = 0
+        self.drawn = {"batches": 0, "rows": 0, "positions": 0, "useful_positions": 0}
+        """What this rank's loader has drawn so far; it fetches a few batches ahead of the training."""
+
+    def _cut(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Cut the examples, sorted by bucket, into batches from the long end; the same in every epoch.
+
+        Returns where each batch begins, its bucket, and how many examples at the short end are left over.
+        """
+        ends = np.cumsum(self.examples)
+        rows = [self.batch_sizes[edge] * self.replicas for edge in self.edges]
+        starts: list[int] = []
+        buckets: list[int] = []
+        left = len(self.lengths)
+        while left:
+            bucket = int(np.searchsorted(ends, left))  # that of the longest example left
+            # Too few for a batch of their own may still be a batch of longer ones, which have fewer rows.
+            fitting = [index for index in range(bucket, len(rows)) if rows[index] <= left]
+            if not fitting:
+                break
+            left -= rows[fitting[0]]
+            starts.append(left)
+            buckets.append(fitting[0])
+        return np.array(starts, dtype=np.int64), np.array(buckets, dtype=np.int64), left
+
+    @property
+    def sampler(self) -> BucketBatchSampler:
+        """Itself: Lightning tells the epoch to ``batch_sampler.sampler``."""
+        return self
+
+    @property
+    def planned_padded_share(self) -> float:
+        """Padding over all positions of an epoch as it is cut into whole batches."""
+        edges = np.asarray(self.edges)
+        rows = np.array([self.batch_sizes[edge] for edge in self.edges]) * self.replicas
+        positions = int((edges * rows)[self._buckets].sum())
+        shortest = np.sort(self._bucket)[: self.left_out]
+        means = [self.lengths[self._bucket == bucket].mean() for bucket in np.unique(shortest)]
+        left_out = float(np.repeat(means, np.unique(shortest, return_counts=True)[1]).sum()) if means else 0.0
+        return 1 - (int(self.lengths.sum()) - left_out) / positions
+
+    def batches_by_edge(self) -> dict[int, int]:
+        """Batches an epoch on each rank, by edge."""
+        counts = np.bincount(self._buckets, minlength=len(self.edges))
+        return {edge: int(count) for edge, count in zip(self.edges, counts, strict=True)}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iterator be that of ``epoch``."""
+        self.epoch = epoch
+
+    def resume(self, *, epoch: int, batches: int) -> None:
+        """Start at ``batches`` batches into ``epoch``; later epochs are whole."""
+        self._resume_epoch, self._resume_batches = epoch, batches
+
+    def __len__(self) -> int:
+        """Batches an epoch, on every rank alike."""
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over this rank's batches of the epoch, without those that were trained on before."""
+        # As in a resumable order of single examples: the epoch that Lightning tells may be one behind the one to
+        # resume in, never ahead of it.
+        epoch = max(self.epoch, self._resume_epoch)
+        skipped = self._resume_batches if epoch == self._resume_epoch else 0
+        return self._batches(epoch, skipped)
+
+    def _batches(self, epoch: int, skipped: int) -> Iterator[list[int]]:
+        examples, order = self._shuffled(0 if self._same_every_epoch else epoch)
+        for batch in order[skipped:]:
+            start, edge = int(self._starts[batch]), self.edges[self._buckets[batch]]
+            chosen = examples[start : start + self.batch_sizes[edge] * self.replicas][self.rank :: self.replicas]
+            planned = PlannedBatch(chosen.tolist())
+            planned.edge = edge
+            self.drawn["batches"] += 1
+            self.drawn["rows"] += len(planned)
+            self.drawn["positions"] += edge * len(planned)
+            self.drawn["useful_positions"] += int(self.lengths[chosen].sum())
+            yield planned
+
+    def _shuffled(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Examples sorted by bucket and shuffled within, and the order of batches; drawn from seed and epoch alone."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        shuffled = torch.randperm(len(self.lengths), generator=generator).numpy()
+        examples = shuffled[np.argsort(self._bucket[shuffled], kind="stable")]
+        places = torch.rand(len(self._starts), generator=generator, dtype=torch.float64).numpy()
+        for bucket in np.unique(self._buckets):
+            chosen = np.flatnonzero(self._buckets == bucket)
+            stretch = torch.randperm(len(chosen), generator=generator).numpy()
+            places[chosen] = (stretch + places[chosen]) / len(chosen)
+        return examples, np.argsort(places, kind="stable")
+
+
+def batch_sizes(edges: Sequence[int], *, rows: int | None, tokens_per_batch: int | None) -> dict[int, int]:
+    """Rows of a batch on one device by edge: ``rows``, or as many as fit into ``tokens_per_batch`` positions.
+
+    From 16 rows on they are rounded down to a multiple of 8, which is what matrix units like. Raises ValueError when
+    neither is given.
+    """
+    if tokens_per_batch is None:
+        if rows is None:
+            raise ValueError("the training loader has no batch size; set tokens_per_batch, or give the loader one")
+        return dict.fromkeys(edges, rows)
+    fitting = {edge: max(1, tokens_per_batch // edge) for edge in edges}
+    return {edge: count if count < 16 else count // 8 * 8 for edge, count in fitting.items()}

@@ -1,0 +1,162 @@
+"""``compile=[regional,cached]``: start warm from compiled artifacts kept at any URL, and keep what was compiled."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from strategies.base import Program, Stage, Strategy
+
+if TYPE_CHECKING:
+    from strategies.artifact_session import Session
+    from strategies.artifact_store import ArtifactStore
+
+SECRET = re.compile(r"(.*_)?(key|secret|token|password|passwd|credentials?|connection_string)", re.IGNORECASE)
+"""Names of storage options that hold credentials."""
+CREDENTIALS = re.compile(r"://[^/]*@|\?[^/]*=")
+"""What holds credentials in a URL: ``user:password@`` and a query (``?token=``)."""
+SWITCHES = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE")
+
+
+class HoldsSession:
+    """Gives a slotted dataclass one attribute that is no field: the state of a run is not configuration."""
+
+    __slots__ = ("_session",)
+
+    def _hold(self, session: Session | None) -> None:
+        self._session = session
+
+    def _held(self) -> Session | None:
+        return self._session
+
+
+@dataclass(kw_only=True, slots=True)
+class Cached(Strategy, HoldsSession):
+    """Load compiled artifacts before anything compiles, and store what a run had to compile anew.
+
+    Artifacts are found by a fingerprint of torch, Triton, CUDA, device, strategies, precision and model structure, and
+    checked (SHA-256, signature) before torch sees them; see ``artifact_store`` and ``artifact_signature``. A store that
+    is missing, unreachable, read-only, full, corrupt or not to be trusted costs the run its warm start and no more.
+
+    Torch's tracing of the Python code is not cached: ``caching_precompile`` would, but finds modules compiled in place
+    under one key for all of them (2.11 fails, 2.15 compiles again), and a wrapper would rename the state dict.
+    https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html
+    """
+
+    name: ClassVar[str] = "cached"
+    stage: ClassVar[Stage] = Stage.CACHE
+
+    url: str | None = None
+    """Folder, as fsspec writes it: a path, ``s3://bucket/folder``, ``gs://...``; null = ``crucible/compiled`` in the
+    user's cache folder. No credentials: they belong into the environment or the cloud's own files."""
+    key_file: str | None = None
+    """File with the key that signs artifacts; null = the environment variable ``CRUCIBLE_CACHE_KEY``, if it is set.
+    Without a key only a local folder that nobody else can write is read."""
+    max_gib: float = 10.0
+    """Size of the store, GiB, above which the bundles used longest ago are removed."""
+    read_only: bool = False
+    """Store nothing: for jobs that may read a shared cache but not fill it."""
+    timeout_seconds: float = 30.0
+    """Longest time that fetching, and storing, may take."""
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the fsspec file system, such as ``{endpoint_url: ...}`` for s3. No credentials."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without torch."""
+        self._hold(None)
+        if not self.max_gib > 0:
+            raise ValueError(f"compile.cached.max_gib={self.max_gib} must be above 0")
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"compile.cached.timeout_seconds={self.timeout_seconds} must be above 0")
+        # The record keeps every option, so that a secret here would be published with it.
+        if self.url is not None and CREDENTIALS.search(self.url):
+            raise ValueError("compile.cached.url must not hold credentials: they would be written into the record")
+        for option in _names(self.storage_options):
+            if SECRET.fullmatch(option):
+                raise ValueError(
+                    f"compile.cached.storage_options.{option} must not hold credentials: they would be written into "
+                    "the record; set them in the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS)"
+                )
+
+    def check(self) -> None:
+        """Raises ValueError for a protocol or key that cannot be used, and where torch's caches are switched off."""
+        import fsspec
+        from fsspec.utils import get_protocol
+
+        from strategies.artifact_signature import read_key
+
+        for part in self._url().split("::"):
+            protocol = get_protocol(part) if "://" in part or "::" not in self._url() else part
+            try:
+                fsspec.get_filesystem_class(protocol)
+            except (ValueError, ImportError) as error:
+                raise ValueError(f"compile.cached.url={self.url!r}: {error}") from error
+        read_key("compile.cached.key_file", self.key_file)
+        for switch, value in zip(SWITCHES, ("1", "0"), strict=True):
+            if os.environ.get(switch) == value:
+                raise ValueError(f"compile.cached: {switch}={value} switches torch's caches off; unset it")
+
+    def apply(self, program: Program) -> None:
+        """Fetch, verify and load, before the other strategies hand anything to the compiler."""
+        from strategies.artifact_deadline import told
+        from strategies.artifact_fingerprint import facts_of, fingerprint_of
+        from strategies.artifact_session import Session
+
+        try:
+            facts = facts_of(program, leave_out=self.name)
+            session = Session(
+                self.store,
+                fingerprint=fingerprint_of(facts),
+                facts=facts,
+                shown_url=self._url(),
+                timeout_seconds=self.timeout_seconds,
+                max_bytes=None if self.read_only else self.max_gib * 2**30,
+            )
+            session.open()
+        except Exception as error:  # no place for a directory, a model that cannot be described
+            program.report[self.name] = {"state": "cold", "reason": told(error), "url": self._url()}
+            program.notes.append(f"cached: cold start, and nothing will be stored: {told(error)}")
+            return
+        self._hold(session)
+        self._tell(program, session)
+
+    def begin(self, program: Program) -> None:
+        """Another training of a program whose session was closed: a validation came before, for instance."""
+        if self._held() is None and "fingerprint" in program.report[self.name]:
+            self.apply(program)
+
+    def end(self, program: Program) -> None:
+        """Verify that a warm start was one, and store what is new."""
+        session = self._held()
+        if session is not None:
+            self._hold(None)
+            session.close()
+            self._tell(program, session)
+
+    def store(self) -> ArtifactStore:
+        """Connect to the store. Raises ValueError for a key that cannot be used, and what the file system raises."""
+        from strategies.artifact_signature import read_key
+        from strategies.artifact_store import ArtifactStore
+
+        key = read_key("compile.cached.key_file", self.key_file)
+        return ArtifactStore(self._url(), key=key, storage_options=self.storage_options)
+
+    def _tell(self, program: Program, session: Session) -> None:
+        program.report[self.name] = session.facts
+        program.notes.extend(f"cached: {note}" for note in session.notes)
+        session.notes.clear()
+
+    def _url(self) -> str:
+        if self.url is not None:
+            return self.url
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return str(Path(home) / "crucible" / "compiled")
+
+
+def _names(options: dict[str, Any]) -> list[str]:
+    """Names of all options, nested ones included."""
+    nested = [name for value in options.values() if isinstance(value, dict) for name in _names(value)]
+    return [*map(str, options), *nested]

@@ -1,0 +1,182 @@
+"""``compile=optimizer``: the optimizer's step compiled chunk by chunk; no schedule recompiles it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from strategies.base import Program, Stage
+from strategies.options import CompileOptions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from strategies.optimizer_step import Update
+
+MODES = ("default", "max-autotune-no-cudagraphs")
+
+
+@dataclass(kw_only=True, slots=True)
+class Optimizer(CompileOptions):
+    """One kernel for each repeated block instead of a dozen passes over all tensors, compiled once for all blocks.
+
+    Adam, AdamW, RAdam, Adamax, SGD, RMSprop, Adagrad and Adadelta of ``torch.optim`` are computed by formulas over
+    chunks of parameters, ``fused=True`` ones included. Others are compiled as they are written, or run eager where that
+    cannot be; the record's report says which. ``param_groups`` and state dicts stay as they are without this strategy.
+    """
+
+    name: ClassVar[str] = "optimizer"
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+
+    dynamic: bool | None = False
+    """False and nothing else: shapes of parameters do not change."""
+    clip: bool = True
+    """Whether clipping by norm happens within the update where Lightning's trainer clips (``gradient_clip_val``). The
+    gradients then stay unclipped for whoever looks at them after the step; with false they are clipped as before."""
+    compare: bool = True
+    """Whether to time the first step's update against torch's foreach and fused ones on a GPU, and to say so when
+    fused is faster. Takes half a second and, for that time, up to half of the free memory."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for options that make no sense for an update."""
+        CompileOptions.__post_init__(self)
+        if self.mode not in MODES or self.options.get("triton.cudagraphs"):
+            raise ValueError(
+                f"compile.optimizer.mode={self.mode!r} with options={self.options}: an update has no CUDA graphs of "
+                f"its own (mode is one of {MODES}); compile=[optimizer,cuda_graph] captures it with the whole step"
+            )
+        if not self.fullgraph:
+            raise ValueError("compile.optimizer.fullgraph=False: an update has no graph breaks to allow")
+        if self.dynamic is not False:
+            raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
+
+    def begin(self, program: Program) -> None:
+        """Put compiled updates in the place of the optimizers' steps."""
+        from strategies.optimizer_clip import fold_clipping
+        from strategies.optimizer_step import install
+
+        program.report.pop(self.name, None)  # of an earlier training of this program
+        if not program.optimizers:
+            program.notes.append("optimizer: the module has no optimizer, nothing is compiled")
+        for optimizer in program.optimizers:
+            if reason := _reason_for_eager(optimizer, program):
+                program.notes.append(f"optimizer: {type(optimizer).__name__} runs eager: {reason}")
+                self._report(program, {"form": "eager", "tensors": None, "chunks": None, "graphs": None})
+                continue
+            if getattr(optimizer, "_step_supports_amp_scaling", False) and program.precision == "16-mixed":
+                program.notes.append(
+                    "optimizer: under 16-mixed the gradient scaler unscales for a fused optimizer too, and waits for "
+                    "the device at each step to know whether they are finite"
+                )
+            update = self._update(optimizer, program)
+            install(optimizer, update, after_first=functools.partial(self._after_first, program, update))
+        if self.clip:
+            fold_clipping(program.module)
+
+    def end(self, program: Program) -> None:
+        """Give every optimizer its own step back, and Lightning its clipping."""
+        from strategies.optimizer_clip import unfold_clipping
+        from strategies.optimizer_step import uninstall
+
+        unfold_clipping(program.module)
+        for optimizer in program.optimizers:
+            uninstall(optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
+        import torch
+
+        from strategies.optimizer_formulas import formula_of
+        from strategies.optimizer_generic import GenericUpdate
+        from strategies.optimizer_update import FunctionalUpdate
+
+        formula = formula_of(optimizer)
+        if formula is not None and not _is_special(optimizer):
+            arguments = self.compile_arguments()
+            asserts = {"size_asserts": False} if self.backend == "inductor" else {}
+            arguments["options"] = {
+                # The update compares what could change itself; guards would cost as much time as the kernels.
+                "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+                **asserts,
+                **arguments.get("options", {}),
+            }
+            return FunctionalUpdate(
+                optimizer,
+                formula,
+                places=_places(program),
+                # torch takes guard_filter_fn out of the options that it is given.
+                compiler=lambda function: torch.compile(function, **{**arguments, "options": {**arguments["options"]}}),
+            )
+        arguments = {**self.compile_arguments(), "dynamic": None}
+        return GenericUpdate(
+            optimizer,
+            compiler=lambda function: torch.compile(function, **arguments),
+            tell=lambda line: program.notes.append(f"optimizer: {line}"),
+        )
+
+    def _after_first(self, program: Program, update: Any) -> None:
+        from strategies.optimizer_compare import compare, verdict
+        from strategies.optimizer_update import FunctionalUpdate
+
+        facts = update.facts()
+        if self.compare and isinstance(update, FunctionalUpdate):
+            compared = compare(update)
+            facts.update(compared)
+            if line := verdict(compared):
+                program.notes.append(line)
+        self._report(program, facts)
+
+    def _report(self, program: Program, facts: dict[str, Any]) -> None:
+        """One optimizer's facts; of several, their forms side by side and their figures added up."""
+        report = program.report.setdefault(self.name, {})
+        for name, value in facts.items():
+            before = report.get(name)
+            if before is None or value is None:
+                report[name] = value if before is None else before
+            else:
+                report[name] = f"{before}, {value}" if isinstance(value, str) else before + value
+
+
+def _reason_for_eager(optimizer: Any, program: Program) -> str | None:
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return "it is no torch.optim.Optimizer"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it evaluates the loss within its step, as often as the loss demands"
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return "its step has been replaced already"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True keeps a graph of each step"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        return "its parameters are sharded (DTensor)"
+    if any(getattr(module, "sparse", False) is True for module in program.module.modules()):
+        return "the module has embeddings with sparse gradients"
+    return None
+
+
+def _is_special(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the formulas do not cover its numbers: complex parameters, hyperparameters that live on the device."""
+    import torch
+
+    return any(
+        any(parameter.is_complex() for parameter in group["params"])
+        or any(isinstance(value, torch.Tensor) and not value.is_cpu for value in group.values())
+        or any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
+        for group in optimizer.param_groups
+    )
+
+
+def _places(program: Program) -> dict[Tensor, str]:
+    """The repeated block that each parameter lies in, for those that lie in one."""
+    from strategies.blocks import expand_blocks, find_containers
+
+    containers = list(program.blocks) or [found.path for found in find_containers(program.module)]
+    return {
+        parameter: path
+        for path in expand_blocks(program.module, containers)
+        for parameter in program.module.get_submodule(path).parameters()
+    }

@@ -1,0 +1,292 @@
+"""The store of artifacts, with small fake bytes: what is whole and genuine is loaded, everything else is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from strategies import artifact_store
+from strategies.artifact_signature import signature_of
+from strategies.artifact_store import ArtifactStore, Refused
+
+KEY = b"0123456789abcdef"
+OTHER_KEY = b"fedcba9876543210"
+PROGRAM = hashlib.sha256(b"one program").hexdigest()
+FOREIGN = hashlib.sha256(b"another").hexdigest()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    url = f"memory://{uuid.uuid4().hex}"
+    yield url
+    store = ArtifactStore(url)
+    if store.fs.exists(store.root):
+        store.fs.rm(store.root, recursive=True)
+
+
+def save(store: ArtifactStore, data: bytes = b"artifacts", fingerprint: str = PROGRAM) -> str:
+    return store.save(data, fingerprint=fingerprint, facts={"torch": "2"}, artifacts=[f"inductor {data!r}"])
+
+
+def change(store: ArtifactStore, name: str, kind: str, edit: Callable[[bytes], bytes]) -> None:
+    path = f"{store.root}/{name}.{kind}"
+    data = edit(store.fs.cat_file(path))
+    if store.local:
+        Path(path).write_bytes(data)
+    else:
+        store.fs.pipe_file(path, data)
+
+
+def test_what_is_saved_is_loaded(local: ArtifactStore, memory: str) -> None:
+    for store in (local, ArtifactStore(memory, key=KEY)):
+        name = save(store)
+        assert store.names(PROGRAM) == [name]
+        assert store.names(FOREIGN) == []
+        loaded = store.load(name, fingerprint=PROGRAM)
+        assert (loaded.data, loaded.manifest["facts"]) == (b"artifacts", {"torch": "2"})
+
+
+def test_an_empty_store_holds_nothing(local: ArtifactStore, memory: str) -> None:
+    assert local.names(PROGRAM) == ArtifactStore(memory).names(PROGRAM) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "reason"),
+    [
+        ("bundle", lambda data: data[:-1], "truncated"),
+        ("bundle", lambda data: b"", "truncated"),
+        ("bundle", lambda data: b"A" + data[1:], "corrupt"),
+        ("json", lambda data: data[:-9], "cannot be read"),
+        ("json", lambda data: b"[" * 100_000, "cannot be read"),
+        ("json", lambda data: b"{}", "cannot be read"),
+        ("json", lambda data: b"\xff\xfe", "cannot be read"),
+        ("json", lambda data: b" " * (artifact_store.LARGEST_MANIFEST + 1), "too large"),
+        ("json", lambda data: data.replace(b'"schema": 1', b'"schema": 2'), "format is 2"),
+        ("json", lambda data: data.replace(PROGRAM.encode(), FOREIGN.encode()), "another bundle"),
+    ],
+)
+def test_a_damaged_bundle_is_refused_with_the_reason(
+    local: ArtifactStore, kind: str, edit: Callable[[bytes], bytes], reason: str
+) -> None:
+    name = save(local)
+    change(local, name, kind, edit)
+    with pytest.raises(Refused, match=reason):
+        local.load(name, fingerprint=PROGRAM)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("json", "manifest is missing"), ("bundle", "file is missing")])
+def test_a_bundle_with_a_part_missing_is_refused(local: ArtifactStore, kind: str, reason: str) -> None:
+    name = save(local)
+    Path(f"{local.root}/{name}.{kind}").unlink()
+    assert local.names(PROGRAM) == [], "not even offered"
+    with pytest.raises(Refused, match=reason):
+        local.load(name)
+
+
+def test_a_bundle_of_another_program_is_refused(local: ArtifactStore) -> None:
+    # The names hold only part of the fingerprint: the manifest has all of it.
+    twin = PROGRAM[:32] + FOREIGN[32:]
+    name = save(local, fingerprint=twin)
+    assert local.names(PROGRAM) == [name]
+    with pytest.raises(Refused, match="another program or machine"):
+        local.load(name, fingerprint=PROGRAM)
+
+
+# ---- who wrote it --------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_not_local_needs_a_signature(memory: str) -> None:
+    name = save(ArtifactStore(memory))
+    with pytest.raises(Refused, match=r"no key .*CRUCIBLE_CACHE_KEY.*not a local folder"):
+        ArtifactStore(memory).load(name)
+    with pytest.raises(Refused, match="not signed"):
+        ArtifactStore(memory, key=KEY).load(name)
+
+
+def test_a_signature_by_another_key_is_refused_everywhere(local: ArtifactStore, memory: str) -> None:
+    for url in (local.root, memory):
+        name = save(ArtifactStore(url, key=OTHER_KEY))
+        with pytest.raises(Refused, match="does not match"):
+            ArtifactStore(url, key=KEY).load(name)
+
+
+def test_data_swapped_together_with_its_digest_is_refused(memory: str) -> None:
+    # The digest alone proves nothing to somebody who can write both files.
+    store = ArtifactStore(memory, key=KEY)
+    genuine = save(store)
+    evil = b"evil data"
+    digest = hashlib.sha256(evil).hexdigest()
+    manifest = json.loads(store.fs.cat_file(f"{store.root}/{genuine}.json"))
+    manifest.update(sha256=digest, bytes=len(evil))
+    name = f"{PROGRAM[:32]}-{digest}"
+    store.fs.pipe_file(f"{store.root}/{name}.bundle", evil)
+    store.fs.pipe_file(f"{store.root}/{name}.json", json.dumps(manifest).encode())
+    with pytest.raises(Refused, match="does not match"):
+        store.load(name)
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "facts", "artifacts", "bytes", "created"])
+def test_the_signature_covers_every_field(field: str) -> None:
+    manifest = {"fingerprint": "f", "facts": {}, "artifacts": [], "bytes": 1, "created": "now", "signature": None}
+    changed = {**manifest, field: "another"}
+    assert signature_of(manifest, KEY) != signature_of(changed, KEY)
+    assert signature_of(manifest, KEY) == signature_of({**manifest, "signature": "x"}, KEY)
+    assert signature_of(manifest, KEY) != signature_of(manifest, OTHER_KEY)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+@pytest.mark.parametrize("kind", ["", "json", "bundle"])
+def test_what_others_may_write_is_refused_unless_it_is_signed(local: ArtifactStore, mode: int, kind: str) -> None:
+    name = save(local)
+    path = Path(f"{local.root}/{name}.{kind}") if kind else Path(local.root)
+    before = path.stat().st_mode
+    path.chmod(mode)
+    with pytest.raises(Refused, match=r"other users may write .*chmod go-w"):
+        local.load(name)
+    path.chmod(before)
+    assert local.load(name).data
+    signed = ArtifactStore(local.root, key=KEY)
+    name = save(signed)
+    path.chmod(mode)
+    assert signed.load(name).data
+
+
+def test_links_are_refused_unless_it_is_signed(local: ArtifactStore, tmp_path: Path) -> None:
+    name = save(local)
+    for kind in ("json", "bundle"):
+        path, elsewhere = Path(f"{local.root}/{name}.{kind}"), tmp_path / f"elsewhere.{kind}"
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        with pytest.raises(Refused, match="is a link"):
+            local.load(name)
+        path.unlink()
+        elsewhere.rename(path)
+
+
+def test_a_folder_of_another_user_is_refused(local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save(local)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(local.root).st_uid + 1)
+    with pytest.raises(Refused, match="belongs to another user"):
+        local.load(name)
+
+
+def test_what_is_written_is_safe_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = ArtifactStore(str(tmp_path / "store"))
+        assert store.load(save(store)).data
+    finally:
+        os.umask(before)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_leaves_nothing_behind(local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(local)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artifact_store.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(local, b"more")
+    assert {Path(path).stem for path in os.listdir(local.root)} == {first}
+    assert local.load(first).data == b"artifacts"
+
+
+def test_a_bundle_without_its_manifest_is_not_offered(local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ArtifactStore._write
+
+    def killed(self: ArtifactStore, path: str, data: bytes) -> None:
+        if path.endswith(".json"):
+            raise KeyboardInterrupt
+        write(self, path, data)
+
+    monkeypatch.setattr(ArtifactStore, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(local)
+    assert local.names(PROGRAM) == []
+
+
+def test_writers_at_once_lose_nothing(local: ArtifactStore, memory: str) -> None:
+    for url in (local.root, memory):
+        barrier = threading.Barrier(8)
+
+        def write(number: int, url: str = url, barrier: threading.Barrier = barrier) -> None:
+            store = ArtifactStore(url, key=KEY)
+            barrier.wait()
+            save(store, f"shapes {number % 4}".encode())  # two writers each with the same content
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store = ArtifactStore(url, key=KEY)
+        assert {store.load(name).data for name in store.names(PROGRAM)} == {f"shapes {n}".encode() for n in range(4)}
+
+
+# ---- eviction ------------------------------------------------------------------------------------------------------
+
+
+def age(store: ArtifactStore, name: str, seconds: float) -> None:
+    for kind in ("json", "bundle", "used"):
+        path = f"{store.root}/{name}.{kind}"
+        if os.path.exists(path):
+            os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_the_bundle_used_longest_ago_is_evicted_first(local: ArtifactStore) -> None:
+    old, used, new = (save(local, bytes([number]) * 5000) for number in range(3))
+    for name, seconds in ((old, 300), (used, 400), (new, 100)):
+        age(local, name, seconds)
+    local.touch(used)
+    total = sum(stored.size for stored in local.bundles())
+    assert [stored.name for stored in local.evict(max_bytes=total)] == []
+    assert [stored.name for stored in local.evict(max_bytes=total - 1)] == [old]
+    assert [stored.name for stored in local.evict(max_bytes=0, keep=[new])] == [used]
+    assert local.names(PROGRAM) == [new]
+    assert {Path(path).stem for path in os.listdir(local.root)} == {new}, "all three files of each are gone"
+
+
+def test_eviction_touches_nothing_that_is_not_ours(local: ArtifactStore) -> None:
+    save(local)
+    mine = Path(local.root) / "notes.json"
+    mine.write_text("mine")
+    (Path(local.root) / "folder").mkdir()
+    local.evict(max_bytes=0)
+    assert sorted(os.listdir(local.root)) == ["folder", "notes.json"]
+
+
+def test_a_write_under_way_is_spared_and_a_left_over_one_is_removed(local: ArtifactStore) -> None:
+    name = save(local)
+    Path(f"{local.root}/{name}.json").unlink()
+    temporary = Path(local.root) / f".{name}.bundle.{uuid.uuid4().hex}"
+    temporary.write_bytes(b"half")
+    local.evict(max_bytes=0)
+    assert len(os.listdir(local.root)) == 2
+    age(local, name, artifact_store.ABANDONED_SECONDS + 1)
+    os.utime(temporary, (0, 0))
+    local.evict(max_bytes=1 << 30)
+    assert os.listdir(local.root) == []
+
+
+def test_bundles_not_used_since_a_day_are_removed(local: ArtifactStore) -> None:
+    old, new = save(local, b"old"), save(local, b"new")
+    age(local, old, 2 * 86400)
+    assert [stored.name for stored in local.evict(max_bytes=1 << 30, before=time.time() - 86400)] == [old]
+    assert local.names(PROGRAM) == [new]

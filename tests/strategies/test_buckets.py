@@ -1,0 +1,86 @@
+"""``buckets``: its options, and one static graph for each shape that a handful of edges leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies import Buckets, Dynamic, Program, Ragged, Regional
+from strategies.compose import apply, label, ordered
+from tests.strategies import backends
+from tests.strategies.modules import Block
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "compile.buckets.count=0 must be at least 1"),
+        ({"multiple": 0}, "compile.buckets.multiple=0 must be at least 1"),
+        ({"tokens_per_batch": 0}, "compile.buckets.tokens_per_batch=0 must be at least 1"),
+        (
+            {"method": "best"},
+            r"compile.buckets.method='best' is not one of \('optimal', 'powers_of_two', 'quantiles'\)",
+        ),
+        ({"on_recompile": "stop"}, r"compile.buckets.on_recompile='stop' is not one of \('fail', 'warn'\)"),
+        ({"edges": [32, 16]}, r"compile.buckets.edges=\[32, 16\] must be ascending and above 0"),
+        ({"edges": []}, r"compile.buckets.edges=\[\] must be ascending and above 0"),
+        ({"edges": [32], "limit": 31}, "must not be above compile.buckets.limit=31"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Buckets(**options)
+
+
+@pytest.mark.parametrize("strategy", [Buckets(), Dynamic()], ids=lambda strategy: strategy.name)
+def test_nothing_declared_is_an_error_that_says_how(strategy: Buckets | Dynamic) -> None:
+    with pytest.raises(
+        ValueError, match=rf"compile.{strategy.name}: no tensor of the batch is declared ragged.*ragged="
+    ):
+        apply([strategy], Program(module=nn.Linear(1, 1)))
+
+
+def test_buckets_act_before_modules_and_exclude_dynamic() -> None:
+    assert label([Regional(), Buckets()]) == "buckets+regional"
+    with pytest.raises(ValueError, match="'buckets' and 'dynamic' both act on the shapes stage"):
+        ordered([Buckets(), Dynamic()])
+
+
+def test_only_buckets_say_that_they_reorder_the_data() -> None:
+    assert (Buckets.reorders_data, Dynamic.reorders_data, Regional.reorders_data) == (True, False, False)
+
+
+def test_edges_by_hand_are_taken_and_others_follow_the_lengths() -> None:
+    def chosen(strategy: Buckets) -> tuple[int, ...]:
+        program = Program(module=nn.Linear(1, 1), ragged=(Ragged("0", 1),))
+        apply([strategy], program)
+        assert program.padding is not None
+        assert program.padding.choose_edges is not None
+        return program.padding.choose_edges([3, 9, 30, 31])
+
+    assert chosen(Buckets(edges=[8, 20, 40])) == (8, 20, 40)
+    assert chosen(Buckets(count=2)) == (16, 32)
+    assert chosen(Buckets(count=2, multiple=8)) == (16, 32)
+    assert chosen(Buckets(count=8, multiple=8)) == (8, 16, 32)
+    assert chosen(Buckets(count=8, multiple=8, method="powers_of_two")) == (8, 16, 32)
+
+
+@pytest.mark.parametrize(("options", "graphs"), [({}, 3), ({"dynamic": True}, 1)], ids=["left open", "by hand"])
+def test_each_edge_is_a_static_graph_unless_the_module_strategy_says_otherwise(
+    options: dict[str, Any], graphs: int
+) -> None:
+    backends.register()
+    backends.graphs.clear()
+    torch._dynamo.reset()
+    module = nn.ModuleList(Block() for _ in range(3))
+    program = Program(module=module, blocks=("",), ragged=(Ragged("0", 1),))
+    strategy = Regional(backend=backends.COUNTING, blocks=["0", "1", "2"], parts=[], **options)
+    apply([Buckets(), strategy], program)
+    for length in (16, 32, 48, 16, 32, 48):
+        x_BSD = torch.randn(2, length, 8, requires_grad=True)
+        for block in module:
+            x_BSD = block(x_BSD)
+    assert len(backends.graphs) == graphs

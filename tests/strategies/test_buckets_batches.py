@@ -1,0 +1,136 @@
+"""Bucket batches: whole, shuffled, the same bucket on every rank, and continued exactly."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from strategies.bucket_batches import BucketBatchSampler, PlannedBatch, batch_sizes
+from strategies.bucket_edges import optimal, padded_share
+
+EDGES = (16, 32, 48, 96)
+
+
+def lengths(examples: int = 1000, seed: int = 0) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(3, 0.7, examples), 1, 96).astype(np.int64)
+
+
+def sampler(rank: int = 0, replicas: int = 1, *, tokens: int | None = None, examples: int = 1000) -> BucketBatchSampler:
+    sizes = batch_sizes(EDGES, rows=8, tokens_per_batch=tokens)
+    return BucketBatchSampler(lengths(examples), sizes, replicas=replicas, rank=rank, seed=5)
+
+
+def epoch(batches: BucketBatchSampler, number: int = 0) -> list[PlannedBatch]:
+    batches.set_epoch(number)
+    return list(batches)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [None, 512])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_ranks_take_the_same_bucket_at_every_step_and_share_the_examples(replicas: int, tokens: int | None) -> None:
+    ranks = [sampler(rank, replicas, tokens=tokens) for rank in range(replicas)]
+    batches = [epoch(rank) for rank in ranks]
+    assert {len(mine) for mine in batches} == {len(ranks[0])}
+    for step in zip(*batches, strict=True):
+        assert len({batch.edge for batch in step}) == 1
+        assert {len(batch) for batch in step} == {ranks[0].batch_sizes[step[0].edge]}
+    taken = Counter(example for mine in batches for batch in mine for example in batch)
+    assert set(taken.values()) == {1}
+    assert len(taken) + ranks[0].left_out == 1000
+    assert ranks[0].left_out < min(ranks[0].batch_sizes.values()) * replicas
+
+
+def test_every_example_fits_the_edge_of_its_batch_and_is_rarely_shorter_than_its_bucket() -> None:
+    batches, of = sampler(), lengths()
+    mixed = 0
+    for batch in epoch(batches):
+        assert max(of[batch]) <= batch.edge
+        mixed += len({EDGES[np.searchsorted(EDGES, of[example])] for example in batch}) > 1
+    assert mixed <= len(EDGES), "only what fills up the last batch of a bucket comes from another one"
+
+
+def test_the_longest_examples_are_never_left_out_and_the_others_by_turns() -> None:
+    batches = sampler(examples=1003)
+    of = lengths(1003)
+    assert batches.left_out
+    missing = [set(range(1003)) - {e for batch in epoch(batches, number) for e in batch} for number in range(5)]
+    assert all(len(examples) == batches.left_out for examples in missing)
+    assert len({frozenset(examples) for examples in missing}) == 5
+    assert max(of[list(set.union(*missing))]) <= EDGES[0]
+
+
+def test_each_epoch_has_an_order_of_its_own_that_seed_and_epoch_decide() -> None:
+    first, second = epoch(sampler(), 0), epoch(sampler(), 1)
+    assert first != second
+    assert epoch(sampler(), 1) == second
+    same = BucketBatchSampler(lengths(), dict.fromkeys(EDGES, 8), seed=5, same_every_epoch=True)
+    assert epoch(same, 0) == epoch(same, 1) == first
+
+
+def test_buckets_take_turns_in_proportion_all_through_the_epoch() -> None:
+    batches = sampler(examples=20_000)
+    whole = [batch.edge for batch in epoch(batches)]
+    shares = {edge: count / len(whole) for edge, count in Counter(whole).items()}
+    bound = len(EDGES) + 1
+    for edge, share in shares.items():
+        so_far = np.cumsum(np.array(whole) == edge)
+        off = np.abs(so_far - share * np.arange(1, len(whole) + 1))
+        assert off.max() <= bound
+    # And it is no fixed pattern.
+    assert [batch.edge for batch in epoch(batches, 1)] != whole
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_resumed_epoch_goes_on_where_it_was(replicas: int) -> None:
+    whole = [epoch(sampler(0, replicas), number) for number in (2, 3)]
+    for taken in (0, 1, 7, len(whole[0])):
+        resumed = sampler(0, replicas)
+        resumed.resume(epoch=2, batches=taken)
+        # Lightning may tell an epoch less at first, and asks for an iterator more than once.
+        assert epoch(resumed, 1) == epoch(resumed, 2) == whole[0][taken:]
+        assert epoch(resumed, 3) == whole[1]
+        assert len(resumed) == len(whole[0])
+
+
+def test_what_is_padded_is_what_was_expected_and_within_two_percent_of_the_optimum() -> None:
+    of = np.clip(np.random.default_rng(1).lognormal(np.log(180), 0.9, 100_000), 1, 2048).astype(np.int64)
+    edges = optimal(of, count=8, multiple=16)
+    batches = BucketBatchSampler(of, dict.fromkeys(edges, 32), seed=0)
+    for batch in batches:
+        assert isinstance(batch, PlannedBatch)
+    drawn = batches.drawn
+    seen = 1 - drawn["useful_positions"] / drawn["positions"]
+    assert drawn["batches"] == len(batches)
+    assert seen == pytest.approx(batches.planned_padded_share, rel=1e-3)
+    assert seen <= 1.02 * padded_share(of, edges)
+    assert seen <= 0.22
+
+
+def test_shorter_buckets_have_more_examples_for_as_many_tokens() -> None:
+    sizes = batch_sizes((16, 100, 512, 4096), rows=None, tokens_per_batch=2048)
+    assert sizes == {16: 128, 100: 16, 512: 4, 4096: 1}
+    with pytest.raises(ValueError, match="no batch size; set tokens_per_batch"):
+        batch_sizes((16,), rows=None, tokens_per_batch=None)
+
+
+def test_examples_beyond_the_last_edge_and_too_few_for_a_batch_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"1 of 3 training examples are longer than the last edge 16.* 17 positions"):
+        BucketBatchSampler([4, 16, 17], {8: 1, 16: 1})
+    with pytest.raises(ValueError, match="3 training examples make no batch of 2 on 2 devices"):
+        BucketBatchSampler([4, 16, 15], {16: 2}, replicas=2)
+
+
+def test_the_last_short_examples_may_be_a_batch_of_longer_ones() -> None:
+    # Five of them are no batch of eight, but two batches of two.
+    batches = BucketBatchSampler([4] * 5, {8: 8, 32: 2})
+    assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(2, 32), (2, 32)]
+    assert batches.left_out == 1
+
+
+def test_a_planned_batch_reaches_a_worker_with_its_edge() -> None:
+    batch = epoch(sampler())[0]
+    copied = pickle.loads(pickle.dumps(batch))
+    assert (list(copied), copied.edge) == (list(batch), batch.edge)

@@ -1,0 +1,82 @@
+"""Edges of buckets: the fewest padded positions for a count, and what it is compared with."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from strategies.bucket_edges import METHODS, optimal, padded_share, powers_of_two, quantiles, share_of_random_batches
+
+
+def lognormal(examples: int = 100_000) -> np.ndarray:
+    """Lengths of median 180 and sigma 0.9, cut at 2,048."""
+    drawn = np.random.default_rng(0).lognormal(np.log(180), 0.9, examples)
+    return np.clip(drawn, 1, 2048).astype(np.int64)
+
+
+def best_of_all(lengths: np.ndarray, count: int, multiple: int) -> float:
+    """Least padded share of all sets of at most ``count`` multiples."""
+    *others, last = sorted({-(-int(length) // multiple) * multiple for length in lengths})
+    sets = (s for size in range(min(count, len(others) + 1)) for s in itertools.combinations(others, size))
+    return min(padded_share(lengths, [*edges, last]) for edges in sets)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_set_of_edges_pads_less(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 40, rng.integers(1, 60))
+    count, multiple = int(rng.integers(1, 6)), int(rng.integers(1, 7))
+    edges = optimal(lengths, count=count, multiple=multiple)
+    assert len(edges) <= count
+    assert list(edges) == sorted(set(edges))
+    assert all(edge % multiple == 0 for edge in edges)
+    assert padded_share(lengths, edges) == pytest.approx(best_of_all(lengths, count, multiple), abs=1e-12)
+
+
+@pytest.mark.parametrize("multiple", [8, 16])
+def test_eight_buckets_pad_lognormal_lengths_by_at_most_22_percent(multiple: int) -> None:
+    lengths = lognormal()
+    edges = optimal(lengths, count=8, multiple=multiple)
+    assert len(edges) == 8
+    share = padded_share(lengths, edges)
+    assert share <= 0.22
+    for method in (powers_of_two, quantiles):
+        other = method(lengths, count=8, multiple=multiple)
+        assert padded_share(lengths, other) > 1.2 * share, method
+    assert share_of_random_batches(lengths, 32) > 3 * share
+    # What the multiple costs: edges on any position would pad hardly less.
+    assert share <= 1.01 * padded_share(lengths, optimal(lengths, count=8, multiple=1))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_covers_every_length_within_the_count(method: str) -> None:
+    lengths = lognormal(1000)
+    for count in (1, 3, 8, 500):
+        edges = METHODS[method](lengths, count=count, multiple=16)
+        assert 1 <= len(edges) <= count
+        assert edges[-1] >= lengths.max()
+        assert all(edge % 16 == 0 for edge in edges)
+
+
+def test_more_buckets_than_lengths_pad_nothing_but_the_multiple() -> None:
+    assert optimal([3, 3, 17, 40], count=8, multiple=8) == (8, 24, 40)
+    assert padded_share([8, 24, 40], (8, 24, 40)) == 0
+
+
+def test_the_longest_edge_stops_at_the_limit() -> None:
+    for method in METHODS.values():
+        assert method([10, 60, 77], count=2, multiple=16, limit=77)[-1] == 77
+    with pytest.raises(ValueError, match="longest example has 78 positions, the limit is 77"):
+        optimal([78], count=2, multiple=16, limit=77)
+
+
+def test_a_length_beyond_the_last_edge_has_no_share() -> None:
+    with pytest.raises(ValueError, match="length 33 is beyond the last edge 32"):
+        padded_share([4, 33], (16, 32))
+
+
+def test_ten_million_lengths_of_four_thousand_kinds_take_seconds() -> None:
+    lengths = np.random.default_rng(0).integers(1, 4097, 10_000_000)
+    assert optimal(lengths, count=4, multiple=1) == pytest.approx((1024, 2048, 3072, 4096), abs=10)

@@ -1,0 +1,112 @@
+"""Padding of batches of any make: declared tensors to one edge, everything else untouched."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from strategies import Ragged
+from strategies.padding import Padding, edge_of, length_of, to_edge
+
+TOKENS = torch.arange(1, 11).reshape(2, 5)
+
+
+class Named(NamedTuple):
+    tokens: Tensor
+    useful: int
+
+
+@dataclass(frozen=True)
+class Declared:
+    tokens: Tensor
+    useful: int
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.tokens, self.useful = TOKENS, 7
+
+
+def read(batch: Any, name: str) -> Any:
+    if isinstance(batch, dict | UserDict):
+        return batch[name]
+    if isinstance(batch, list) or type(batch) is tuple:
+        return batch[("tokens", "useful").index(name)]
+    return getattr(batch, name)
+
+
+BATCHES = [
+    Named(TOKENS, 7), {"tokens": TOKENS, "useful": 7}, UserDict(tokens=TOKENS, useful=7), Declared(TOKENS, 7), Plain(),
+    [TOKENS, 7], (TOKENS, 7),
+]  # fmt: skip
+
+
+def padding(batch: Any, **options: Any) -> Padding:
+    field = "0" if isinstance(batch, list) or type(batch) is tuple else "tokens"
+    return Padding(name="buckets", ragged=(Ragged(field, 1, -1, 1),), **options)
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
+def test_a_batch_of_any_make_is_padded_cut_and_resized_in_a_copy(batch: Any) -> None:
+    rule = padding(batch)
+    assert (rule.length(batch), rule.rows(batch)) == (4, 2)
+    longer, shorter, same = (rule.to_edge(batch, edge) for edge in (6, 2, 4))
+    assert type(longer) is type(batch)
+    assert read(longer, "tokens").tolist() == [[1, 2, 3, 4, 5, -1, -1], [6, 7, 8, 9, 10, -1, -1]]
+    assert read(longer, "tokens").dtype == torch.int64
+    assert read(shorter, "tokens").tolist() == [[1, 2, 3], [6, 7, 8]]
+    assert read(shorter, "tokens").is_contiguous()
+    assert torch.equal(read(same, "tokens"), TOKENS)
+    resized = rule.resized(batch, rows=3, edge=4)
+    assert read(resized, "tokens").tolist() == [*TOKENS.tolist(), TOKENS[0].tolist()]
+    assert read(rule.resized(batch, rows=1, edge=6), "tokens").tolist() == [[1, 2, 3, 4, 5, -1, -1]]
+    assert {read(made, "useful") for made in (longer, shorter, resized)} == {7}
+    assert torch.equal(read(batch, "tokens"), TOKENS), "the batch itself stays as it was"
+
+
+def test_all_declared_tensors_share_an_edge_and_keep_their_own_padding() -> None:
+    ragged = (Ragged("ids", 1, 0), Ragged("mask", -1, 0.0), Ragged("labels", 1, -100), Ragged("real", 1, 0))
+    batch = {
+        "ids": torch.ones(2, 3, dtype=torch.int32), "mask": torch.ones(2, 2), "labels": torch.ones(2, 3).long(),
+        "real": torch.ones(2, 3, dtype=torch.bool), "image": torch.ones(2, 3),
+    }  # fmt: skip
+    assert length_of(batch, ragged) == 3
+    padded = to_edge(batch, ragged, 4)
+    assert {name: list(tensor.shape) for name, tensor in padded.items()} == {
+        "ids": [2, 4], "mask": [2, 4], "labels": [2, 4], "real": [2, 4], "image": [2, 3],
+    }  # fmt: skip
+    assert {name: tensor.dtype for name, tensor in padded.items()} == {name: t.dtype for name, t in batch.items()}
+    assert padded["labels"][0].tolist() == [1, 1, 1, -100]
+    assert padded["real"][0].tolist() == [True, True, True, False]
+
+
+def test_every_tensor_with_a_row_for_each_example_is_resized() -> None:
+    batch = {"tokens": TOKENS, "nested": [torch.zeros(2, 3), torch.zeros(4)], "scalar": torch.tensor(1.0)}
+    resized = padding(batch).resized(batch, rows=5, edge=4)
+    assert resized["tokens"].shape == (5, 5)
+    assert [list(tensor.shape) for tensor in resized["nested"]] == [[5, 3], [4]]
+    assert resized["scalar"].shape == ()
+
+
+def test_a_batch_is_padded_to_the_next_edge_and_beyond_the_last_one_to_the_multiple() -> None:
+    assert [edge_of(length, (16, 40), 8) for length in (1, 16, 17, 40, 41, 49)] == [16, 16, 40, 40, 48, 56]
+    assert [edge_of(length, (), 8, limit=20) for length in (3, 17, 21)] == [8, 20, 21]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"ids": TOKENS}, r"ragged: the batch \(dict\) has no 'tokens'; it has \['ids'\]"),
+        ([TOKENS], r"ragged: the batch \(list\) has no 'tokens'; it has \['0'\]"),
+        ({"tokens": [1, 2]}, "must be a tensor whose dimension 1 holds positions"),
+        ({"tokens": torch.ones(3)}, "must be a tensor whose dimension 1 holds positions"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_the_batch_is_an_error(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        length_of(batch, (Ragged("tokens", 1),))

@@ -1,0 +1,266 @@
+"""``compile=modular``: each part in its own way, by declared name, path or wildcard; overlaps and typos are errors."""
+
+from __future__ import annotations
+
+import re
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from strategies import Modular, Part, Program
+from tasks import Declaration
+from tests.strategies import backends
+from tests.strategies.conftest import Batch, loss_and_gradients
+from tests.strategies.modules import Block, Stack
+
+COUNTING = backends.COUNTING
+
+
+def program_of(module: nn.Module, declared: Declaration) -> Program:
+    return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
+
+
+def modular(backend: str = COUNTING, **how: str) -> Modular:
+    return Modular(parts={name.replace("__", "."): Part(how=value, backend=backend) for name, value in how.items()})
+
+
+def regions_of(program: Program) -> list[str]:
+    return [region.path for region in program.regions]
+
+
+def test_a_whole_encoder_a_regional_decoder_and_an_eager_tail_have_eagers_numbers(
+    module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    loss, gradients = loss_and_gradients(module, batch)
+    keys = list(module.state_dict())
+    program = program_of(module, declared)
+    modular(encoder="whole", decoder="regional", tail="off").apply(program)
+    compiled_loss, compiled_gradients = loss_and_gradients(module, batch)
+    assert regions_of(program) == ["net.encoder", *(f"net.decoder.blocks.{index}" for index in range(3))]
+    assert len(graphs) == 2, "the encoder, and one for three blocks"
+    assert program.report["modular"] == {"encoder": ["net.encoder"], "decoder": regions_of(program)[1:]}
+    torch.testing.assert_close(compiled_loss, loss)
+    torch.testing.assert_close(compiled_gradients, gradients)
+    assert list(module.state_dict()) == keys
+
+
+def test_parts_have_settings_of_their_own(module: nn.Module, declared: Declaration, monkeypatch: Any) -> None:
+    asked: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(
+        "strategies.inplace.compile_in_place", lambda program, path, arguments: asked.update({path: arguments})
+    )
+    strategy = Modular(
+        parts={
+            "encoder": Part(mode="max-autotune-no-cudagraphs", fullgraph=False, combo_kernels=True),
+            "tail": Part(backend="aot_eager", dynamic=True),
+        }
+    )
+    strategy.apply(program_of(module, declared))
+    assert asked["net.encoder"]["options"] == {
+        "max_autotune": True,
+        "coordinate_descent_tuning": True,
+        "combo_kernels": True,
+    }
+    assert asked["net.encoder"]["fullgraph"] is False
+    assert asked["net.tail"] == {"backend": "aot_eager", "fullgraph": True, "dynamic": True}
+
+
+def test_what_no_part_names_stays_eager_and_a_note_says_so(
+    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+) -> None:
+    program = program_of(module, declared)
+    modular(decoder="regional").apply(program)
+    (note,) = program.notes
+    assert note.endswith("stay eager: net.encoder.blocks, net.encoder.embed, net.tail")
+
+
+def test_the_order_in_which_parts_are_given_does_not_matter(
+    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+) -> None:
+    outcomes = set()
+    for order in permutations((("encoder", "regional"), ("net.encoder.embed", "off"), ("tail", "whole"))):
+        program = program_of(module, declared)
+        Modular(parts={name: Part(how=how, backend=COUNTING) for name, how in order}).apply(program)
+        outcomes.add(frozenset(regions_of(program)))
+    assert outcomes == {frozenset([*(f"net.encoder.blocks.{index}" for index in range(3)), "net.tail"])}
+
+
+@pytest.mark.parametrize(
+    ("key", "how", "paths"),
+    [
+        ("net", "whole", ["net"]),
+        ("embed", "whole", ["net.encoder.embed"]),
+        ("net.decoder", "whole", ["net.decoder"]),
+        ("net.decoder.blocks.1", "whole", ["net.decoder.blocks.1"]),
+        ("net.decoder.blocks.*", "whole", [f"net.decoder.blocks.{index}" for index in range(3)]),
+        ("net.*.blocks.[12]", "whole", [f"net.{half}coder.blocks.{n}" for half in ("en", "de") for n in (1, 2)]),
+        ("net.encoder.blocks", "regional", [f"net.encoder.blocks.{index}" for index in range(3)]),
+        ("encoder", "regional", [*(f"net.encoder.blocks.{index}" for index in range(3)), "net.encoder.embed"]),
+    ],
+)  # fmt: skip
+def test_a_part_is_a_declared_name_a_path_or_a_path_with_wildcards(
+    key: str, how: str, paths: list[str], module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+) -> None:
+    program = program_of(module, declared)
+    Modular(parts={key: Part(how=how, backend=COUNTING)}).apply(program)
+    assert regions_of(program) == paths
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ({"encodr": "whole"}, r"parts\.encodr: matches no submodule; near: encoder.*declares: net, encoder, decoder, "),
+        ({"net.decodr": "whole"}, r"parts\.net\.decodr: matches no submodule; near: .*net\.decoder"),
+        ({"net.*.block": "whole"}, r"parts\.net\.\*\.block: matches no submodule"),
+        ({"blocks": "whole"}, r"parts\.blocks: .*several .*: net\.encoder\.blocks, net\.decoder\.blocks; write one"),
+        ({"encoder": "whole", "net.encoder": "whole"}, r"'encoder' and 'net\.encoder' both mean net\.encoder"),
+        (
+            {"encoder": "whole", "net.encoder.blocks": "regional"},
+            r"'net\.encoder\.blocks' \(net\.encoder\.blocks\.0\) lies inside 'encoder' \(net\.encoder\)",
+        ),
+        (
+            {"net": "whole", "tail": "off"},
+            r"'tail' \(net\.tail\) lies inside 'net' \(net\), which is compiled with all",
+        ),
+        ({"encoder": "whole", "net": "off"}, r"all of 'encoder' is off because of 'net'"),
+        ({"tail": "regional"}, r"parts\.tail: net\.tail holds no repeated blocks.*parts\.tail\.how=whole"),
+        ({"net.encoder.blocks": "whole"}, r"net\.encoder\.blocks is a ModuleList, which is never called itself"),
+    ],
+)
+def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
+    parts: dict[str, str], complaint: str, module: nn.Module, declared: Declaration
+) -> None:
+    for order in permutations(parts.items()):
+        strategy = Modular(parts={name: Part(how=how) for name, how in order})
+        mirrored = re.sub(
+            r"'encoder' and 'net\\.encoder'", "('encoder'|'net.encoder') and ('encoder'|'net.encoder')", complaint
+        )
+        with pytest.raises(ValueError, match=mirrored):
+            strategy.apply(program_of(module, declared))
+    assert not any(child._compiled_call_impl for child in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        ({"how": "rigional"}, r"parts\.encoder\.how='rigional' is not one of \('whole', 'regional', 'off'\)"),
+        ({"mode": "fastest"}, r"parts\.encoder\.mode='fastest' is not one of"),
+        ({"fulgraph": True}, r"parts\.encoder\.fulgraph is not an option; near: fullgraph"),
+        ({"fullgraph": "maybe"}, r"parts\.encoder\.fullgraph='maybe' is not bool"),
+        ({"dynamic": 1}, r"parts\.encoder\.dynamic=1 is not bool or null"),
+        ({"options": [1]}, r"parts\.encoder\.options=\[1\] is not dict"),
+        ({"blocks": {"how": "whole"}}, r"for the path encoder\.blocks write '\+compile\.modular\.parts=\{encoder\.blo"),
+        ({"activation_memory_budget": 2}, r"parts\.encoder\.activation_memory_budget=2 must be between 0 and 1"),
+        ("whole", r"parts\.encoder='whole' is not a mapping of options: write compile\.modular.*\.encoder\.how=whole"),
+    ],
+)  # fmt: skip
+def test_a_parts_fields_are_checked_by_name_and_type(part: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Modular(parts={"encoder": part})
+
+
+def test_a_bare_off_in_yaml_is_read_as_off() -> None:
+    assert Modular(parts={"tail": {"how": False}}).parts == {"tail": Part(how="off")}
+
+
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        (Part(backend="inductr"), r"compile\.modular\.parts\.encoder\.backend='inductr' .*; near: inductor"),
+        (Part(options={"shape_paddin": True}), r"compile\.modular\.parts\.encoder\.options: .*near: shape_padding"),
+    ],
+)
+def test_each_parts_backend_and_options_are_checked_against_this_torch(part: Part, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Modular(parts={"tail": Part(backend="aot_eager"), "encoder": part}).check()
+
+
+def test_no_part_or_only_eager_ones_are_refused_with_an_example() -> None:
+    for strategy in (Modular(), modular(tail="off")):
+        with pytest.raises(ValueError, match=r"names nothing to compile: add for instance \+compile\.modular\.parts"):
+            strategy.check()
+
+
+def test_what_the_parts_ask_for_is_what_the_strategy_asks_for() -> None:
+    quiet = Modular(parts={"a": Part(backend="aot_eager"), "b": Part(how="off", mode="reduce-overhead")})
+    assert not quiet.needs_inductor
+    assert not quiet.uses_cuda_graphs
+    loud = Modular(parts={"a": Part(backend="aot_eager"), "b": Part(mode="reduce-overhead")})
+    assert loud.needs_inductor
+    assert loud.uses_cuda_graphs
+
+
+def test_a_module_that_declares_nothing_is_addressed_by_paths(graphs: list[GraphModule]) -> None:
+    module = Stack(nn.ModuleList([Block(), Block()]))
+    program = Program(module=module)
+    modular(layers="regional", head="whole").apply(program)
+    assert regions_of(program) == ["layers.0", "layers.1", "head"]
+    assert any("found repeated blocks in layers" in note for note in program.notes)
+    with pytest.raises(ValueError, match=r"parts\.linear: .*near: layers\.0\.linear.*; the module declares no names"):
+        modular(linear="whole").apply(Program(module=module))
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """Bytes that one forward keeps for the backward, parameters apart."""
+    parameters = {parameter.data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x).sum().backward()
+    return sum(kept.values())
+
+
+class Deep(nn.Module):
+    """Two towers of the same class that keep many activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))) for _ in "lr"
+        )
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.right(self.left(x_BD))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_each_part_keeps_its_own_activation_memory_budget(backend: str) -> None:
+    import torch._functorch.config as functorch_config
+
+    before = functorch_config.activation_memory_budget
+    x_BD = torch.randn(32, 16, requires_grad=True)
+    kept: dict[tuple[float, float], int] = {}
+    for budgets in ((1.0, 1.0), (0.0, 1.0), (0.0, 0.0)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = Deep()
+        eager = module(x_BD).detach()
+        parts = {
+            name: Part(backend=backend, activation_memory_budget=budget)
+            for name, budget in zip(("left", "right"), budgets, strict=True)
+        }
+        strategy = Modular(parts=parts)
+        strategy.check()
+        strategy.apply(Program(module=module))
+        torch.testing.assert_close(module(x_BD).detach(), eager)
+        kept[budgets] = saved_bytes(module, x_BD)
+    assert kept[0.0, 0.0] < kept[0.0, 1.0] < kept[1.0, 1.0]
+    assert functorch_config.activation_memory_budget == before
+
+
+def test_blocks_under_one_budget_share_their_graph(graphs: list[GraphModule]) -> None:
+    module = Stack(nn.ModuleList([Block(), Block(), Block()]))
+    seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    part = Part(how="regional", backend="aot_eager", activation_memory_budget=0.5)
+    Modular(parts={"layers": part}).apply(Program(module=module))
+    module(torch.randn(2, 8)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - seen == 1

@@ -1,0 +1,528 @@
+"""``compile=optimizer``: eager's numbers and eager's state, one graph for all blocks, and never another one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.optim import lr_scheduler
+
+from strategies import Optimizer, Program
+from strategies.optimizer_compare import verdict
+from strategies.optimizer_step import ATTRIBUTE, NothingCompiled, installed
+from tests.strategies import backends
+from tests.strategies.modules import Block, Stack
+
+Made = torch.optim.Optimizer
+Make = Callable[[Iterable[Any]], Made]
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda given: torch.optim.AdamW(given, lr=1e-2),
+    "AdamW amsgrad maximize": lambda given: torch.optim.AdamW(given, lr=1e-4, amsgrad=True, maximize=True),
+    "AdamW fused": lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True),
+    "Adam decay": lambda given: torch.optim.Adam(given, lr=1e-2, weight_decay=0.1),
+    "Adam tensor rate": lambda given: torch.optim.Adam(given, lr=torch.tensor(1e-2)),
+    "RAdam": lambda given: torch.optim.RAdam(given, lr=1e-2, weight_decay=0.1),
+    "RAdam decoupled": lambda given: torch.optim.RAdam(given, weight_decay=0.1, decoupled_weight_decay=True),
+    "Adamax": lambda given: torch.optim.Adamax(given, weight_decay=0.1),
+    "SGD": lambda given: torch.optim.SGD(given, lr=1e-3),
+    "SGD nesterov": lambda given: torch.optim.SGD(given, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD dampening": lambda given: torch.optim.SGD(given, lr=1e-3, momentum=0.9, dampening=0.5),
+    "RMSprop": lambda given: torch.optim.RMSprop(given, lr=1e-3, weight_decay=0.1),
+    "RMSprop centered": lambda given: torch.optim.RMSprop(given, lr=1e-3, momentum=0.9, centered=True, eps=1e-3),
+    "Adagrad": lambda given: torch.optim.Adagrad(given, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adadelta": lambda given: torch.optim.Adadelta(given, weight_decay=0.1),
+}
+
+
+def stack(blocks: int = 3) -> Stack:
+    torch.manual_seed(0)
+    return Stack(nn.ModuleList([Block() for _ in range(blocks)]))
+
+
+def begin(module: nn.Module, *optimizers: Made, **options: Any) -> tuple[Optimizer, Program]:
+    strategy = Optimizer(**{"backend": backends.COUNTING, **options})
+    program = Program(module=module)
+    strategy.apply(program)
+    program.optimizers = optimizers
+    strategy.begin(program)
+    return strategy, program
+
+
+def train(module: nn.Module, optimizer: Made, steps: int, *, seed: int = 1, schedule: Any = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kind = next(module.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.randn(4, 8, generator=generator, dtype=kind)).square().mean().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def assert_same(left: nn.Module, right: nn.Module, **tolerance: float) -> None:
+    torch.testing.assert_close(left.state_dict(), right.state_dict(), **tolerance)
+
+
+def assert_same_state(left: Made, right: Made, **tolerance: float) -> None:
+    """The same keys, in order, the same types, devices and values."""
+    ours, eagers = left.state_dict(), right.state_dict()
+    assert ours["param_groups"] == eagers["param_groups"]
+    assert list(ours["state"]) == list(eagers["state"])
+    for index, expected in eagers["state"].items():
+        assert list(ours["state"][index]) == list(expected)
+        torch.testing.assert_close(ours["state"][index], expected, **tolerance)
+
+
+# ---- eager's numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_parameters_and_state_are_eagers(make: Make, graphs: list[GraphModule]) -> None:
+    eager, compiled = stack(), stack()
+    optimizers = []
+    for module in (eager, compiled):
+        matrices = [p for p in module.parameters() if p.ndim > 1]
+        vectors = [p for p in module.parameters() if p.ndim == 1]
+        optimizers.append(make([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]))
+    _, program = begin(compiled, optimizers[1])
+    for module, optimizer in zip((eager, compiled), optimizers, strict=True):
+        schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        train(module, optimizer, 12, schedule=schedule)
+    assert_same(compiled, eager, rtol=1e-5, atol=1e-6)
+    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=1e-6)
+    assert len(graphs) == 2, "one for the blocks, one for stem and head"
+    assert program.report["optimizer"]["form"] == "functional"
+
+
+def test_double_precision_is_kept(graphs: list[GraphModule]) -> None:
+    eager, compiled = stack().double(), stack().double()
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (eager, compiled)]
+    begin(compiled, optimizers[1])
+    for module, optimizer in zip((eager, compiled), optimizers, strict=True):
+        train(module, optimizer, 12)
+    assert_same(compiled, eager, rtol=1e-12, atol=1e-13)
+
+
+def test_inductor_compiles_it_to_eagers_numbers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, compiled = stack(2), stack(2)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (eager, compiled)]
+    _, program = begin(compiled, optimizers[1], backend="inductor")
+    for module, optimizer in zip((eager, compiled), optimizers, strict=True):
+        train(module, optimizer, 5, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
+    assert_same(compiled, eager, rtol=1e-5, atol=1e-6)
+    assert program.report["optimizer"]["graphs"] == 2
+
+
+# ---- one graph, and never another ------------------------------------------------------------------------------------
+
+
+def test_twelve_identical_blocks_share_one_graph(graphs: list[GraphModule]) -> None:
+    module = stack(12)
+    optimizer = torch.optim.AdamW(module.parameters())
+    _, program = begin(module, optimizer)
+    train(module, optimizer, 2)
+    assert len(graphs) == 2, "one for the blocks, one for stem and head"
+    facts = program.report["optimizer"]
+    assert (facts["form"], facts["tensors"], facts["chunks"], facts["graphs"]) == ("functional", 52, 13, 2)
+
+
+def test_many_tensors_outside_blocks_are_cut_into_chunks(graphs: list[GraphModule]) -> None:
+    module = nn.ParameterList(torch.zeros(3) for _ in range(96))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    _, program = begin(module, optimizer)
+    for parameter in module:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert len(graphs) == 1, "three chunks of the same shapes"
+    assert program.report["optimizer"]["chunks"] == 3
+    torch.testing.assert_close(torch.stack(list(module)), torch.full((96, 3), -0.1))
+
+
+def _sequential(optimizer: Made) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, total_iters=50), lr_scheduler.ExponentialLR(optimizer, 0.999)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[50])
+
+
+def _chained(optimizer: Made) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, total_iters=50), lr_scheduler.ExponentialLR(optimizer, 0.999)]
+    return lr_scheduler.ChainedScheduler(parts, optimizer=optimizer)
+
+
+SCHEDULERS: dict[str, Callable[[Made], lr_scheduler.LRScheduler]] = {
+    "ChainedScheduler": _chained,
+    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=100),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=100),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, step_size_up=100),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.999),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=500),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones=[100, 500]),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.999),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=1001),
+    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=1000),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=3, threshold=0.5),
+    "SequentialLR": _sequential,
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=100),
+}
+"""A scheduler that torch adds later is not here, which its test says by a KeyError."""
+TORCHS = [name for name in lr_scheduler.__all__ if name != "LRScheduler"]
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_no_scheduler_recompiles_in_a_thousand_steps(name: str, graphs: list[GraphModule]) -> None:
+    parameters = [nn.ParameterList([torch.ones(3)]) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(parameter, lr=1e-3) for parameter in parameters]
+    gradients = torch.randn(1000, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # "lr_scheduler.step() before optimizer.step()" and its like
+        warnings.filterwarnings("ignore", message=".*epoch parameter")  # SequentialLR's own
+        schedules = [SCHEDULERS[name](optimizer) for optimizer in optimizers]
+        begin(parameters[1], optimizers[1])
+        rates = set()
+        for gradient in gradients:
+            for (parameter,), optimizer, schedule in zip(parameters, optimizers, schedules, strict=True):
+                parameter.grad = gradient
+                optimizer.step()
+                schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))  # type: ignore[arg-type]
+            rates.add(optimizers[1].param_groups[0]["lr"])
+    assert len(rates) > 1, "the schedule changes something"
+    assert len(graphs) == 1
+    assert type(optimizers[1].param_groups[0]["lr"]) is float
+    assert optimizers[1].state_dict()["param_groups"] == optimizers[0].state_dict()["param_groups"]
+    torch.testing.assert_close(parameters[1][0], parameters[0][0], rtol=1e-4, atol=1e-6)
+
+
+def test_every_hyperparameter_may_change_without_a_recompile(graphs: list[GraphModule]) -> None:
+    modules = [stack(2), stack(2)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
+    begin(modules[1], optimizers[1])
+    for step in range(10):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.param_groups[0].update(betas=(0.5 + step / 30, 0.9), weight_decay=step / 10, eps=10.0**-step)
+            train(module, optimizer, 1, seed=step)
+    assert len(graphs) == 2
+    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+
+
+# ---- the optimizer stays itself --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD nesterov", "Adagrad"])
+def test_state_dicts_go_both_ways(name: str, graphs: list[GraphModule]) -> None:
+    reference = stack()
+    eager = OPTIMIZERS[name](reference.parameters())
+    train(reference, eager, 3)
+    train(reference, eager, 3, seed=2)
+
+    for first_compiled in (True, False):
+        first, second = stack(), stack()
+        before, after = OPTIMIZERS[name](first.parameters()), OPTIMIZERS[name](second.parameters())
+        begin(*((first, before) if first_compiled else (second, after)))
+        train(first, before, 3)
+        file = io.BytesIO()
+        torch.save((first.state_dict(), before.state_dict()), file)
+        file.seek(0)
+        weights, state = torch.load(file, weights_only=True)
+        second.load_state_dict(weights)
+        after.load_state_dict(state)
+        train(second, after, 3, seed=2)
+        assert_same(second, reference, rtol=1e-5, atol=1e-6)
+        assert_same_state(after, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_after_the_end_the_optimizers_own_step_goes_on(graphs: list[GraphModule]) -> None:
+    reference, module = stack(), stack()
+    eager, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, module))
+    strategy, program = begin(module, optimizer)
+    train(module, optimizer, 3)
+    strategy.end(program)
+    assert "step" not in vars(optimizer)
+    assert ATTRIBUTE not in vars(optimizer)
+    assert optimizer.step.__func__ is torch.optim.AdamW.step  # type: ignore[attr-defined]
+    train(module, optimizer, 3)
+    for _ in range(2):
+        train(reference, eager, 3)
+    assert_same(module, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_loaded_in_the_middle_is_gone_on_from(graphs: list[GraphModule]) -> None:
+    reference, module = stack(), stack()
+    eager, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, module))
+    begin(module, optimizer)
+    for m, o in ((reference, eager), (module, optimizer)):
+        train(m, o, 2)
+        kept = copy.deepcopy((m.state_dict(), o.state_dict()))
+        train(m, o, 3, seed=2)
+        m.load_state_dict(kept[0])
+        o.load_state_dict(kept[1])
+        train(m, o, 2, seed=3)
+    assert_same(module, reference, rtol=1e-5, atol=1e-6)
+    assert_same_state(optimizer, eager, rtol=1e-4, atol=1e-6)
+    assert len(graphs) == 2, "loading does not recompile"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD dampening"])
+def test_state_put_back_behind_its_back_is_noticed(name: str, graphs: list[GraphModule]) -> None:
+    # As a rehearsal does it: what was there is filled in place, what was not there is taken out.
+    reference, module = stack(), stack()
+    eager, optimizer = (OPTIMIZERS[name](m.parameters()) for m in (reference, module))
+    begin(module, optimizer)
+    weights = copy.deepcopy(module.state_dict())
+    train(module, optimizer, 2)
+    optimizer.state.clear()
+    module.load_state_dict(weights)
+    train(module, optimizer, 2)
+    kept = [(t, t.clone()) for state in optimizer.state.values() for t in state.values()]
+    weights = copy.deepcopy(module.state_dict())
+    train(module, optimizer, 2, seed=2)
+    for tensor, value in kept:
+        tensor.copy_(value)
+    module.load_state_dict(weights)
+    train(module, optimizer, 2, seed=3)
+    train(reference, eager, 2)
+    train(reference, eager, 2, seed=3)
+    assert_same(module, reference, rtol=1e-5, atol=1e-6)
+    assert_same_state(optimizer, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_may_be_without_a_gradient_for_a_while(graphs: list[GraphModule]) -> None:
+    modules = [stack(2), stack(2)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
+    begin(modules[1], optimizers[1])
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        for trained in (True, False, False, True, True):
+            module.layers[0].requires_grad_(trained)
+            train(module, optimizer, 2)
+    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_group_added_later_is_updated(graphs: list[GraphModule]) -> None:
+    modules = [stack(2), stack(2)]
+    optimizers = [torch.optim.AdamW(module.layers.parameters(), lr=1e-2) for module in modules]
+    begin(modules[1], optimizers[1])
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer, 2)
+        optimizer.add_param_group({"params": list(module.head.parameters()), "lr": 1e-3})
+        train(module, optimizer, 2)
+    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_and_closure_run_and_the_loss_is_returned(graphs: list[GraphModule]) -> None:
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    begin(module, optimizer)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> Tensor:
+        seen.append("closure")
+        optimizer.zero_grad()
+        loss = module(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert seen == ["before", "closure", "after"]
+    assert loss is not None
+    assert loss.requires_grad
+    assert isinstance(optimizer.step, types.MethodType)
+    assert optimizer.step.__self__ is optimizer
+    assert len(graphs) == 2
+
+
+def test_a_scheduler_made_after_it_does_not_complain(graphs: list[GraphModule]) -> None:
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    begin(module, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, optimizer, 3, schedule=lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**3)
+
+
+def test_clipping_by_norm_is_torchs(graphs: list[GraphModule]) -> None:
+    modules = [stack(2), stack(2)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    begin(modules[1], optimizers[1])
+    update: Any = installed(optimizers[1])
+    for step in range(4):
+        for module in modules:
+            module.zero_grad()
+            (module(torch.ones(2, 8)).square().mean() * 10).backward()
+        if step != 2:  # a step that is not clipped in between
+            torch.nn.utils.clip_grad_norm_(modules[0].parameters(), 0.01)
+            update.max_norm = 0.01
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 2
+
+
+# ---- what is no formula ----------------------------------------------------------------------------------------------
+
+
+class Lion(torch.optim.Optimizer):
+    """Somebody's own optimizer: https://arxiv.org/abs/2302.06675."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                parameter.sub_(state["mean"].sign() * group["lr"])
+                state["mean"].mul_(group["beta"]).add_(parameter.grad * (1 - group["beta"]))
+
+
+class Deciding(Lion):
+    """Looks at the values of its gradients, which no graph can."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad.norm().item() > 0:
+                    parameter.sub_(parameter.grad * group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "compiled"),
+    [
+        (lambda given: Lion(given), "generic", 2),
+        (lambda given: torch.optim.NAdam(given), "generic", 1),
+        (lambda given: Deciding(given), "eager", 0),
+    ],
+    ids=["Lion", "NAdam", "Deciding"],
+)
+def test_another_optimizer_is_compiled_as_it_is_written_or_runs_eager(
+    make: Make, form: str, compiled: int, graphs: list[GraphModule]
+) -> None:
+    modules = [nn.Linear(8, 2), nn.Linear(8, 2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    optimizers = [make(module.parameters()) for module in modules]
+    _, program = begin(modules[1], optimizers[1])
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer, 8, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
+    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+    assert len(graphs) == compiled, "a schedule does not recompile; a first step that creates state does, once"
+    assert program.report["optimizer"]["form"] == form
+    assert any("runs eager" in note for note in program.notes) == (form == "eager")
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    assert rates[0] == rates[1]
+    assert type(rates[1]) is float
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda given: torch.optim.LBFGS(given), "as often as the loss demands"),
+        (lambda given: torch.optim.SGD(given, differentiable=True), "differentiable"),
+    ],
+    ids=["LBFGS", "differentiable"],
+)
+def test_what_cannot_be_compiled_runs_eager_and_says_so(make: Make, reason: str) -> None:
+    module = stack(2)
+    optimizer = make(module.parameters())
+    _, program = begin(module, optimizer)
+    assert "step" not in vars(optimizer)
+    assert any("runs eager" in note and reason in note for note in program.notes)
+    assert program.report["optimizer"]["form"] == "eager"
+
+
+def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[GraphModule]) -> None:
+    module = stack(2)
+    optimizers = [torch.optim.AdamW(module.layers.parameters()), torch.optim.LBFGS(module.head.parameters())]
+    _, program = begin(module, *optimizers)
+    train(module, optimizers[0], 1)
+    assert program.report["optimizer"]["form"] == "eager, functional"
+    assert program.report["optimizer"]["tensors"] == 8
+
+
+# ---- nothing silent --------------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_is_switched_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.register()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    begin(module, optimizer)
+    with pytest.raises(NothingCompiled, match="was not compiled"):
+        train(module, optimizer, 1)
+
+
+def test_a_compiler_that_is_switched_off_in_torchs_configuration_is_an_error() -> None:
+    backends.register()
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    with torch._dynamo.config.patch(disable=True):
+        begin(module, optimizer)
+        # Newer versions of torch notice it themselves.
+        with pytest.raises(RuntimeError, match=r"was not compiled|no compiled frames"):
+            train(module, optimizer, 1)
+
+
+def test_a_backend_that_fails_stops_the_run() -> None:
+    backends.register()
+    for make in (torch.optim.AdamW, torch.optim.NAdam):
+        module = stack(2)
+        optimizer = make(module.parameters())
+        begin(module, optimizer, backend=backends.BROKEN_FORWARD)
+        with pytest.raises(Exception, match="compiles no forward"):
+            train(module, optimizer, 1)
+
+
+def test_a_step_that_somebody_has_replaced_is_left_alone() -> None:
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    theirs = types.MethodType(lambda self, closure=None: None, optimizer)
+    optimizer.step = theirs  # type: ignore[method-assign]
+    _, program = begin(module, optimizer)
+    assert optimizer.step is theirs
+    assert any("replaced already" in note for note in program.notes)
+
+
+def test_without_a_gpu_nothing_is_compared_and_a_faster_fused_is_said(graphs: list[GraphModule]) -> None:
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    _, program = begin(module, optimizer)
+    train(module, optimizer, 1)
+    facts = program.report["optimizer"]
+    assert [facts[f"{form}_milliseconds"] for form in ("compiled", "fused", "foreach")] == [None] * 3
+    assert verdict(facts) is None
+    assert verdict({"compiled_milliseconds": 1.0, "fused_milliseconds": 1.5}) is None
+    line = verdict({"compiled_milliseconds": 2.0, "fused_milliseconds": 1.5})
+    assert line is not None
+    assert "fused=True is faster here (1.50 ms against 2.00 ms a step)" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"mode": "reduce-overhead"}, r"compile\.optimizer\.mode='reduce-overhead'"),
+        ({"mode": "fastest"}, r"compile\.optimizer\.mode='fastest' is not one of"),
+        ({"options": {"triton.cudagraphs": True}}, r"no CUDA graphs of its own"),
+        ({"fullgraph": False}, r"compile\.optimizer\.fullgraph=False"),
+        ({"dynamic": True}, r"compile\.optimizer\.dynamic=True"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Optimizer(**options)

@@ -1,0 +1,87 @@
+"""``compile=optimizer`` on a CUDA device: eager's numbers, few kernels, a comparison with fused, CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from strategies import Optimizer, Program
+from strategies.optimizer_step import installed
+from tests.strategies.modules import Block, Stack
+
+pytestmark = pytest.mark.gpu
+
+
+def pair(**options: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer], Program]:
+    modules: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(Stack(nn.ModuleList([Block() for _ in range(6)])).cuda())
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-3, **options) for module in modules]
+    program = Program(module=modules[1], optimizers=(optimizers[1],), device=torch.device("cuda"))
+    Optimizer().begin(program)
+    return modules, list(optimizers), program
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=["default", "fused", "capturable"])
+def test_parameters_and_state_are_eagers(options: dict[str, bool]) -> None:
+    modules, optimizers, program = pair(**options)
+    schedules = [OneCycleLR(optimizer, max_lr=1e-2, total_steps=30) for optimizer in optimizers]
+    for step in range(20):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        for module, optimizer, schedule in zip(modules, optimizers, schedules, strict=True):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-5)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=1e-3, atol=1e-5)
+    report = program.report["optimizer"]
+    assert (report["form"], report["graphs"], report["chunks"]) == ("functional", 2, 7)
+    for form in ("compiled", "fused", "foreach"):
+        assert report[f"{form}_milliseconds"] > 0
+    assert report["compared_tensors"] == 28
+
+
+def test_a_step_is_about_one_kernel_a_chunk_and_never_waits_for_the_device() -> None:
+    modules, optimizers, _ = pair(fused=True)
+    for _ in range(3):
+        modules[1](torch.randn(4, 8, device="cuda")).square().mean().backward()
+        optimizers[1].step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimizers[1].step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    kernels = [event.key for event in profile.key_averages() if "triton" in event.key for _ in range(event.count)]
+    assert 7 <= len(kernels) <= 14
+
+
+def test_a_captured_step_follows_a_schedule() -> None:
+    modules, optimizers, _ = pair()
+    update: Any = installed(optimizers[1])
+    for parameter, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        other.grad = parameter.grad.clone()
+    optimizers[0].step()
+    optimizers[1].step()
+    graph = torch.cuda.CUDAGraph()
+    number = update.plan_number
+    with torch.no_grad(), torch.cuda.graph(graph):
+        update()
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.param_groups[0].update(lr=1e-3 / (1 + step), betas=(0.8 + step / 100, 0.99))
+        optimizers[0].step()
+        update.refresh()
+        graph.replay()
+    assert update.plan_number == number
+    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-5)
+    assert float(optimizers[1].state_dict()["state"][0]["step"]) == 6

@@ -1,0 +1,136 @@
+"""``buckets`` in whole runs: captions, resuming, and processes that train together."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from strategies import Buckets
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.data.shapes import Shapes
+from tests.conftest import ROOT
+from tests.trainer.runs import curve, last_checkpoint, train
+from tests.trainer.test_resume_exactness import send_in_step
+from trainer.callback import Compile
+
+RAGGED_CAPTIONS = ("task.data.pad_to=null", "task.data.train_images=60", "compile.buckets.count=3")
+STEPS, STOP_AT = 34, 20
+
+
+def test_captions_of_any_length_train_in_a_few_shapes(tmp_path: Path) -> None:
+    changes = (*RAGGED_CAPTIONS, "trainer.max_steps=12", "trainer.val_every_n_steps=6")
+    changes = (*changes, "compile.regional.backend=eager", "compile.buckets.count=2")
+    record = train(tmp_path, *changes, strategy="[regional,buckets]")
+    assert (record.status, record.label, record.steps) == ("finished", "buckets+regional", 12)
+    report = record.report["buckets"]
+    assert len(report["edges"]) == 2
+    assert sum(report["examples"]) + sum(record.skipped_items.values()) >= 60
+    assert report["unexpected_training_batches"] == report["unexpected_validation_batches"] == 0
+    assert record.padded_share is not None
+    assert report["drawn_batches"] >= 12
+    # Encoder block, image embedding, one decoder block and tail for each edge, once more for validation.
+    assert record.graphs is not None
+    assert record.graphs <= 2 * (2 + 2 * len(report["edges"]))
+    assert not [event for event in record.events if event.kind != "recompile"]
+
+
+def test_a_caption_batch_has_the_loss_and_the_count_that_it_has_without_padding() -> None:
+    size = CaptionerSize(image_size=32, encoder_layers=2, decoder_layers=2, decoder_width=32, vocabulary_size=300)
+    task = Captioning(size=size, data=Shapes(batch_size=4, train_images=40, val_images=4, num_workers=0))
+    declared = task.declare().ragged
+    seen: list[tuple[Any, float]] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((batch, float(outputs["loss"])))
+
+    L.seed_everything(1, verbose=False)
+    module = task.build_module(max_steps=3)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        limit_val_batches=0, callbacks=[Compile([Buckets(edges=[160])], ragged=declared), Keep()],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=task.build_data(seed=1))
+    batch, loss = seen[0]
+    assert batch.tokens.shape[1] == 161
+    assert batch.useful_tokens == int((batch.tokens[:, 1:] != 0).sum())
+    counts = task.count(batch)
+    assert (counts.tokens, counts.useful_tokens) == (4 * 160, batch.useful_tokens)
+    longest = int((batch.tokens != 0).sum(dim=1).max())
+    assert longest < 161
+    module.load_state_dict(before)
+    with torch.no_grad():
+        plain = module.net(batch.images, batch.tokens[:, :longest])[0]
+    assert loss == pytest.approx(float(plain), rel=1e-6)
+
+
+def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = (*RAGGED_CAPTIONS, f"trainer.max_steps={STEPS}", "task.warmup_steps=4")
+    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
+    assert train(whole, *changes, strategy="buckets").status == "finished"
+    with monkeypatch.context() as patch:
+        send_in_step(patch, STOP_AT, signal.SIGINT)
+        assert train(first, *changes, strategy="buckets").steps == STOP_AT
+    resumed = train(second, *changes, f"resume={first}", strategy="buckets")
+    assert (resumed.status, resumed.steps) == ("finished", STEPS)
+    assert {**curve(first), **curve(second)} == curve(whole)
+    assert len(curve(second)) == STEPS - STOP_AT
+
+
+def test_eager_goes_on_from_a_checkpoint_of_buckets_within_the_same_epoch(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(first, *RAGGED_CAPTIONS, "trainer.max_steps=20", strategy="buckets")
+    ragged = RAGGED_CAPTIONS[:2]
+    assert train(second, *ragged, "trainer.max_steps=22", f"resume={first}", strategy="eager").status == "finished"
+    # 60 captions in batches of two: twenty steps are within the first epoch, for the data module as well.
+    assert last_checkpoint(first)["CaptionDataModule"] == {"epoch": 0, "batches": 20}
+    assert last_checkpoint(second)["CaptionDataModule"] == {"epoch": 0, "batches": 22}
+
+
+TWO_PROCESSES = """
+import json, pathlib, sys
+from lightning import Callback
+from strategies import Buckets
+from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
+from trainer.callback import Compile
+
+class Written(Callback):
+    def on_fit_end(self, trainer, module):
+        file = pathlib.Path(sys.argv[1]) / f"{trainer.global_rank}.json"
+        file.write_text(json.dumps([module.trained, module.validated]))
+
+compile_ = Compile([Buckets(multiple=8, count=3)], ragged=RAGGED, warmup_steps=1)
+data = TextData(Texts, count=78)
+fit(data, [compile_, Written()], devices=2, strategy="ddp_fork", max_steps=-1, max_epochs=2)
+"""
+"""Lengths are measured, on the first process for both; 78 texts are no whole number of batches."""
+
+
+def test_two_processes_take_the_same_bucket_at_every_step(tmp_path: Path) -> None:
+    # A process of its own: forking one that has run a backward is not possible.
+    subprocess.run([sys.executable, "-c", TWO_PROCESSES, str(tmp_path)], cwd=ROOT, check=True, timeout=100)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    trained = [rank[0] for rank in ranks]
+    assert len(trained[0]) == len(trained[1]) == 2 * (78 // 8)
+    assert [width for width, *_ in trained[0]] == [width for width, *_ in trained[1]]
+    assert len({width for width, *_ in trained[0]}) == 3
+    for epoch in (slice(0, 9), slice(9, 18)):
+        seen = Counter(name for rank in trained for _, names, _ in rank[epoch] for name in names)
+        assert len(seen) == 72
+        assert set(seen.values()) == {1}
+    assert trained[0][:9] != trained[0][9:]
+    validated = Counter(name for rank in ranks for _, names, _ in rank[1] for name in names)
+    assert set(validated) == {f"text {number}" for number in range(11)}

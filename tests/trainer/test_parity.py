@@ -1,0 +1,197 @@
+"""The parity gate: a compiled step that is not eager's stops the run, and eager's own noise does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import Program, Regional, Stage, Strategy
+from tests.trainer import guarded
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile
+from trainer.parity import Differences, Judge, ParityError, perturb, rounding_unit
+
+
+def refused(backend: str, tmp_path: Path, parity: str = "on", module: Blocks | None = None) -> tuple[str, Any]:
+    compile_ = Compile([Regional(backend=backend)], parity=parity)
+    with pytest.raises(ParityError) as caught:
+        fit(module or Blocks(), tmp_path, [compile_])
+    assert compile_.record.steps == 0, "nothing was trained"
+    facts = compile_.record.report["parity"]
+    assert facts["verdict"] == "failed"
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value), facts
+
+
+def test_a_wrong_forward_is_told_by_the_loss(tmp_path: Path) -> None:
+    with guarded.backend("tests_wrong_forward", guarded.scaled(1.01), guarded.as_it_is) as backend:
+        message, facts = refused(backend, tmp_path)
+    assert message.startswith("parity=on: the compiled step is not eager's: loss ")
+    assert facts["loss"]["difference"] > facts["loss"]["tolerance"]
+    assert f"{facts['loss']['difference']:.2e}" in message
+    assert f"{facts['loss']['tolerance']:.2e}" in message
+
+
+def test_a_wrong_backward_is_told_by_norm_and_tensor(tmp_path: Path) -> None:
+    with guarded.backend("tests_wrong_backward", guarded.as_it_is, guarded.scaled(1.01)) as backend:
+        message, facts = refused(backend, tmp_path)
+    assert "loss" not in message
+    assert "gradient norm" in message
+    worst = facts["weights"]["worst"]
+    assert worst.startswith(("layers.", "stem."))
+    assert f"update of {worst!r}" in message
+    # The gradient of three blocks in a row is 1.01 times itself after the first, 1.0301 times after the last.
+    assert facts["weights"]["difference"] == pytest.approx(1.01**3 - 1, rel=0.2)
+    assert facts["loss"]["difference"] <= facts["loss"]["tolerance"]
+
+
+def test_strict_looks_at_every_gradient(tmp_path: Path) -> None:
+    with guarded.backend("tests_wrong_backward", guarded.as_it_is, guarded.scaled(1.01)) as backend:
+        message, facts = refused(backend, tmp_path, parity="strict")
+    assert "gradient of 'stem" in message or "gradient of 'layers" in message
+    assert facts["gradients"]["beyond"] > 5
+
+
+def test_off_goes_on_in_spite_of_it(tmp_path: Path) -> None:
+    with guarded.backend("tests_wrong_backward", guarded.as_it_is, guarded.scaled(1.01)) as backend:
+        compile_ = Compile([Regional(backend=backend)], parity="off")
+        fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.steps == 6
+    assert "parity" not in compile_.record.report
+
+
+@dataclass(kw_only=True, slots=True)
+class HalfHeads(Strategy):
+    """An optimizer strategy with a bug: it halves the step of one tensor."""
+
+    name: ClassVar[str] = "half_heads"
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+
+    def begin(self, program: Program) -> None:
+        from strategies.optimizer_step import install
+
+        install(program.optimizers[0], _HalfHeads(program), after_first=lambda: None)
+
+
+class _HalfHeads:
+    form = "eager"
+    max_norm = None
+
+    def __init__(self, program: Program) -> None:
+        self.optimizer = program.optimizers[0]
+        self._head = program.module.get_submodule("head").weight
+
+    def __call__(self) -> None:
+        before = self._head.detach().clone()
+        type(self.optimizer).step(self.optimizer)
+        self._head.lerp_(before, 0.5)
+
+    def release(self) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_wrong_optimizer_step_is_told_by_the_weights_alone(tmp_path: Path) -> None:
+    compile_ = Compile([HalfHeads()])
+    with pytest.raises(ParityError, match=r"update of 'head\.weight' 5\.00e-01 of eager's away from it"):
+        fit(Blocks(), tmp_path, [compile_])
+    facts = compile_.record.report["parity"]
+    assert facts["weights"]["beyond"] == 1
+    assert facts["loss"]["difference"] == facts["gradient_norm"]["difference"] == 0
+
+
+def other_draws(run: Callable[[], Any]) -> Any:
+    """As Inductor: random numbers that are not eager's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(12345)
+        return run()
+
+
+def test_other_random_numbers_than_eagers_are_not_taken_for_an_error(tmp_path: Path) -> None:
+    with guarded.backend("tests_other_draws", other_draws, guarded.as_it_is) as backend:
+        compile_ = Compile([Regional(backend=backend)])
+        fit(guarded.Traceable(), tmp_path, [compile_])
+    facts = compile_.record.report["parity"]
+    assert (facts["verdict"], facts["draws_random_numbers"], facts["across_seeds"]) == ("passed", True, True)
+    assert facts["loss"]["difference"] > 1e-4, "the draws do differ"
+
+
+def test_a_gross_error_is_found_among_random_numbers_too(tmp_path: Path) -> None:
+    def both(run: Callable[[], Any]) -> Any:
+        return guarded.scaled(8.0)(lambda: other_draws(run))
+
+    with guarded.backend("tests_gross_error", both, guarded.as_it_is) as backend:
+        _, facts = refused(backend, tmp_path, module=guarded.Traceable())
+    assert facts["across_seeds"]
+
+
+class Still(Blocks):
+    """Its learning rate begins at 0, as a warm-up's does."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_gradients_are_compared_one_by_one_where_the_first_step_moves_nothing(tmp_path: Path) -> None:
+    with guarded.backend("tests_wrong_backward", guarded.as_it_is, guarded.scaled(1.01)) as backend:
+        message, facts = refused(backend, tmp_path, module=Still())
+    assert facts["updated_tensors"] == 0
+    assert "gradient of " in message
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_inductors_own_rounding_passes(precision: str, tmp_path: Path) -> None:
+    compile_ = Compile([Regional()], parity="strict")
+    fit(Blocks(), tmp_path, [compile_], precision=precision, max_steps=1)
+    assert compile_.record.report["parity"]["verdict"] == "passed"
+
+
+def test_a_perturbation_is_one_rounding_and_draws_none_of_the_runs_random_numbers() -> None:
+    layer = nn.Linear(64, 64)
+    before, state = layer.weight.detach().clone(), torch.get_rng_state()
+    perturb(layer.parameters(), 2.0**-9, seed=1)
+    relative = ((layer.weight - before) / before).abs()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert float(relative.min()) == pytest.approx(2.0**-9, rel=1e-3)
+    assert float(relative.max()) == pytest.approx(2.0**-9, rel=1e-3)
+    half = nn.Linear(64, 64).bfloat16()
+    kept = half.weight.detach().clone()
+    perturb(half.parameters(), 2.0**-9, seed=1)
+    assert float((half.weight != kept).float().mean()) > 0.9, "not rounded away"
+
+
+def test_the_unit_is_the_precisions() -> None:
+    host = torch.device("cpu")
+    assert rounding_unit("32-true", host) == 2.0**-24
+    assert rounding_unit("bf16-mixed", host) == 2.0**-9
+    assert rounding_unit("64-true", host) == 2.0**-53
+
+
+class Names:
+    names = ("a", "b")
+    loss = gradient_norm = 1.0
+    updated = 2
+
+
+def differences(**given: Any) -> Differences:
+    values: dict[str, Any] = {"loss": 0.0, "gradient_norm": 0.0, "gradients": torch.zeros(2), "weights": torch.zeros(2)}
+    return Differences(**{**values, **given})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loss": float("nan")}, {"loss": float("inf")}, {"gradient_norm": float("nan")},
+     {"weights": torch.tensor([0.0, float("nan")])}, {"weights": torch.tensor([0.0, float("inf")])}],
+)  # fmt: skip
+def test_what_is_no_number_is_beyond_every_tolerance(wrong: dict[str, Tensor | float]) -> None:
+    judge = Judge("on", 2.0**-24, [differences()])
+    complaints, _ = judge.verdict(differences(**wrong), Names())  # type: ignore[arg-type]
+    assert len(complaints) == 1
+    assert judge.verdict(differences(), Names())[0] == []  # type: ignore[arg-type]

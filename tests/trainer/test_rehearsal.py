@@ -1,0 +1,215 @@
+"""The rehearsal: passes before the first step that leave no trace, in the model, the logs or the order of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from strategies import Optimizer, Regional
+from tests.trainer.guarded import Traceable
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.runs import train
+from trainer.callback import Compile
+from trainer.compose import compose
+
+
+def state(module: L.LightningModule) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "max_steps": 3}, {"gradient_clip_val": 0.1}])
+def test_a_training_with_rehearsal_is_to_the_last_bit_the_one_without(options: dict[str, Any], tmp_path: Path) -> None:
+    plain, rehearsed = Traceable(), Traceable()
+    without = fit(plain, tmp_path, [Compile([Regional(backend="aot_eager")], parity="off")], **options)
+    compile_ = Compile([Regional(backend="aot_eager")], parity="strict", on_compile_error="eager")
+    losses = fit(rehearsed, tmp_path, [compile_], **options)
+    assert losses == without
+    assert compile_.record.report["parity"]["verdict"] == "passed"
+    assert compile_.record.rehearsal_seconds
+    ends = state(plain)
+    for name, tensor in state(rehearsed).items():
+        assert torch.equal(tensor, ends[name]), name
+    assert (rehearsed.calls, rehearsed.seen) == (plain.calls, plain.seen)
+    assert rehearsed.facts == plain.facts
+    torch.testing.assert_close(rehearsed.optimizers().state_dict(), plain.optimizers().state_dict(), rtol=0, atol=0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_compiled_optimizer_begins_where_it_would_have_without_rehearsal(resumed: bool, tmp_path: Path) -> None:
+    def run(name: str, parity: str) -> tuple[list[float], dict[str, Tensor], Compile]:
+        torch._dynamo.reset()
+        strategies = [Regional(backend="aot_eager"), Optimizer(backend="aot_eager")]
+        compile_ = Compile(strategies, parity=parity, on_compile_error="eager" if parity != "off" else "fail")
+        module = Traceable()
+        if resumed:
+            L.seed_everything(0, verbose=False)
+            optimizer = module.configure_optimizers()["optimizer"]
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            kept = optimizer.state_dict()
+            module.zero_grad()
+
+            def on_fit_start() -> None:
+                module.trainer.optimizers[0].load_state_dict(kept)
+
+            module.on_fit_start = on_fit_start  # type: ignore[method-assign]
+        losses = fit(module, tmp_path / name, [compile_], gradient_clip_val=0.5)
+        return losses, state(module), compile_
+
+    plain, rehearsed = run("plain", "off"), run("rehearsed", "strict")
+    assert rehearsed[0] == plain[0]
+    for name, tensor in rehearsed[1].items():
+        assert torch.equal(tensor, plain[1][name]), name
+    assert rehearsed[2].record.report["parity"]["verdict"] == "passed"
+    assert rehearsed[2].record.report["optimizer"]["form"] == plain[2].record.report["optimizer"]["form"]
+
+
+def test_a_resumed_training_goes_on_from_its_optimizer_state(tmp_path: Path) -> None:
+    def resumed(parity: str) -> list[float]:
+        folder = tmp_path / parity
+        fit(Traceable(), folder, [], enable_checkpointing=False, max_steps=3)
+        module = Traceable()
+        L.seed_everything(0, verbose=False)
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=folder, enable_checkpointing=False,
+        )  # fmt: skip
+        data = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1)), batch_size=4
+        )
+        trainer.fit(module, data)
+        trainer.save_checkpoint(folder / "three.ckpt")
+        callback = Compile([Regional(backend="aot_eager")], parity=parity)
+        further = L.Trainer(
+            accelerator="cpu", max_steps=6, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=folder, enable_checkpointing=False, callbacks=[callback],
+        )  # fmt: skip
+        again = Traceable()
+        further.fit(again, data, ckpt_path=folder / "three.ckpt")
+        assert further.global_step == 6
+        return again.seen
+
+    assert resumed("strict") == resumed("off")
+
+
+class Counts(L.Callback):
+    """Counts the hooks that a step calls."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+
+    def _count(self, name: str) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self._count("on_before_zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._count("on_before_backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._count("on_before_optimizer_step")
+
+
+def test_callbacks_and_loggers_see_the_training_only(tmp_path: Path) -> None:
+    counts, logger = Counts(), CSVLogger(tmp_path)
+    callbacks = [Compile([Regional(backend="aot_eager")]), counts]
+    fit(Blocks(), tmp_path, callbacks, logger=logger)
+    assert set(counts.calls.values()) == {6}
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    header = rows[0].split(",")
+    logged = [row.split(",")[header.index("train_loss")] for row in rows[1:]]
+    assert len([value for value in logged if value]) == 3, "every second step"
+
+
+def test_lightnings_counters_know_nothing_of_it(tmp_path: Path) -> None:
+    class Progress(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.state = trainer.fit_loop.state_dict()
+
+    seen = []
+    for parity in ("off", "on"):
+        progress = Progress()
+        fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")], parity=parity), progress])
+        seen.append(progress.state)
+    assert seen[0] == seen[1]
+
+
+def test_eager_rehearses_nothing(tmp_path: Path) -> None:
+    compile_ = Compile(parity="strict", on_compile_error="eager", on_slower="eager")
+    fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.rehearsal_seconds is None
+    assert compile_.record.report == {}
+
+
+def test_nothing_is_rehearsed_when_nothing_is_asked_for(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="aot_eager")], parity="off")
+    fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.rehearsal_seconds is None
+
+
+class ByHand(Blocks):
+    """Optimizes by hand, which no pass can repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+def test_what_cannot_be_rehearsed_is_noted_and_trained(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="aot_eager")])
+    fit(ByHand(), tmp_path, [compile_])
+    assert compile_.record.steps == 6
+    assert compile_.record.report["parity"]["verdict"] == "skipped"
+    assert any("optimizes by hand" in note for note in compile_.record.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ([], "parity", "on"),
+        (["parity=on"], "parity", "on"),
+        (["parity=off"], "parity", "off"),
+        (["parity=strict"], "parity", "strict"),
+        (["on_compile_error=eager"], "on_compile_error", "eager"),
+        (["on_slower=eager"], "on_slower", "eager"),
+    ],
+)
+def test_the_command_line_gives_words_not_booleans(given: list[str], name: str, value: str) -> None:
+    assert getattr(compose(given), name) == value
+
+
+@pytest.mark.parametrize("given", ["parity=maybe", "on_compile_error=warn", "on_slower=fail"])
+def test_a_word_that_does_not_exist_is_refused(given: str, tmp_path: Path) -> None:
+    name, value = given.split("=")
+    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of"):
+        compose([given])
+    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of"):
+        Compile([], **{name: value})
+
+
+def test_a_run_of_the_command_line_is_compared_and_recorded(tmp_path: Path) -> None:
+    record = train(tmp_path, "parity=strict", strategy="regional")
+    assert record.status == "finished"
+    facts = record.report["parity"]
+    assert (facts["mode"], facts["verdict"], facts["draws_random_numbers"]) == ("strict", "passed", False)
+    assert facts["loss"]["difference"] <= facts["loss"]["tolerance"]
+    assert facts["weights"]["tensors"] == facts["gradients"]["tensors"] > 10
+    assert record.warmup_seconds is not None
+    assert record.rehearsal_seconds is not None
+    assert record.warmup_seconds >= record.rehearsal_seconds

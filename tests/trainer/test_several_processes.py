@@ -1,0 +1,104 @@
+"""With two processes: what one of them finds in the rehearsal, both act on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from strategies import Regional
+from tests.strategies import backends
+from tests.trainer import guarded
+from tests.trainer.lightning_modules import Blocks
+from trainer.callback import Compile
+
+folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+torch.set_num_threads(1)
+backends.register()
+with guarded.backend("tests_wrong_on_one", guarded.as_it_is, guarded.scaled(1.5)):
+    pass
+second = {"rollback": backends.BROKEN_BACKWARD, "wrong": "tests_wrong_on_one"}
+facts = {}
+for mode in ("eager", "right", "rollback", "wrong"):
+    torch._dynamo.reset()
+    L.seed_everything(0, verbose=False)
+    module = Blocks()
+    data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
+    backend = second.get(mode, "aot_eager") if rank else "aot_eager"
+    compile_ = Compile([] if mode == "eager" else [Regional(backend=backend)], on_compile_error="eager")
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_steps=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[compile_], default_root_dir=folder,
+    )
+    error = None
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=4))
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    facts[mode] = {
+        "error": error,
+        "steps": compile_.record.steps,
+        "report": compile_.record.report,
+        "compiled": [layer._compiled_call_impl is not None for layer in module.layers],
+        "weights": [float(parameter.detach().sum()) for parameter in module.parameters()],
+    }
+(folder / f"{rank}.json").write_text(json.dumps(facts))
+os._exit(0)  # a group in which a step was broken off is not taken down in order
+"""
+
+Facts = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
+    """What each of two processes has to say about the same four trainings."""
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = []
+    for rank in range(2):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, str(folder / "script.py"), str(folder)]
+        group.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate(timeout=110)[1] for process in group]
+    finally:
+        for process in group:
+            process.kill()
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    assert all(file.is_file() for file in files), said[0][-3000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("mode", ["right", "rollback"])
+def test_both_go_on_alike_with_eagers_weights(mode: str, processes: list[Facts]) -> None:
+    eager = processes[0]["eager"]["weights"]
+    for facts in processes:
+        fact = facts[mode]
+        assert (fact["error"], fact["steps"]) == (None, 3)
+        assert fact["compiled"] == [mode == "right"] * 3
+        assert fact["weights"] == pytest.approx(eager, rel=1e-5, abs=1e-6)
+        assert fact["report"]["parity"]["verdict"] == ("passed" if mode == "right" else "skipped")
+        assert ("rollback" in fact["report"]) == (mode == "rollback")
+
+
+def test_both_stop_when_one_computes_something_else(processes: list[Facts]) -> None:
+    for facts in processes:
+        assert facts["wrong"]["error"].startswith("ParityError: parity=on")
+        assert facts["wrong"]["steps"] == 0

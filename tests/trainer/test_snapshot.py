@@ -1,0 +1,137 @@
+"""Snapshot: everything a step may change comes back, into the storage that it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.guarded import Traceable
+from tests.trainer.lightning_modules import fit
+from trainer.snapshot import Snapshot
+
+
+@dataclasses.dataclass
+class Tally:
+    steps: int
+    losses: list[Tensor]
+
+
+class Spoils(L.Callback):
+    """Takes a snapshot in the middle of a training, spoils everything, restores it and looks."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 3:
+            return
+        module, optimizer = pl_module, trainer.optimizers[0]
+        module.tally, module.recent = Tally(1, [torch.ones(2)]), deque([1, 2], maxlen=2)
+        module.table, module.names = numpy.arange(3.0), {"a"}
+        module.generator = torch.Generator().manual_seed(3)
+        module.zero_grad()
+        module.stem.weight.grad = torch.full_like(module.stem.weight, 2.0)
+        gradient, losses = module.stem.weight.grad, module.tally.losses[0]
+        pointers = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+        values = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        inner = {key: dict(state) for key, state in optimizer.state.items()}
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        batch_before = batch[0].clone()
+        draws = self.draws(module)
+
+        torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+        states = torch.get_rng_state(), random.getstate()
+        snapshot = Snapshot(trainer, batch)
+        for _ in range(2):  # it can be restored any number of times
+            self.draws(module)
+            with torch.no_grad():
+                for tensor in module.state_dict().values():
+                    tensor.add_(1)
+                for state in optimizer.state.values():
+                    state["exp_avg"].zero_()
+                    state["new"] = 1
+                batch[0].zero_()
+                module.tally.losses[0].zero_()
+            module.register_buffer("late", torch.ones(1))
+            module.layers[0].norm.running_mean = torch.zeros(8)
+            module.stem.weight.grad = None
+            module.head.weight.grad = torch.ones_like(module.head.weight)
+            module.tally.steps, module.tally.losses = 7, []
+            module.recent.extend([8, 9])
+            module.table[:], module.names = -1, {"b"}
+            module.calls, module.extra = -1, "new"
+            module.seen.clear()
+            module.eval()
+            optimizer.param_groups[0]["lr"] = 99.0
+            optimizer.state.pop(module.head.weight)
+            batch.append("more")
+            snapshot.restore()
+
+            assert torch.equal(torch.get_rng_state(), states[0])
+            assert random.getstate() == states[1]
+            assert list(module.state_dict()) == list(values)
+            for name, tensor in module.state_dict().items():
+                assert torch.equal(tensor, values[name]), name
+                assert tensor.data_ptr() == pointers[name], name
+            assert module.stem.weight.grad is gradient
+            assert torch.equal(gradient, torch.full_like(gradient, 2.0))
+            assert module.head.weight.grad is None
+            for key, state in optimizer.state.items():
+                assert state.keys() == inner[key].keys()
+                assert all(state[name] is inner[key][name] for name in state)
+            for moment, state in zip(moments, optimizer.state.values(), strict=True):
+                assert torch.equal(moment, state["exp_avg"])
+            assert [group["lr"] for group in optimizer.param_groups] == rates
+            assert (module.tally.steps, module.tally.losses[0]) == (1, losses)
+            assert torch.equal(losses, torch.ones(2))
+            assert list(module.recent) == [1, 2]
+            assert (list(module.table), module.names) == ([0.0, 1.0, 2.0], {"a"})
+            assert (module.calls, len(module.seen)) == (3, 3)
+            assert not hasattr(module, "extra")
+            assert all(part.training for part in module.modules())
+            assert torch.equal(batch[0], batch_before)
+            assert len(batch) == 2
+        module.generator.manual_seed(3)
+        assert draws == self.draws(module)
+        module.zero_grad()
+        self.done = True
+
+    @staticmethod
+    def draws(module: Any) -> float:
+        torch.rand(3), random.random(), numpy.random.rand()
+        return float(torch.rand((), generator=module.generator))
+
+
+def test_everything_comes_back_where_it_was(tmp_path: Path) -> None:
+    spoils = Spoils()
+    fit(Traceable(), tmp_path, [spoils])
+    assert spoils.done
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_optimizer_state_that_was_not_there_is_gone_again(stepped: bool, tmp_path: Path) -> None:
+    class Steps(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == int(stepped):
+                optimizer = trainer.optimizers[0]
+                states = len(optimizer.state)
+                snapshot = Snapshot(trainer, batch)
+                for parameter in pl_module.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                type(optimizer).step(optimizer)
+                assert len(optimizer.state) > 0
+                snapshot.restore()
+                assert len(optimizer.state) == states
+                assert all(parameter.grad is None for parameter in pl_module.parameters()) or stepped
+
+    fit(Traceable(), tmp_path, [Steps()], max_steps=2)

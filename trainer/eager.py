@@ -1,0 +1,36 @@
+"""Eager: everything that was handed to the compiler runs as it was written, for as long as a comparison takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from strategies import Program
+from strategies.optimizer_step import ATTRIBUTE
+
+
+@contextlib.contextmanager
+def eager(program: Program) -> Iterator[None]:
+    """Inside, modules and loss run uncompiled and optimizers take torch's own step; nothing is compiled, or lost."""
+    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as aside:
+        for optimizer in program.optimizers:
+            aside.enter_context(_own_step(optimizer))
+        yield
+
+
+@contextlib.contextmanager
+def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    attributes = vars(optimizer)
+    if ATTRIBUTE not in attributes:
+        yield
+        return
+    installed, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
+    _, before = installed
+    if before is not None:
+        attributes["step"] = before
+    try:
+        yield
+    finally:
+        attributes[ATTRIBUTE], attributes["step"] = installed, step

@@ -1,0 +1,142 @@
+"""Padded batches: the rule that pads what a user's collate function makes, and loaders that use it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from strategies import Ragged
+from strategies.bucket_batches import BucketBatchSampler, PlannedBatch
+from strategies.padding import Padding, edge_of, length_of, tensor_of, to_edge
+
+LOADER_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+"""What a rebuilt loader takes over from the user's."""
+
+
+class PlannedItems(list[Any]):
+    """Examples of one batch, and the edge it is planned to be padded up to."""
+
+    edge: int
+
+
+class PlannedData(Dataset[Any]):
+    """A user's data set whose batches of examples remember the edge that was planned for them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        """Examples."""
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """One example."""
+        return self._dataset[index]
+
+    def __getitems__(self, indices: PlannedBatch) -> PlannedItems:
+        """Examples of one batch; the method that torch's loader prefers where a data set has it."""
+        fetch = getattr(self._dataset, "__getitems__", None)
+        items = PlannedItems(fetch(list(indices)) if fetch else [self._dataset[index] for index in indices])
+        items.edge = indices.edge
+        return items
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else is asked of it, the user's data set answers."""
+        if name == "_dataset":  # while it is unpickled in a worker
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class PaddingCollate:
+    """The user's collate function, and then padding up to the planned edge or, without a plan, the next one."""
+
+    def __init__(self, collate: Callable[[Any], Any], padding: Padding) -> None:
+        self._collate = collate
+        self._ragged: tuple[Ragged, ...] = padding.ragged
+        self._edges, self._multiple, self._limit = padding.edges, padding.multiple, padding.limit
+        # In shared memory, so that the main process sees what worker processes counted.
+        self._unexpected = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    @property
+    def unexpected(self) -> int:
+        """Batches so far that were longer than planned, or than the last edge."""
+        return int(self._unexpected)
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        """Collate ``items`` and pad. Raises ValueError when a declared tensor is missing."""
+        planned = items.edge if isinstance(items, PlannedItems) else None
+        batch = self._collate(list(items) if planned is not None else items)
+        length = length_of(batch, self._ragged)
+        edge = edge_of(length, self._edges, self._multiple, self._limit) if planned is None else planned
+        if planned is not None and length > planned and not self._ends_in_padding(batch, planned):
+            edge = edge_of(length, self._edges, self._multiple, self._limit)
+            self._unexpected += 1
+        elif planned is None and self._edges and length > self._edges[-1]:
+            self._unexpected += 1
+        return to_edge(batch, self._ragged, edge)
+
+    def _ends_in_padding(self, batch: Any, edge: int) -> bool:
+        """Whether all beyond ``edge`` is padding: a collate function that pads to a fixed length may be cut short."""
+        for entry in self._ragged:
+            tensor = tensor_of(batch, entry)
+            width = edge + entry.extra
+            beyond = tensor.narrow(
+                entry.dim, min(width, tensor.shape[entry.dim]), max(0, tensor.shape[entry.dim] - width)
+            )
+            if not bool((beyond == entry.pad).all()):
+                return False
+        return True
+
+
+class BucketLoader(DataLoader[Any]):
+    """The user's loader with batches drawn by length."""
+
+    padded_from: DataLoader[Any]
+    """The loader it replaces."""
+
+
+class StatefulBucketLoader(BucketLoader):
+    """Stands for a loader that Lightning keeps the state of, so that each one's checkpoints load with the other."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the user's loader says."""
+        return self.padded_from.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: batches taken are counted by the training loop, whose progress is restored already."""
+
+
+def with_buckets(loader: DataLoader[Any], batches: BucketBatchSampler, collate: PaddingCollate) -> BucketLoader:
+    """Rebuild ``loader`` with its data and options but other batches."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
+    if options["generator"] is None:
+        # Its own: making an iterator would otherwise draw from the global one, which a resumed run restores.
+        options["generator"] = torch.Generator().manual_seed(batches.seed)
+    rebuilt = (StatefulBucketLoader if stateful else BucketLoader)(
+        PlannedData(loader.dataset), batch_sampler=batches, collate_fn=collate, **options
+    )
+    rebuilt.padded_from = loader
+    return rebuilt
+
+
+def with_collate(loader: DataLoader[Any], collate: PaddingCollate) -> DataLoader[Any]:
+    """A copy of ``loader``, of its class and with its sampler, that pads its batches; the user's own stays as it is."""
+    copied = copy.copy(loader)
+    copied._iterator = None  # persistent workers of the user's loader are not ours
+    copied.collate_fn = collate
+    return copied

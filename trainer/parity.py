@@ -1,0 +1,238 @@
+"""Parity: is the compiled step eager's? Loss, gradients and weights compared within a tolerance that eager sets itself.
+
+One step of the compiled program and one of eager run on the same batch from the same state. How far apart they may be
+is calibrated by eager against itself: its parameters changed by one rounding of the run's precision and, where the step
+draws random numbers of which a compiler may draw others, eager under other seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MULTIPLES = {"on": 6.0, "strict": 3.0}
+"""How many times eager's own noise the compiled step may be away."""
+
+UNITS = {
+    "bf16-mixed": 2.0**-9,
+    "bf16-true": 2.0**-9,
+    "16-mixed": 2.0**-12,
+    "16-true": 2.0**-12,
+    "64-true": 2.0**-53,
+}
+"""Rounding error of one operation, relative, by Lightning's name of the precision; otherwise ``SINGLE``."""
+SINGLE, TF32 = 2.0**-24, 2.0**-11
+
+LOSS_FLOOR, TENSOR_FLOOR = 1e-5, 1e-4
+"""Least tolerances in any precision: sums in another order."""
+
+
+class ParityError(RuntimeError):
+    """The compiled program computes something else than eager; ``facts`` are the figures, for the record."""
+
+    def __init__(self, message: str, facts: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.facts = facts or {}
+
+
+def rounding_unit(precision: str, device: torch.device) -> float:
+    """Largest relative rounding error of one operation of a run in ``precision`` on ``device``."""
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return UNITS.get(precision, TF32 if tf32 else SINGLE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Differences:
+    """How far one step is from the reference step, each relative to the reference."""
+
+    loss: float
+    gradient_norm: float
+    gradients: Tensor
+    """``(tensors,)``: norm of the difference over the norm, for each parameter."""
+    weights: Tensor
+    """``(tensors,)``: difference of the updates over the update, both summed over the elements with the gradient's
+    size as weight, for each parameter: to first order what the loss would notice. Adam's first steps go a full learning
+    rate up or down wherever a gradient is all but zero, which is noise."""
+
+
+class Comparison:
+    """The reference step, and the distance of others from it.
+
+    Args:
+        module: Whose trainable parameters are compared.
+        start: Gives what a parameter held before the step.
+    """
+
+    def __init__(self, module: nn.Module, start: Callable[[Tensor], Tensor]) -> None:
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._start = start
+        self.loss = self.gradient_norm = math.nan
+        self._gradients: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._seen: tuple[float, float, Tensor] = (math.nan, math.nan, torch.empty(0))
+        self.updated = 0
+        """Tensors that the reference step changed."""
+
+    def see_reference(self, loss: Tensor) -> None:
+        """Keep loss and gradients of the reference, between backward and optimizer step."""
+        self.loss = float(loss)
+        self._gradients = [_gradient(parameter).clone() for parameter in self.parameters]
+        self.gradient_norm = _norm(self._gradients)
+
+    @torch.no_grad()
+    def end_reference(self) -> None:
+        """Keep the weights of the reference, after the optimizer step."""
+        self._weights = [parameter.detach().clone() for parameter in self.parameters]
+        moved = [(weight != self._start(p)).any() for weight, p in zip(self._weights, self.parameters, strict=True)]
+        self.updated = int(torch.stack(moved).sum()) if moved else 0
+
+    @torch.no_grad()
+    def see(self, loss: Tensor) -> None:
+        """Compare loss and gradients of another step, between backward and optimizer step."""
+        gradients = [_gradient(parameter) for parameter in self.parameters]
+        apart = [
+            _relative(_size(gradient - kept), _size(kept))
+            for gradient, kept in zip(gradients, self._gradients, strict=True)
+        ]
+        self._seen = (
+            _distance(float(loss), self.loss),
+            _distance(_norm(gradients), self.gradient_norm),
+            torch.stack(apart).cpu(),
+        )
+
+    @torch.no_grad()
+    def end(self) -> Differences:
+        """Compare the weights of that step, after the optimizer step."""
+        apart = []
+        for parameter, gradient, weight in zip(self.parameters, self._gradients, self._weights, strict=True):
+            update = (weight - self._start(parameter)).abs()
+            difference = (parameter.detach() - weight).abs()
+            size = _wide(gradient).abs()
+            size = size if bool((size * update).sum() > 0) else torch.ones_like(size)
+            apart.append(_relative((size * difference).sum(), (size * update).sum()))
+        loss, norm, gradients = self._seen
+        return Differences(loss=loss, gradient_norm=norm, gradients=gradients, weights=torch.stack(apart).cpu())
+
+
+@dataclass(slots=True)
+class Judge:
+    """Keeps eager's own noise and says what is beyond it."""
+
+    mode: str
+    unit: float
+    noise: list[Differences] = field(default_factory=list)
+
+    @property
+    def multiple(self) -> float:
+        """How many times eager's own noise is allowed."""
+        return MULTIPLES[self.mode]
+
+    def loss_tolerance(self) -> float:
+        """Relative, of the loss."""
+        return max(LOSS_FLOOR, self.unit, self.multiple * max(one.loss for one in self.noise))
+
+    def norm_tolerance(self) -> float:
+        """Relative, of the norm of all gradients."""
+        return max(TENSOR_FLOOR, 4 * self.unit, self.multiple * max(one.gradient_norm for one in self.noise))
+
+    def tensor_tolerances(self, of: Callable[[Differences], Tensor]) -> Tensor:
+        """Relative, for each parameter: its own noise or the median parameter's, the larger one."""
+        own = torch.stack([of(one) for one in self.noise]).amax(0)
+        noise = own.clamp(min=float(own.nanmedian()) if len(own) else 0.0)
+        return (self.multiple * noise).clamp(min=max(TENSOR_FLOOR, 16 * self.unit))
+
+    def verdict(self, seen: Differences, comparison: Comparison) -> tuple[list[str], dict[str, Any]]:
+        """What is beyond its tolerance, in words, and all figures for the record."""
+        # A loss or gradient that is the same kind of no number on both sides counts as equal (_distance, _relative).
+        complaints: list[str] = []
+        figures: dict[str, Any] = {}
+        for name, apart, tolerance, reference in (
+            ("loss", seen.loss, self.loss_tolerance(), comparison.loss),
+            ("gradient norm", seen.gradient_norm, self.norm_tolerance(), comparison.gradient_norm),
+        ):
+            figures[name.replace(" ", "_")] = {"eager": reference, "difference": apart, "tolerance": tolerance}
+            if not apart <= tolerance:
+                complaints.append(
+                    f"{name} {apart:.2e} of eager's {reference:.6g} away from it, tolerance {tolerance:.2e}"
+                )
+        # An optimizer that did not move anything (a learning rate that begins at 0) says nothing about the gradients.
+        kinds: list[tuple[str, Callable[[Differences], Tensor]]] = [("weights", lambda one: one.weights)]
+        if self.mode == "strict" or not comparison.updated:
+            kinds.append(("gradients", lambda one: one.gradients))
+        for name, of in kinds:
+            apart_T, tolerance_T = of(seen), self.tensor_tolerances(of)
+            if not len(apart_T):
+                continue
+            beyond_T = (apart_T / tolerance_T).nan_to_num(nan=math.inf, posinf=math.inf)
+            worst = int(beyond_T.argmax())
+            figures[name] = {
+                "worst": comparison.names[worst],
+                "difference": float(apart_T[worst]),
+                "tolerance": float(tolerance_T[worst]),
+                "tensors": len(apart_T),
+                "beyond": int((beyond_T > 1).sum()),
+            }
+            if beyond_T[worst] > 1:
+                what = "update of" if name == "weights" else "gradient of"
+                complaints.append(
+                    f"{what} {comparison.names[worst]!r} {float(apart_T[worst]):.2e} of eager's away from it, "
+                    f"tolerance {float(tolerance_T[worst]):.2e} ({figures[name]['beyond']} of {len(apart_T)} tensors "
+                    "are beyond theirs)"
+                )
+        figures["updated_tensors"] = comparison.updated
+        return complaints, figures
+
+
+@torch.no_grad()
+def perturb(parameters: Iterable[Tensor], unit: float, seed: int) -> None:
+    """Change every element by about one rounding, up or down, without touching the run's random numbers."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in parameters:
+        if parameter.device not in generators:
+            generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
+        sign = torch.empty(parameter.shape, device=parameter.device)
+        sign.bernoulli_(0.5, generator=generators[parameter.device]).mul_(2).sub_(1)
+        # Stored in the precision of the run, half a step would be rounded away: take the neighbour.
+        step = max(unit, torch.finfo(parameter.dtype).eps) if parameter.dtype.is_floating_point else 0.0
+        parameter.mul_((1 + step * sign).to(parameter.dtype))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _size(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(_wide(tensor))
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    norms = [_size(gradient) for gradient in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def _distance(value: float, reference: float) -> float:
+    if value == reference or (not math.isfinite(value) and not math.isfinite(reference)):
+        return 0.0
+    if not math.isfinite(value) or not math.isfinite(reference):
+        return math.inf
+    return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def _relative(difference: Tensor, reference: Tensor) -> Tensor:
+    """``difference / reference``; no difference where both are nothing, or the reference is no number."""
+    ratio = (difference / reference).nan_to_num(nan=math.inf)
+    return torch.where((difference == 0) | ~reference.isfinite(), torch.zeros_like(ratio), ratio)
