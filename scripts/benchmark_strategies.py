@@ -59,9 +59,8 @@ class Cell:
 
     def directory(self, out: Path) -> Path:
         """Where its record lies."""
-        return (
-            out / f"{re.sub(r'[^A-Za-z0-9=_.,+-]+', ' ', self.arm).strip().replace(' ', '_')}-{self.round}-{self.start}"
-        )
+        name = "_".join(re.findall(r"[A-Za-z0-9.]+", self.arm.replace("compile.", "")))
+        return out / f"{name}-{self.round}-{self.start}"
 
 
 def main() -> None:
@@ -76,6 +75,7 @@ def main() -> None:
                 f"{index}/{len(cells)} {escape(cell.arm)} · round {cell.round} · {cell.start}", highlight=False
             )
             run(cell, options)
+            console.print(f"    {line(finished(cell.directory(options.out)))}", highlight=False)
     records = {cell: finished(cell.directory(options.out)) for cell in cells}
     console.print(table(options.arms, records))
     for cell, record in records.items():
@@ -144,6 +144,15 @@ def reason(cell: Cell, out: Path) -> str:
         return said
     output = directory / "output.txt"
     return " / ".join(output.read_text().strip().splitlines()[-2:]) if output.is_file() else "not run"
+
+
+def line(record: RunRecord | None) -> str:
+    """The figures of one cell as soon as they are there."""
+    if record is None:
+        return "no figures"
+    named = {"steps/s": "steady_steps_per_second", "useful tokens/s": "useful_tokens_per_second"}
+    rates = [f"{_median([_of(record, field)], '{:,.2f}')} {unit}" for unit, field in named.items()]
+    return " · ".join([*rates, f"warm-up {_median([record.warmup_seconds], '{:.2f}')} s"])
 
 
 def table(arms: list[str], records: dict[Cell, RunRecord | None]) -> Table:
