@@ -1,8 +1,9 @@
 """The optimizer's step alone: ``python -m scripts.benchmark_optimizer task=captioning task/size=base``.
 
-Foreach (torch's default), ``fused=True`` and ``compile=optimizer`` take turns on the parameters of one module, each
-with a state of its own and a learning rate that changes at every step; odd rounds go backwards. Ratios are taken within
-a round; median and range are printed. Then the first compiled step of a fresh process with empty compile caches.
+Foreach (torch's default), ``fused=True``, ``compile=optimizer`` and the same with ``graph=false`` ("compiled,
+launched") take turns on the parameters of one module, each with a state of its own and a learning rate that changes at
+every step; odd rounds go backwards. Ratios are taken within a round; median and range are printed. Then the first
+compiled step of a fresh process with empty compile caches.
 Arguments that are no flag are overrides of the configuration, as for the trainer.
 """
 
@@ -35,6 +36,7 @@ FORMS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
     "compiled": {"foreach": False, "fused": False},
+    "compiled, launched": {"foreach": False, "fused": False},
 }
 SMOKE = ("task.size.encoder_layers=2", "task.size.decoder_layers=2", "trainer.accelerator=cpu")
 
@@ -90,20 +92,29 @@ class Workload:
         self.module = config.task.build_module(max_steps=1_000_000).to(self.device)
         for parameter in self.module.parameters():
             parameter.grad = torch.randn_like(parameter) * 1e-3
-        self.program = Program(module=self.module, blocks=declared.blocks, device=self.device)
         self.own, _ = optimizer_and_schedule(self.module)
-        self.strategy = Optimizer(backend=options.backend, compare=False)
-        self.strategy.check()
+        self.strategies, self.programs = {}, {}
+        for form in FORMS:
+            if form.startswith("compiled"):
+                graph = form == "compiled"
+                self.strategies[form] = Optimizer(backend=options.backend, graph=graph, compare=False)
+                self.strategies[form].check()
+                self.programs[form] = Program(module=self.module, blocks=declared.blocks, device=self.device)
 
     def optimizer(self, form: str) -> torch.optim.Optimizer:
         """The module's own optimizer in one of ``FORMS``, without state."""
         kind: Any = type(self.own)
         known = {name: value for name, value in FORMS[form].items() if name in self.own.param_groups[0]}
         made: torch.optim.Optimizer = kind([{**group, **known} for group in self.own.param_groups])
-        if form == "compiled":
-            self.program.optimizers = (made,)
-            self.strategy.begin(self.program)
+        if form in self.strategies:
+            self.programs[form].optimizers = (made,)
+            self.strategies[form].begin(self.programs[form])
         return made
+
+    def report(self, form: str) -> dict[str, Any]:
+        """What the strategy reports of a compiled form; ends it."""
+        self.strategies[form].end(self.programs[form])
+        return self.programs[form].report["optimizer"]
 
     def stepper(self, form: str, clip: float | None) -> Callable[[], None]:
         """What runs one step of this form, as a training loop with a schedule would."""
@@ -155,7 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "optimizer": type(workload.own).__name__,
         "parameters": count,
-        "report": workload.program.report["optimizer"],
+        "report": {form: workload.report(form) for form in workload.strategies},
         "rounds": rounds,
     }
 
@@ -210,16 +221,17 @@ def cold_cell(options: argparse.Namespace) -> dict[str, Any]:
             step()
             workload.wait()
             seconds.append(time.perf_counter() - began)
-    return {"first_step_seconds": seconds[0], "second_step_seconds": seconds[1], **workload.program.report["optimizer"]}
+    return {"first_step_seconds": seconds[0], "second_step_seconds": seconds[1], **workload.report("compiled")}
 
 
 def table(result: dict[str, Any]) -> Table:
     """The forms side by side, ratios within rounds as median (least to most)."""
-    facts, cold = result["report"], result["cold"]
+    facts, cold = result["report"]["compiled"], result["cold"]
     clip = "" if result["clip"] is None else f", clipped to {result['clip']}"
     title = (
         f"{result['optimizer']} step{clip}: {result['parameters'] / 1e6:.1f} M parameters, {facts['tensors']} tensors, "
-        f"{facts['chunks']} chunks, {facts['graphs']} graphs; {result['device']}, torch {result['torch']}"
+        f"{facts['chunks']} chunks, {facts['graphs']} graphs, {facts['replayed_steps']} steps replayed; "
+        f"{result['device']}, torch {result['torch']}"
     )
     if cold is not None:
         title += "\ncold start of the compiled step: " + (

@@ -24,6 +24,7 @@ EXAMPLES = f"""\
 examples:
   python -m scripts.warm_cache fill task=captioning compile=[regional,cached]
   python -m scripts.warm_cache fill compile=[whole,cached] compile.cached.url=s3://bucket/compiled task/size=base
+  python -m scripts.warm_cache fill --config-dir mine task=ours compile=[regional,cached]
   python -m scripts.warm_cache list s3://bucket/compiled
   python -m scripts.warm_cache verify ~/.cache/crucible/compiled
   python -m scripts.warm_cache prune s3://bucket/compiled --max-gib 5 --older-than-days 30
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(soft_wrap=True, highlight=False)
     try:
         if options.action == "fill":
-            return fill(options.overrides, steps=options.steps, console=console)
+            return fill(options.overrides, config_dir=options.config_dir, steps=options.steps, console=console)
         key = read_key("--key-file", options.key_file)
         store = ArtifactStore(options.url, key=key, storage_options=dict(options.storage_option))
         if options.action == "prune":
@@ -56,12 +57,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def fill(overrides: list[str], *, steps: int, console: Console) -> int:
+def fill(overrides: list[str], *, config_dir: str | None = None, steps: int, console: Console) -> int:
     """Train ``steps`` steps and validate one batch in a temporary directory, only to compile and store."""
+    from trainer import errors
     from trainer.compose import compose
     from trainer.run import run
 
-    config = compose(overrides)
+    try:
+        config = compose(overrides, config_dir=config_dir)
+    except errors.REFUSALS as error:
+        errors.report(error)
+        return 2
     if "cached" not in config.compile:
         raise ValueError("nothing to fill: add 'cached' to the strategies, compile=[regional,cached] for instance")
     if getattr(config.compile["cached"], "read_only", False):
@@ -76,7 +82,7 @@ def fill(overrides: list[str], *, steps: int, console: Console) -> int:
     )
     config = dataclasses.replace(config, trainer=short, resume=None)
     with tempfile.TemporaryDirectory(prefix="warm-cache-", ignore_cleanup_errors=True) as folder:
-        record = run(config, run_dir=Path(folder), command=list(overrides))
+        record = run(config, run_dir=Path(folder), command=list(overrides), kept=False)
     if record.status != "finished":
         print(f"error: the run {record.status}: {record.reason}", file=sys.stderr)
         return 1
@@ -141,6 +147,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     actions = parser.add_subparsers(dest="action", required=True, metavar="fill | list | verify | prune")
     filling = actions.add_parser("fill", help="compile what a training would compile, and store it")
     filling.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m trainer")
+    filling.add_argument("--config-dir", metavar="DIR", help="your own options and plugin.py, as for python -m trainer")
     filling.add_argument("--steps", type=positive, default=2, help="optimizer steps to run (default %(default)s)")
     for name, help_text in (
         ("list", "what a store holds"),

@@ -51,6 +51,9 @@ class Buckets(Strategy):
     """Compile every shape before the first step."""
     on_recompile: str = "warn"
     """When a shape compiles after that: ``fail``, or ``warn``."""
+    required: bool = True
+    """Whether a task that declares no tensor ragged is an error; false = the strategy leaves itself out there with a
+    note."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
@@ -70,14 +73,18 @@ class Buckets(Strategy):
                 raise ValueError(f"compile.buckets.edges={edges} must not be above compile.buckets.limit={self.limit}")
 
     def apply(self, program: Program) -> None:
-        """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged."""
+        """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged, unless the
+        strategy may be left out."""
         from strategies.padding import Padding
 
+        if not program.ragged and not self.required:
+            program.notes.append("buckets: left out, no tensor of the batch is declared ragged")
+            return
         if not program.ragged:
             raise ValueError(
                 "compile.buckets: no tensor of the batch is declared ragged; a task names them in "
                 "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
-                "and dimension that holds positions"
+                "and dimension that holds positions; compile.buckets.required=false leaves buckets out instead"
             )
         program.padding = Padding(
             name=self.name,

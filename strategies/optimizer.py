@@ -13,9 +13,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from strategies.optimizer_replay import Replays
     from strategies.optimizer_step import Update
 
 MODES = ("default", "max-autotune-no-cudagraphs")
+INDUCTOR: dict[str, Any] = {
+    "size_asserts": False,
+    # Inductor gives a buffer of its own to what is read more than once or is computed from a lot, and copies it to its
+    # place in further kernels: twice the memory traffic. Without one, the whole update of a tensor is one loop.
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/ir.py (StorageBox.should_realize_on_reuse)
+    "realize_reads_threshold": 1_000_000,
+    "realize_opcount_threshold": 1_000_000,
+    "realize_acc_reads_threshold": 1_000_000,
+}
+
+FEW_STEPS = 20
+"""Steps of which nothing is said: gradients take a few to come to lie where they were before."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +48,9 @@ class Optimizer(CompileOptions):
     clip: bool = True
     """Whether clipping by norm happens within the update where Lightning's trainer clips (``gradient_clip_val``). The
     gradients then stay unclipped for whoever looks at them after the step; with false they are clipped as before."""
+    graph: bool = True
+    """Whether the update's kernels are launched together, from a CUDA graph of their own, once gradients lie at the
+    same addresses again. Without effect off a GPU and where ``cuda_graph`` captures the whole step."""
     compare: bool = True
     """Whether to time the first step's update against torch's foreach and fused ones on a GPU, and to say so when
     fused is faster. Takes half a second and, for that time, up to half of the free memory."""
@@ -44,8 +60,8 @@ class Optimizer(CompileOptions):
         CompileOptions.__post_init__(self)
         if self.mode not in MODES or self.options.get("triton.cudagraphs"):
             raise ValueError(
-                f"compile.optimizer.mode={self.mode!r} with options={self.options}: an update has no CUDA graphs of "
-                f"its own (mode is one of {MODES}); compile=[optimizer,cuda_graph] captures it with the whole step"
+                f"compile.optimizer.mode={self.mode!r} with options={self.options}: Inductor's CUDA graphs are not for "
+                f"updates in place (mode is one of {MODES}); compile.optimizer.graph=true captures them"
             )
         if not self.fullgraph:
             raise ValueError("compile.optimizer.fullgraph=False: an update has no graph breaks to allow")
@@ -78,11 +94,29 @@ class Optimizer(CompileOptions):
     def end(self, program: Program) -> None:
         """Give every optimizer its own step back, and Lightning its clipping."""
         from strategies.optimizer_clip import unfold_clipping
-        from strategies.optimizer_step import uninstall
+        from strategies.optimizer_step import installed, uninstall
+        from strategies.optimizer_update import FunctionalUpdate
 
         unfold_clipping(program.module)
         for optimizer in program.optimizers:
+            update = installed(optimizer)
+            if isinstance(update, FunctionalUpdate) and self.name in program.report:
+                counts = update.counts()
+                self._report(program, counts)
+                if line := self._launched(program, **counts):
+                    program.notes.append(line)
             uninstall(optimizer)
+
+    def _launched(self, program: Program, *, replayed_steps: int, launched_steps: int) -> str | None:
+        """What to say when graphs were wanted and gradients hardly ever came to lie where one was captured."""
+        captured = any(strategy.captures_step for strategy in program.strategies)
+        on_cuda = program.device is not None and program.device.type == "cuda"
+        if not self.graph or captured or not on_cuda or launched_steps < max(FEW_STEPS, replayed_steps):
+            return None
+        return (
+            f"optimizer: {launched_steps} of {launched_steps + replayed_steps} steps were launched kernel by kernel, "
+            "because gradients lay elsewhere each time; with cuda_graph they are part of the step's graph"
+        )
 
     def _update(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
         import torch
@@ -94,11 +128,11 @@ class Optimizer(CompileOptions):
         formula = formula_of(optimizer)
         if formula is not None and not _is_special(optimizer):
             arguments = self.compile_arguments()
-            asserts = {"size_asserts": False} if self.backend == "inductor" else {}
+            inductor = INDUCTOR if self.compiles_with_inductor else {}
             arguments["options"] = {
                 # The update compares what could change itself; guards would cost as much time as the kernels.
                 "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-                **asserts,
+                **inductor,
                 **arguments.get("options", {}),
             }
             return FunctionalUpdate(
@@ -107,12 +141,26 @@ class Optimizer(CompileOptions):
                 places=_places(program),
                 # torch takes guard_filter_fn out of the options that it is given.
                 compiler=lambda function: torch.compile(function, **{**arguments, "options": {**arguments["options"]}}),
+                replays=self._replays(optimizer, program),
             )
         arguments = {**self.compile_arguments(), "dynamic": None}
         return GenericUpdate(
             optimizer,
             compiler=lambda function: torch.compile(function, **arguments),
             tell=lambda line: program.notes.append(f"optimizer: {line}"),
+        )
+
+    def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
+        from strategies.optimizer_replay import Replays
+        from strategies.step_graphs import CudaEngine
+
+        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+        if not self.graph or len(devices) != 1 or (device := devices.pop()).type != "cuda":
+            return None
+        return Replays(
+            CudaEngine(device),
+            tell=lambda line: program.notes.append(f"optimizer: {line}"),
+            wanted=lambda: program.step is None,  # else the whole step is captured, in which this one is replayed too
         )
 
     def _after_first(self, program: Program, update: Any) -> None:

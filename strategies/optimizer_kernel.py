@@ -29,9 +29,12 @@ def _update(
     parameters, old = Each(params), [Each(state) for state in states]
     each_scalar = [Each([scalars[clock][number] for clock in which]) for number in range(len(scalars[0]))]
     new_parameters, new = formula.update(flags, parameters, g, old, each_scalar)
-    for before, after in zip(old, new, strict=True):
-        before.become(after)
+    # What is computed from most comes first: Inductor gives a buffer of its own to what still has to read a tensor that
+    # is overwritten, and copies it later.
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/graph.py (GraphLowering.mark_buffer_mutated)
     parameters.become(new_parameters)
+    for before, after in zip(reversed(old), reversed(new), strict=True):
+        before.become(after)
 
 
 _serial = itertools.count()

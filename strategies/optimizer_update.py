@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strategies.optimizer_formulas import Formula
 from strategies.optimizer_plan import Compiler, Plan, Planner, numbers_of
+from strategies.optimizer_replay import Replays
 
 
 class FunctionalUpdate:
@@ -26,6 +27,7 @@ class FunctionalUpdate:
         formula: See ``optimizer_formulas.formula_of``.
         places: Path of the repeated block for parameters that lie in one.
         compiler: Compiles one function; called once for each kind of chunk.
+        replays: Runs the launches of later steps from CUDA graphs; None = every step is launched.
     """
 
     form = "functional"
@@ -37,14 +39,17 @@ class FunctionalUpdate:
         *,
         places: Mapping[Tensor, str],
         compiler: Compiler,
+        replays: Replays | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.replays = replays
         self.max_norm: float | None = None
         """Set before a step that is to clip: largest norm of all gradients together."""
         self._formula = formula
         self._planner = Planner(optimizer, formula, places=places, compiler=compiler, functions={})
         self._plan: Plan | None = None
         self._plans = 0
+        self._launched = 0
         self._scaled = False
         # Loading replaces every state tensor: plan anew, and believe the loaded counts.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
@@ -53,38 +58,56 @@ class FunctionalUpdate:
 
     def __call__(self) -> None:
         """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
-        self.prepare()
-        if not _capturing():
+        gradients = self.prepare()
+        max_norm, self.max_norm = self.max_norm, None
+        capturing = _capturing()
+        if not capturing:
             self.refresh()
-        self.launch()
+        self._unscale(max_norm)
 
-    def prepare(self) -> None:
-        """See that gradients and groups are those the plan was made for; make a new one where they are not."""
+        def launch() -> None:
+            self._launch(gradients, max_norm)
+
+        replays = self.replays
+        if replays is not None and not capturing and replays.active:
+            parameters = self._made.parameters
+            if replays.run((self._plans, max_norm, _addresses(gradients), _addresses(parameters)), launch):
+                # For autograd, which would miss that saved weights were overwritten.
+                torch.autograd.graph.increment_version(parameters)
+                return
+        launch()
+        self._launched += not capturing
+
+    def prepare(self) -> list[Tensor]:
+        """See that gradients and groups are those the plan was made for, else make a new one; returns the gradients."""
         if self._plan is not None and not self._planner.owns_state(self._plan):
             self.forget()
-        if self._plan is None or not self._planner.fits(self._plan):
+        gradients = None if self._plan is None else self._planner.gradients_for(self._plan)
+        if gradients is None:
+            self._free_graphs()  # they work on the tensors of the plan that goes
             self._plan = self._planner.make()
             self._plans += 1
+            gradients = [parameter.grad for parameter in self._plan.parameters if parameter.grad is not None]
+        return gradients
 
     def refresh(self) -> None:
         """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
-        assert self._plan is not None
+        plan = self._made
         groups = [numbers_of(group) for group in self.optimizer.param_groups]
-        for clock in self._plan.clocks:
+        for clock in plan.clocks:
             clock.steps += 1
             values = self._formula.scalars(groups[clock.group], clock.steps)
             for scalar, value in zip(clock.scalars, values, strict=True):
                 scalar.write(value)
-        for count in self._plan.counts:
+        for count in plan.counts:
             if count.steps.is_cpu:
                 count.add()
 
-    def launch(self) -> None:
+    def _launch(self, gradients: list[Tensor], max_norm: float | None) -> None:
         """The device's part: gradients to parameters and states. May be captured in a CUDA graph."""
-        plan = self._plan
-        assert plan is not None
-        gradients: list[Any] = [parameter.grad for parameter in plan.parameters]
-        self._scale(gradients)
+        plan = self._made
+        if max_norm is not None:
+            self._scale(gradients, max_norm)
         for count in plan.counts:
             if not count.steps.is_cpu:
                 count.add()
@@ -94,19 +117,20 @@ class FunctionalUpdate:
             chunk.run(chunk.parameters, gradients[begin:end], chunk.states, chunk.scalars, chunk.scale)
             begin = end
 
-    def _scale(self, gradients: list[Tensor]) -> None:
+    def _scale(self, gradients: list[Tensor], max_norm: float) -> None:
         """Clipping, as ``torch.nn.utils.clip_grad_norm_`` does it, but for writing the gradients once more."""
-        if self.max_norm is not None and gradients:
+        if gradients:
             norm = torch.nn.utils.get_total_norm(gradients)
-            scale = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for own in self._planner.scales.values():
                 own.copy_(scale, non_blocking=True)
-            self._scaled = True
-        elif self._scaled:
+
+    def _unscale(self, max_norm: float | None) -> None:
+        """Before a step that is not clipped: undo the scale of an earlier one that was."""
+        if max_norm is None and self._scaled:
             for own in self._planner.scales.values():
                 own.fill_(1.0)
-            self._scaled = False
-        self.max_norm = None
+        self._scaled = max_norm is not None
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 
@@ -122,11 +146,18 @@ class FunctionalUpdate:
     def forget(self) -> None:
         """Plan anew at the next step, from the optimizer's own state."""
         self._plan = None
+        self._free_graphs()
         self._planner.forget()
 
     def release(self) -> None:
-        """Take the hook off the optimizer; its state is already what torch's own step goes on from."""
+        """Free the graphs and take the hook off the optimizer; torch's own step goes on from its state as it is."""
+        self._free_graphs()
         self._loaded.remove()
+
+    def counts(self) -> dict[str, int]:
+        """Steps so far, by how the device was given its work; those within a captured training step not among them."""
+        replayed = 0 if self.replays is None else self.replays.replayed
+        return {"replayed_steps": replayed, "launched_steps": self._launched}
 
     def facts(self) -> dict[str, Any]:
         """Figures for the record; None before the first step."""
@@ -145,9 +176,25 @@ class FunctionalUpdate:
 
     def sibling(self, optimizer: torch.optim.Optimizer, places: Mapping[Tensor, str]) -> FunctionalUpdate:
         """The same update for a copy of the optimizer, with the functions that this one has compiled."""
-        sibling = FunctionalUpdate(optimizer, self._formula, places=places, compiler=self._planner.compiler)
+        replays = None if self.replays is None else self.replays.another()
+        sibling = FunctionalUpdate(
+            optimizer, self._formula, places=places, compiler=self._planner.compiler, replays=replays
+        )
         sibling._planner.functions = self._planner.functions
         return sibling
+
+    @property
+    def _made(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _free_graphs(self) -> None:
+        if self.replays is not None:
+            self.replays.free()
+
+
+def _addresses(tensors: list[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.data_ptr, tensors))
 
 
 def _capturing() -> bool:

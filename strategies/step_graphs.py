@@ -60,8 +60,12 @@ class CudaEngine:
         graph = torch.cuda.CUDAGraph()
         random_state = self._generator.get_state()
         try:
+            # The outer stream: a capture that fails at its end does not come back from the side stream by itself.
             # thread_local: the data loader's pinning thread goes on calling CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 results = call()
         except BaseException:
             # A capture that fails leaves the generator waiting for its end: "Offset increment outside graph capture
@@ -162,7 +166,15 @@ class StepGraphs:
     def eager(self, step: Step, batch: Any) -> Any:
         """Run ``step`` without a graph."""
         self.eager_count += 1
-        return self._engine.eager(lambda: step(batch))
+        try:
+            return self._engine.eager(lambda: step(batch))
+        except torch.OutOfMemoryError as error:
+            if not self.captures:
+                raise
+            raise torch.OutOfMemoryError(
+                f"cuda_graph: {self.captures} graphs keep memory of their own, and a step of another shape did not "
+                f"fit beside them; smaller batches of the longest shapes, or no cuda_graph, would help: {error}"
+            ) from error
 
     def refuse(self, reason: str) -> None:
         """Note why a step is not captured."""
@@ -191,7 +203,7 @@ class StepGraphs:
             for other in self._shapes.values():
                 other.captured = None
             shape.refused = True
-            raise CannotCapture(f"{shape.name}: {_first_line(error)}") from error
+            raise CannotCapture(f"{shape.name}: {first_line(error)}") from error
         self.captures += 1
         inputs = [static for static in statics if isinstance(static, Tensor)]
         shape.captured = Captured(replay, inputs, pytree.tree_map_only(Tensor, Tensor.detach, results))
@@ -211,7 +223,8 @@ def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     return tensors, tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What went wrong at first, in one line."""
     # The end of a capture that failed raises an error of its own; the cause came before.
     while error.__context__ is not None:
         error = error.__context__

@@ -65,7 +65,7 @@ def test_the_records_exit_code_is_the_processs(
         ),
         (["trainer.max_steps=few"], ["Value 'few' of type 'str' could not be converted to Integer"]),
         (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
-        (["compile=hole"], ["error: In 'config': Could not find 'compile/hole'", "'compile': eager, regional, whole"]),
+        (["compile=hole"], ["error: In 'config': Could not find 'compile/hole'", "'compile': buckets, cached"]),
         (["compile=[whole"], ["error: compile=[whole: "]),
         (["compile=whole", "compile.whole.mode=fastest"], ["error: compile.whole.mode='fastest' is not one of ("]),
         (["compile=whole", "+compile.whole.typo=1"], ["error: compile.whole.typo is not an option"]),
@@ -82,6 +82,78 @@ def test_what_a_user_got_wrong_is_said_shortly(
     assert len(said.splitlines()) <= 3
     assert "HYDRA_FULL_ERROR" not in said
     assert called == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("seed: 1\nseed: 2\n", 3, "found duplicate key seed"),
+        ("trainer:\n  max_steps: 3\n seed: 2\n", 4, "expected <block end>, but found '<block mapping start>' (is the"),
+        (
+            "trainer:\n  max_steps: 3\n   seed: 2\n",
+            4,
+            "mapping values are not allowed here (is the indentation right?)",
+        ),
+        ("\tseed: 1\n", 2, "found character '\\t' that cannot start any token"),
+        ("seed: [1\n", 3, "expected ',' or ']'"),
+        ("seed: 'ä\n", 3, "found unexpected end of stream"),
+    ],
+    ids=["twice", "outdented", "indented", "tab", "bracket", "quote"],
+)
+def test_a_yaml_that_is_none_is_one_line_with_file_and_line(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, line: int, what: str
+) -> None:
+    file = tmp_path / "experiment" / "ours.yaml"
+    file.parent.mkdir()
+    file.write_text(f"# @package _global_\n{text}", encoding="utf-8")
+    assert command_line("--config-dir", str(tmp_path), "experiment=ours") == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"error: {file}:{line}: {what}")
+    assert called == []
+
+
+REGIONAL_AND_WHOLE = "compile: 'regional' and 'whole' both act on the module stage; choose one of them"
+BUCKETS_AND_DYNAMIC = "compile: 'buckets' and 'dynamic' both act on the shapes stage; choose one of them"
+TWO_KINDS_OF_GRAPHS = "compile: 'cuda_graph' captures whole steps, 'regional' asks Inductor for CUDA graphs of its own"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["compile=[regional,whole]"], REGIONAL_AND_WHOLE),
+        (["compile=[whole,regional]"], REGIONAL_AND_WHOLE),
+        (["compile=[buckets,dynamic]"], BUCKETS_AND_DYNAMIC),
+        (["compile=[regional,cuda_graph]", "compile.regional.mode=reduce-overhead"], TWO_KINDS_OF_GRAPHS),
+        (["compile=[cuda_graph,regional]", "compile.regional.mode=max-autotune"], TWO_KINDS_OF_GRAPHS),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_strategies_that_do_not_go_together_are_both_named_before_any_work(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert command_line(*arguments) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"error: {complaint}")
+    assert called == []
+
+
+def test_a_strategy_that_this_machine_cannot_run_is_refused_before_any_work(
+    command_line: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from tasks.captioning import Captioning
+
+    def built(*_: object, **__: object) -> None:
+        raise AssertionError("data was built")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Captioning, "build_data", built)
+    assert command_line("compile=[cuda_graph]") == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("error: compile.cuda_graph: CUDA graphs need a CUDA device and this machine has none; ")
+    assert said.endswith("leave it out or set compile.cuda_graph.required=false")
 
 
 def test_a_value_error_of_the_run_is_a_refusal(
@@ -106,7 +178,7 @@ def test_help_shows_choices_values_and_examples(command_line: Any, capfd: pytest
     assert command_line("compile=regional", "--help") == 0
     text = capfd.readouterr().out
     assert "python -m trainer -m compile=eager,whole,regional" in text
-    assert re.search(r"compile= +eager \| regional \| whole", text)
+    assert re.search(r"compile= +buckets \| .*eager \| .*regional \| whole", text)
     assert re.search(r"task/data= +.*coco.*shapes", text)
     assert "fullgraph: true" in text
     assert "schema" not in text

@@ -80,7 +80,7 @@ def test_the_default_trainer_yaml_is_the_dataclasss_defaults() -> None:
 
 
 def test_several_strategies_compose() -> None:
-    assert set(build("compile=[regional,whole]").compile) == {"regional", "whole"}
+    assert set(build("compile=[regional,buckets]").compile) == {"regional", "buckets"}
     assert build("compile=eager").compile == {}
 
 
@@ -90,7 +90,7 @@ def test_names_of_a_combination_are_in_the_order_of_stages_not_of_the_command_li
     assert strategy_names(compose("config").compile) == "eager"
 
 
-COMPOSITES = {"debug": {"regional"}, "full_stack": {"regional", "optimizer", "cached", "cuda_graph"}}
+COMPOSITES = {"debug": {"regional"}, "full_stack": {"regional", "optimizer", "buckets", "cached", "cuda_graph"}}
 
 
 @pytest.mark.parametrize("name", sorted(COMPOSITES))
@@ -105,7 +105,8 @@ def test_composites_differ_from_their_strategies_only_as_they_say() -> None:
     assert debug == {"regional": STRATEGIES["regional"](backend="aot_eager")}
     full = build("compile=full_stack").compile
     assert full == {name: STRATEGIES[name]() for name in full} | {
-        "cuda_graph": STRATEGIES["cuda_graph"](required=False)
+        name: STRATEGIES[name](required=False)  # type: ignore[call-arg]
+        for name in ("buckets", "cuda_graph")
     }
 
 
@@ -118,8 +119,8 @@ def test_options_of_a_composite_are_set_as_ever() -> None:
     "names",
     [
         ("regional", "optimizer", "buckets", "cached", "cuda_graph"),
-        ("full_stack", "buckets"),
-        ("full_stack", "regional", "optimizer"),
+        ("full_stack", "cached"),
+        ("full_stack", "regional", "cached"),
         ("debug", "dynamic", "cached"),
         ("regional", "regional"),
     ],
@@ -138,6 +139,7 @@ def test_the_order_of_a_list_never_matters(names: tuple[str, ...]) -> None:
         (("debug", "regional"), "compile.regional.backend"),
         (("debug", "full_stack"), "compile.regional.backend"),
         (("cuda_graph", "full_stack"), "compile.cuda_graph.required"),
+        (("buckets", "full_stack"), "compile.buckets.required"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
@@ -193,6 +195,14 @@ def test_all_complaints_come_together() -> None:
     assert len(str(refused.value).splitlines()) == 6
     for complaint in ("trainer.max_steps=0 must be at least 1", "trainer.devices=-2", "seed=-1", "is not one of"):
         assert complaint in str(refused.value)
+
+
+def test_strategies_that_do_not_go_together_are_one_complaint_among_others() -> None:
+    with pytest.raises(ValueError, match="max_steps") as refused:
+        build("trainer.max_steps=0", "compile=[regional,whole,cached]", "compile.cached.max_gib=0")
+    named = ("compile.cached.max_gib=0", "trainer.max_steps=0", "compile: 'regional' and 'whole' both act")
+    for line, name in zip(sorted(str(refused.value).splitlines()), sorted(named), strict=True):
+        assert line.startswith(name)
 
 
 @pytest.mark.parametrize("path", ["compile.whole.typo", "trainer.typo", "task.typo", "task.size.typo"])

@@ -13,6 +13,7 @@ import pytest
 from scripts.warm_cache import main
 from strategies.artifact_store import ArtifactStore
 from tests.conftest import ROOT
+from tests.trainer.runs import SMALLEST
 
 FACTS = {"torch": "2.99.0 abc", "device": {"name": "a device"}, "strategies": [{"name": "regional"}]}
 
@@ -62,6 +63,7 @@ def test_prune_by_age_and_by_size(store: ArtifactStore, capsys: pytest.CaptureFi
         (["prune", "/nowhere"], "--max-gib or --older-than-days"),
         (["list", "nonsense://x"], "nonsense"),
         (["list", "/nowhere", "--key-file", "/no/key"], "--key-file='/no/key': No such file"),
+        (["fill", "compile=hole"], "Could not find 'compile/hole'"),
         (["fill", "compile=regional"], "add 'cached' to the strategies"),
         (["fill", "compile=[regional,cached]", "compile.cached.read_only=true"], "read_only=true stores nothing"),
         (["fill", "compile=[regional,cached]", "compile.cached.max_gib=0"], "compile.cached.max_gib=0"),
@@ -84,3 +86,26 @@ def test_help_shows_examples_without_importing_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "fill task=captioning compile=[regional,cached]" in done.stdout
+
+
+def test_a_filled_store_leaves_no_line_that_leads_nowhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], edge: None
+) -> None:
+    # From a folder of the user's own, and with a backend whose graphs cannot be cached: nothing is stored, quickly.
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "ours.yaml").write_text(
+        "# @package _global_\ncompile:\n  regional:\n    backend: aot_eager\n"
+        f"  cached:\n    url: {tmp_path / 'store'}\n"
+    )
+    given = [*SMALLEST["captioning"], "trainer=debug", "trainer.progress=none", "parity=off", "on_slower=warn"]
+    arguments = ["fill", "--config-dir", str(tmp_path), "--steps", "1", "compile=[regional,cached]", "experiment=ours"]
+    assert main([*arguments, *given]) == 1
+    said = capfd.readouterr()
+    assert "nothing stored: nothing was compiled by Inductor" in said.err
+    assert "captioning · cached+regional · finished" in said.out
+    assert "--logdir" not in said.out
+
+
+def test_a_config_dir_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fill", "--config-dir", "/nowhere", "compile=[regional,cached]"]) == 2
+    assert capsys.readouterr().err == "error: --config-dir='/nowhere' is not a folder\n"

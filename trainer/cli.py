@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import hydra
 import hydra._internal.utils
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer import errors
 
@@ -67,7 +65,7 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except errors.REFUSALS as error:
         if wants_traceback:
             raise
         errors.report(error)

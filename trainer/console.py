@@ -17,8 +17,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from trainer.checkpoints import DIRECTORY, LAST
+from trainer.telemetry.facts import headlines
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
@@ -140,9 +142,11 @@ def summary(record: RunRecord) -> dict[str, str]:
         else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
+        **headlines({name: facts for name, facts in record.report.items() if name != "parity"}),
         "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
         "first step": _number(record.first_step_seconds, "{:.2f} s"),
-        "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps",
+        "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps"
+        + (f", rehearsal {record.rehearsal_seconds:.2f} s of it" if record.rehearsal_seconds is not None else ""),
         "steady steps": _number(record.steady_steps_per_second, "{:.2f} /s")
         + f" (median of {_number(record.steady_steps)}: {_milliseconds(record.steady_step_seconds_median)})",
         "p95 step": _milliseconds(record.steady_step_seconds_p95),
@@ -167,21 +171,24 @@ def print_summary(console: Console, record: RunRecord) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, value in summary(record).items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # a reason may hold what rich would take for markup
     console.print(table)
 
 
-def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str]) -> None:
-    """Summary, reason, and the lines that open TensorBoard or go on."""
+def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str], *, kept: bool = True) -> None:
+    """Summary, reason, and the lines that open TensorBoard or go on, unless ``run_dir`` is not ``kept``."""
     print_summary(console, record)
     for note in record.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     if record.status == "failed":
         console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if not kept:
+        return
+    if record.status == "failed":
         console.print(f"traceback: {shown(run_dir / ERROR_LOG)}", highlight=False, soft_wrap=True)
     if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
-        kept = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
-        go_on = shlex.join(["python", "-m", "trainer", *kept, f"resume={shown(run_dir)}"])
+        given = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
+        go_on = shlex.join(["python", "-m", "trainer", *given, f"resume={shown(run_dir)}"])
         console.print(f"go on with: {go_on}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}", highlight=False, markup=False, soft_wrap=True

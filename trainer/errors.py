@@ -7,13 +7,18 @@ import sys
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
+REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
+"""What a configuration that cannot be used raises."""
 NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Config search path|provider=)")
 """Lines of Hydra's and OmegaConf's messages that speak of their insides."""
 
 
 def explain(error: BaseException) -> list[str]:
     """Lines for the user: a ValueError's complaints, or what Hydra says with its causes indented below."""
+    if isinstance(error, MarkedYAMLError):
+        return [f"error: {_in_file(error)}"]
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
     lines: list[str] = []
@@ -35,6 +40,16 @@ def explain(error: BaseException) -> list[str]:
     override = getattr(error, "override", None)
     first = f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]
     return [f"error: {first}", *(f"  {line}" for line in lines[1:])]
+
+
+def _in_file(error: MarkedYAMLError) -> str:
+    """What is wrong with a YAML file, and where, as ``file:line: what``."""
+    mark = error.problem_mark or error.context_mark
+    what = " ".join(str(error.problem or error.context or "not YAML").split())
+    # Indentation that does not fit ends a block too early, which is all that the parser can tell.
+    if what.startswith(("expected <block end>", "mapping values are not allowed")):
+        what += " (is the indentation right?)"
+    return f"{mark.name}:{mark.line + 1}: {what}" if mark is not None else what
 
 
 def report(error: BaseException) -> None:

@@ -24,13 +24,14 @@ from trainer.telemetry.record import RunRecord
 from trainer.torch_settings import process_settings
 
 
-def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
+def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
     """Train ``config.task`` under ``config.compile`` and leave record, checkpoints and TensorBoard in ``run_dir``.
 
     Args:
         config: The whole configuration, already checked field by field.
         run_dir: Directory of this run, created when missing.
         command: The overrides that were given, for the line that says how to go on.
+        kept: Whether ``run_dir`` outlives this call; no line leads to a folder that will be gone.
 
     Returns:
         The record, its ``status`` finished, interrupted or failed, as written to ``run_dir``.
@@ -65,7 +66,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         training.close()
         record.total_seconds = hardware.process_age_seconds()
         save(record, run_dir)
-    tell(console, record, run_dir, command)
+    tell(console, record, run_dir, command, kept=kept)
     return record
 
 

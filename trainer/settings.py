@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from strategies.base import Strategy
+from strategies.compose import ordered
 from tasks.base import Task
 
 PRECISIONS = (
@@ -132,5 +133,9 @@ class Config:
         ):
             if getattr(self, name) not in choices:
                 complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")
+        try:
+            ordered(strategy for strategy in self.compile.values() if strategy is not None)  # None: refused by itself
+        except ValueError as error:
+            complaints.append(str(error))
         if complaints:
             raise ValueError("\n".join(complaints))

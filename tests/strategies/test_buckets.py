@@ -43,6 +43,18 @@ def test_nothing_declared_is_an_error_that_says_how(strategy: Buckets | Dynamic)
         apply([strategy], Program(module=nn.Linear(1, 1)))
 
 
+def test_buckets_that_are_not_required_leave_themselves_out_and_say_so() -> None:
+    program = Program(module=nn.Linear(1, 1))
+    buckets = Buckets(required=False)
+    apply([buckets], program)
+    buckets.end(program)
+    assert (program.padding, program.dynamic, program.report) == (None, None, {})
+    assert program.notes == ["buckets: left out, no tensor of the batch is declared ragged"]
+    ragged = Program(module=nn.Linear(1, 1), ragged=(Ragged("0", 1),))
+    apply([buckets], ragged)
+    assert ragged.padding is not None
+
+
 def test_buckets_act_before_modules_and_exclude_dynamic() -> None:
     assert label([Regional(), Buckets()]) == "buckets+regional"
     with pytest.raises(ValueError, match="'buckets' and 'dynamic' both act on the shapes stage"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if stra
 
 
 def applied(name: str, module: nn.Module, declared: Declaration) -> Program:
-    strategy: Strategy = STRATEGIES[name](backend=backends.COUNTING)  # type: ignore[call-arg]
+    options: dict[str, Any] = {"backend": backends.COUNTING}
+    if name == "modular":  # its options are those of each part
+        options = {"parts": {path: {"how": "whole", **options} for path in declared.whole}}
+    strategy: Strategy = STRATEGIES[name](**options)
     program = Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
     apply([strategy], program)
     return program

@@ -33,16 +33,28 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 NEEDS: dict[str, tuple[str, ...]] = {
     "buckets": ("compile.buckets.count=2",),
     "cuda_graph": ("compile.cuda_graph.required=false",),
+    "full_stack": (
+        "compile.regional.backend=aot_eager",
+        "compile.optimizer.backend=aot_eager",
+        "compile.buckets.count=2",
+    ),
     "modular": tuple(
         f"+compile.modular.parts.{part}={{how:{how},backend:aot_eager}}"
         for part, how in (("encoder", "whole"), ("decoder", "regional"), ("tail", "whole"))
     ),
 }
-"""Overrides by strategy: what it cannot run without, or is too slow without, in a test."""
+"""Overrides by strategy or composite: what it cannot run without, or is too slow without, in a test."""
 
 STEPS = 4
 MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
 """Strategies that hand modules to the compiler."""
+
+
+def order_of(arm: str) -> str:
+    """The arm that trains eager on the examples in the order of ``arm``."""
+    names = ["buckets"] if arm == "full_stack" else arm.strip("[]").split(",")
+    reordering = [name for name in names if name in STRATEGIES and STRATEGIES[name].reorders_data]
+    return reordering[0] if reordering else "eager"
 
 
 def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str = "aot_eager") -> list[str]:

@@ -1,4 +1,7 @@
-"""A checkpoint saved under any strategy goes on under any other, with the losses of eager gone on under eager."""
+"""A checkpoint saved under any strategy, or any combination, goes on under any other with the losses of eager.
+
+Not every pair is trained: each arm goes on from eager, eager goes on from each arm, and each arm from the one before.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,29 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import FLOOR
-from tests.trainer.runs import MODULE_STRATEGIES, curve, relative_differences, train
+from tests.trainer.runs import MODULE_STRATEGIES, curve, order_of, relative_differences, train
 
-ARMS = ["eager", *MODULE_STRATEGIES]
+COMBINATION = "[regional,optimizer,buckets,cached]"
+ARMS = [*MODULE_STRATEGIES, "optimizer", "cached", "[regional,buckets]", COMBINATION]
+RING = list(zip(ARMS, [*ARMS[1:], ARMS[0]], strict=True))
+PAIRS = [*(("eager", arm) for arm in ARMS), *((arm, "eager") for arm in ARMS), *RING]
 SAVED_AT, ENDS_AT = 3, 6
+
+GoneOn = Callable[[str, str], dict[int, float]]
 
 
 @pytest.fixture(scope="module")
-def gone_on(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Callable[[str, str], dict[int, float]]:
+def gone_on(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> GoneOn:
     """Losses after a checkpoint saved under one strategy, trained on under another."""
     saved: dict[str, Path] = {}
     made: dict[tuple[str, str], dict[int, float]] = {}
 
     def make(before: str, after: str) -> dict[int, float]:
         if before not in saved:
-            saved[before] = tmp_path_factory.mktemp(f"saved-{before}")
+            saved[before] = tmp_path_factory.mktemp("saved")
             assert train(saved[before], f"trainer.max_steps={SAVED_AT}", strategy=before).status == "finished"
         if (before, after) not in made:
-            run_dir = tmp_path_factory.mktemp(f"{before}-{after}")
+            run_dir = tmp_path_factory.mktemp("gone-on")
             changes = (f"trainer.max_steps={ENDS_AT}", f"resume={saved[before]}")
             record = train(run_dir, *changes, strategy=after)
             assert (record.status, record.steps) == ("finished", ENDS_AT)
@@ -36,11 +44,14 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Ca
     return make
 
 
-@pytest.mark.parametrize("after", ARMS)
-@pytest.mark.parametrize("before", ARMS)
-def test_any_strategy_goes_on_from_any_other(
-    before: str, after: str, gone_on: Callable[[str, str], dict[int, float]]
-) -> None:
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=[" to ".join(pair) for pair in PAIRS])
+def test_any_arm_goes_on_from_any_other(before: str, after: str, gone_on: GoneOn) -> None:
     losses = gone_on(before, after)
     assert list(losses) == list(range(SAVED_AT + 1, ENDS_AT + 1))
-    assert max(relative_differences(losses, gone_on("eager", "eager"))) <= FLOOR
+    eager = gone_on(order_of(before), order_of(after))
+    assert max(relative_differences(losses, eager)) <= FLOOR
+
+
+def test_the_order_of_the_examples_is_what_tells_the_arms_apart(gone_on: GoneOn) -> None:
+    assert {arm: order_of(arm) for arm in ("cached", COMBINATION)} == {"cached": "eager", COMBINATION: "buckets"}
+    assert max(relative_differences(gone_on("eager", "eager"), gone_on("eager", "buckets"))) > FLOOR

@@ -1,6 +1,7 @@
 """What every strategy promises on every task: eager's losses and names, and a record that leaves nothing out.
 
-Strategies and tasks are taken from their registries, so that a new one is covered the day it is added.
+Strategies and tasks are taken from their registries, so that a new one is covered the day it is added. A handful of
+combinations, one with a composite among them, promise the same.
 """
 
 from __future__ import annotations
@@ -13,10 +14,21 @@ from pathlib import Path
 import pytest
 
 from strategies import STRATEGIES
+from strategies.compose import label
 from tasks import TASKS
 from tests.conftest import ROOT
 from tests.trainer.conftest import Baseline
-from tests.trainer.runs import MODULE_STRATEGIES, STEPS, curve, last_checkpoint, relative_differences, train
+from tests.trainer.runs import (
+    MODULE_STRATEGIES,
+    STEPS,
+    curve,
+    last_checkpoint,
+    order_of,
+    overrides,
+    relative_differences,
+    train,
+)
+from trainer.compose import compose
 from trainer.telemetry.record import RunRecord
 
 ALWAYS = (
@@ -36,6 +48,13 @@ ALWAYS = (
     "total_seconds",
 )
 """Figures that every finished run has."""
+COMBINATIONS = {
+    "[optimizer,modular,dynamic]": "dynamic+modular+optimizer",
+    "[whole,cached,buckets]": "cached+buckets+whole",
+    "[cached,buckets,optimizer,regional]": "cached+buckets+regional+optimizer",
+    "full_stack": "cached+buckets+regional+optimizer+cuda_graph",
+}
+"""Label by combination; without a CUDA device, cuda_graph leaves itself out."""
 NOT_ON_A_CPU = ("peak_device_memory_gib", "model_flops_utilization", "joules_per_sample")
 OF_THE_COMPILER = (
     "compile_seconds",
@@ -73,7 +92,8 @@ def trained(
 Trained = Callable[[str, str], tuple[Path, RunRecord]]
 EVERY_TASK = pytest.mark.parametrize("task", sorted(TASKS))
 EVERY_STRATEGY = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-EVERY_ARM = pytest.mark.parametrize("strategy", ["eager", *sorted(STRATEGIES)])
+EVERY_COMBINATION = pytest.mark.parametrize("strategy", sorted(COMBINATIONS))
+EVERY_ARM = pytest.mark.parametrize("strategy", ["eager", *sorted(STRATEGIES), *sorted(COMBINATIONS)])
 
 
 @EVERY_TASK
@@ -96,7 +116,36 @@ def test_losses_are_eagers_at_every_step(
 
 
 @EVERY_TASK
-@EVERY_STRATEGY
+@EVERY_COMBINATION
+def test_losses_of_a_combination_are_eagers_at_every_step(
+    task: str, strategy: str, trained: Trained, baseline: Callable[..., Baseline]
+) -> None:
+    run_dir, record = trained(task, strategy)
+    eager = baseline(task, order=order_of(strategy))
+    losses = curve(run_dir)
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert max(relative_differences(losses, eager.losses)) <= eager.tolerance
+    assert record.regions_compiled == record.regions
+    assert record.graph_breaks == 0
+    if "buckets" in record.label:
+        assert record.report["buckets"]["edges"] == [16, 32]
+    if "optimizer" in record.label:
+        assert record.report["optimizer"]["form"] == "functional"
+    if "cuda_graph" in record.label:
+        assert "cuda_graph: left out, CUDA graphs need a CUDA device" in record.notes
+
+
+@pytest.mark.parametrize("strategy", [name for name in sorted(COMBINATIONS) if name.startswith("[")])
+def test_a_combination_is_one_whatever_the_order_of_its_names(strategy: str) -> None:
+    names = strategy.strip("[]").split(",")
+    # Each name comes first, last and in between once.
+    for order in (names[::-1], *(names[start:] + names[:start] for start in range(len(names)))):
+        compiled = compose(overrides(f"[{','.join(order)}]")).compile
+        assert label(compiled.values()) == COMBINATIONS[strategy]
+
+
+@EVERY_TASK
+@EVERY_ARM
 def test_state_dict_keys_are_eagers(
     task: str, strategy: str, trained: Trained, baseline: Callable[[str], Baseline]
 ) -> None:
@@ -108,8 +157,9 @@ def test_state_dict_keys_are_eagers(
 @EVERY_ARM
 def test_the_record_of_a_finished_run_is_complete(task: str, strategy: str, trained: Trained) -> None:
     _, record = trained(task, strategy)
+    expected = COMBINATIONS.get(strategy, strategy)
     assert (record.status, record.exit_code, record.reason) == ("finished", 0, None)
-    assert (record.task, record.label, record.steps) == (TASKS[task].name, strategy, STEPS)
+    assert (record.task, record.label, record.steps) == (TASKS[task].name, expected, STEPS)
     assert record.steady_steps is not None
     assert record.warmup_steps is not None
     assert record.steady_steps + record.warmup_steps == STEPS

@@ -38,12 +38,14 @@ FINAL: dict[str, str] = {
     "final/first_step_seconds": "first_step_seconds",
     "final/warmup_seconds": "warmup_seconds",
     "final/peak_device_gib": "peak_device_memory_gib",
+    "final/rehearsal_seconds": "rehearsal_seconds",
 }
 """Metric columns of the HParams table and the record field behind each, written when a run finishes.
 TensorBoard shows the first five of them before it is asked for more."""
 
 TEXTS: dict[str, str] = {
     "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",
+    "run/strategies": "what each strategy found and did: bucket edges, graphs captured, artifacts loaded",
     "run/config": "the whole configuration as YAML-like text",
     "run/summary": "the summary table of the run",
 }

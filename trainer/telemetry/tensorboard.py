@@ -11,6 +11,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams
 
+from trainer.telemetry.facts import flat
+from trainer.telemetry.facts import rows as facts_in
 from trainer.telemetry.keys import FINAL
 from trainer.telemetry.record import Event, RunRecord
 
@@ -55,8 +57,10 @@ class TensorBoardPages:
         if self._logger is None:
             return
         step = record.steps or 0
-        rows = "\n".join(f"| {name} | {value} |" for name, value in summary.items())
+        rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.items())
         self._logger.experiment.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
+        if record.strategies:
+            self._logger.experiment.add_text("run/strategies", strategies_table(record), step)
         if record.status == "finished":
             values = {key: getattr(record, name) for key, name in FINAL.items()}
             if values["final/step_milliseconds_p95"] is not None:
@@ -68,7 +72,7 @@ class TensorBoardPages:
 
 def hyperparameters(record: RunRecord) -> dict[str, Any]:
     """Columns that tell runs apart: task, strategies with their options, device, precision and seed."""
-    flat: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "task": record.task,
         "compile": record.label,
         "device": record.device or "",
@@ -76,13 +80,13 @@ def hyperparameters(record: RunRecord) -> dict[str, Any]:
         "seed": str(record.seed),  # a number would be shown as 0.0000
     }
     # One column, the same in every run: TensorBoard takes the list of columns from any one of them.
-    flat["options"] = " ".join(
+    columns["options"] = " ".join(
         f"{strategy['name']}.{name}={value}"
         for strategy in record.strategies
-        for name, value in strategy.items()
-        if name != "name" and value not in (None, {}, [])
+        for name, value in flat(strategy)
+        if name != "name"
     )
-    return flat
+    return columns
 
 
 def events_table(events: Iterable[Event]) -> str:
@@ -97,6 +101,12 @@ def events_table(events: Iterable[Event]) -> str:
         first = "-" if steps[0] is None else str(steps[0])
         lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | {_shortened(location)} |")
     return "\n".join(lines)
+
+
+def strategies_table(record: RunRecord) -> str:
+    """Markdown table of what each strategy, and the checks beside them, found."""
+    lines = [f"| {_cell(name)} | {_cell(fact)} | {_cell(value)} |" for name, fact, value in facts_in(record.report)]
+    return "\n".join(["| strategy | fact | value |", "|---|---|---|", *lines]) if lines else "Nothing to tell."
 
 
 def _shortened(location: str) -> str:

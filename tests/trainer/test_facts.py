@@ -1,0 +1,109 @@
+"""What strategies found, as people read it: units where the names say them, and nothing that does not exist."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from strategies import STRATEGIES
+from tests.conftest import ROOT
+from tests.trainer.runs import events_of, train
+from trainer.console import print_summary, summary
+from trainer.telemetry.facts import HEADLINES, headlines, rows, shown
+from trainer.telemetry.record import RunRecord
+
+FULL = "[regional,optimizer,buckets,cached]"
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "expected"),
+    [
+        ("expected_padded_share", 0.1234, "12.3%"),
+        ("padded_share_of_random_batches", 0.5, "50.0%"),
+        ("load_seconds", 1.5, "1.50 s"),
+        ("steps.eager_step_seconds", 0.01025, "10.2 ms"),
+        ("compiled_milliseconds", 1.23456, "1.23 ms"),
+        ("bytes_loaded", 3 << 20, "3.0 MiB"),
+        ("examples", 12345, "12,345"),
+        ("edges", [16, 32, 48], "16, 32, 48"),
+        ("edges", list(range(8)), "0, 1, 2, 3, 4, 5, ... (8 in all)"),
+        ("slower", False, "no"),
+        ("reason", "x" * 200, "x" * 117 + "..."),
+    ],
+)
+def test_a_value_has_the_unit_of_its_name(fact: str, value: Any, expected: str) -> None:
+    assert shown(fact, value) == expected
+
+
+def test_a_fact_that_does_not_exist_is_not_shown_and_a_zero_is() -> None:
+    report: dict[str, dict[str, Any]] = {
+        "cuda_graph": {"graphs": 0, "replayed_steps": 0, "eager_steps": 4, "captured": [], "refused": ["x", "y"]},
+        "optimizer": {"form": "functional", "compiled_milliseconds": None},
+        "warming": {},
+    }
+    assert headlines(report) == {
+        "cuda_graph": "graphs 0 · replayed steps 0 · eager steps 4 · refused x, y",
+        "optimizer": "form functional",
+    }
+    assert list(rows(report))[-1] == ("optimizer", "form", "functional")
+
+
+def test_a_strategy_that_nobody_here_knows_shows_all_it_found() -> None:
+    report = {"theirs": {"kernels": 3, "tuning": {"search_seconds": 2.0}}}
+    assert headlines(report) == {"theirs": "kernels 3 · search 2.00 s"}
+
+
+def test_known_names_without_a_known_fact_show_what_there_is() -> None:
+    assert headlines({"watchdog": {"verdict": "skipped"}}) == {"watchdog": "verdict skipped"}
+
+
+def test_a_reason_is_printed_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    record = RunRecord(task="captioning", report={"cuda_graph": {"refused": ["[bold]item[/] | read"]}})
+    print_summary(console, record)
+    assert "[bold]item[/] | read" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
+    record = train(tmp_path / "run", f"compile.cached.url={tmp_path / 'store'}", strategy=FULL)
+    assert record.status == "finished"
+    said = summary(record)
+    assert said["buckets"].startswith("edges 16, 32 · expected padded share ")
+    assert said["cached"].startswith("state idle · reason nothing was compiled by Inductor")
+    assert said["optimizer"].startswith("form functional")
+    assert "eager step" in said["watchdog"]
+    assert "compiled step" in said["watchdog"]
+    assert "training 2 x 32" in said["warming"]
+    assert "parity" not in said, "it has a row of its own"
+    assert record.rehearsal_seconds is not None
+    assert said["warm-up"].endswith(f"rehearsal {record.rehearsal_seconds:.2f} s of it")
+    events = events_of(tmp_path / "run")
+    assert events.Scalars("final/rehearsal_seconds")[-1].value == pytest.approx(record.rehearsal_seconds)
+    page = events.Tensors("run/strategies/text_summary")[-1].tensor_proto.string_val[0].decode()
+    for row in ("| buckets | edges | 16, 32 |", "| optimizer | chunks | ", "| cached | state | idle |"):
+        assert row in page
+    # What is looked for first is what strategies really write.
+    for name in ("buckets", "cached", "watchdog"):
+        known = {fact for named, fact, _ in rows(record.report) if named == name}
+        assert known & set(HEADLINES[name])
+
+
+def test_headlines_are_of_strategies_that_exist() -> None:
+    assert set(HEADLINES) <= {*STRATEGIES, "watchdog"}
+
+
+def test_eager_found_nothing() -> None:
+    said = summary(RunRecord(task="captioning", warmup_seconds=1.0, warmup_steps=2))
+    assert said["warm-up"] == "1.00 s in 2 steps"
+    assert not set(said) & set(HEADLINES)
+
+
+def test_facts_are_shown_without_torch() -> None:
+    code = "import sys; import trainer.telemetry.facts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
