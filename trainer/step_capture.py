@@ -51,6 +51,7 @@ class StepCapture:
         self._gradients: list[Tensor | None] | None = None
         self._constants: set[Hashable] = set()
         self._called = False
+        self._progress = self._automatic.optim_progress.optimizer
         self._off = False
         self._optimizer: GraphedStep | None = None
         for reason in reasons_against(trainer):
@@ -85,13 +86,12 @@ class StepCapture:
             return self._original(optimizer, batch_idx, kwargs)
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         ends = not self._trainer.fit_loop._should_accumulate()
-        progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
         try:
             whole = ends and self._optimizer_fits()
             outputs = self._graphed(optimizer, batch_idx, kwargs, begins=begins, whole=whole)
         except CannotCapture as error:
             # Nothing was executed: only Lightning's counters have moved.
-            self._automatic.optim_progress.optimizer = progress
+            self._automatic.optim_progress.optimizer = self._progress
             self._graphs.refuse(str(error))
             if whole:
                 self._leave_optimizer_out(str(error))
@@ -100,7 +100,7 @@ class StepCapture:
             return self._original(optimizer, batch_idx, kwargs)
         if ends and not whole:
             self._automatic._optimizer_step(batch_idx, lambda: outputs["loss"])
-        return outputs if outputs["loss"] is not None else {}
+        return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
 
     def _graphed(
         self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any, *, begins: bool, whole: bool
@@ -109,6 +109,7 @@ class StepCapture:
 
         def step(batch: Any) -> tuple[dict[str, Any], list[Any]]:
             self._called = True
+            self._progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
             given = type(kwargs)({**kwargs, "batch": batch})
             with self._logged.recording() as logged, context(), self._zeroing_in_place(optimizer):
                 if whole:

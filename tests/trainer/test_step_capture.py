@@ -125,7 +125,7 @@ class Watch(L.Callback):
         self.rates: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]) if outputs else 0.0)  # 0: the step was skipped
         self.logged.append(float(trainer.callback_metrics.get("loss_step", -1.0)))
         self.steps.append(trainer.global_step)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
@@ -236,6 +236,15 @@ def test_a_validation_between_steps_changes_nothing(tmp_path: Path) -> None:
             Validates, tmp_path, accumulate_grad_batches=accumulate, val_check_interval=4, num_sanity_val_steps=0
         )
         assert report["replayed_steps"] > report["eager_steps"]
+
+
+def test_a_step_without_a_loss_is_skipped_as_ever(tmp_path: Path) -> None:
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return None if len(batch[0]) == 2 else self.loss(batch)
+
+    _, _, report = both(Skips, tmp_path, "sgd", rows=46, max_steps=40)
+    assert report["replayed_steps"] > 30
 
 
 def test_freezing_a_layer_is_another_graph(tmp_path: Path) -> None:
