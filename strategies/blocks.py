@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from strategies.options import near
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -63,10 +64,8 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
     names = [name for name, _ in module.named_modules()]
     for path in paths:
         if path not in names:
-            near = difflib.get_close_matches(path, names, n=3)
             candidates = [str(container) for container in find_containers(module)]
             raise ValueError(
-                f"{key}: {path!r} matches no submodule"
-                + (f"; near: {', '.join(near)}" if near else "")
+                f"{key}: {path!r} matches no submodule{near(path, names)}"
                 + (f"; repeated blocks found: {', '.join(candidates)}" if candidates else "")
             )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.hyperparameters import DeviceScalar
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
 from strategies.step_graphs import CannotCapture
@@ -86,12 +87,7 @@ class OwnStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._by_tensor = [
-            not isinstance(group["lr"], Tensor) and (_has_capturable(group) or bool(group.get("fused")))
-            for group in optimizer.param_groups
-        ]
-        self._rates: list[Tensor | None] = [None] * len(optimizer.param_groups)
-        self._shown: list[float | None] = [None] * len(optimizer.param_groups)
+        self._rates = [_rate_on_device(group) for group in optimizer.param_groups]
         self._hook = optimizer.register_state_dict_post_hook(_steps_on_host)
 
     def count(self) -> None:
@@ -99,21 +95,17 @@ class OwnStep:
 
     def prepare(self) -> None:
         """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
-        for index, group in enumerate(self._optimizer.param_groups):
-            rate = group["lr"]
-            if self._by_tensor[index] and rate != self._shown[index]:
-                tensor = self._rates[index]
-                if tensor is None:
-                    device = group["params"][0].device
-                    tensor = self._rates[index] = torch.empty((), dtype=torch.float32, device=device)
-                tensor.fill_(rate)
-                self._shown[index] = rate
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if rate is not None:
+                rate.write(group["lr"])
 
     def constants(self) -> Hashable:
         """Hyperparameters that kernels take by value."""
         return tuple(
-            tuple(value for name, value in group.items() if name != "params" and not (name == "lr" and by_tensor))
-            for group, by_tensor in zip(self._optimizer.param_groups, self._by_tensor, strict=True)
+            tuple(
+                value for name, value in group.items() if name != "params" and not (name == "lr" and rate is not None)
+            )
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)
         )
 
     @contextlib.contextmanager
@@ -122,9 +114,9 @@ class OwnStep:
         groups = self._optimizer.param_groups
         before = [(group["lr"], group.get("capturable")) for group in groups]
         self._steps_to_device()
-        for group, rate, by_tensor in zip(groups, self._rates, self._by_tensor, strict=True):
-            if by_tensor:
-                group["lr"] = rate
+        for group, rate in zip(groups, self._rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate.tensor
             if _has_capturable(group):
                 group["capturable"] = True
         try:
@@ -156,6 +148,13 @@ class OwnStep:
             for parameter in group["params"]:
                 if parameter in self._optimizer.state:
                     yield group, parameter
+
+
+def _rate_on_device(group: dict[str, Any]) -> DeviceScalar | None:
+    """The learning rate as a tensor, for kernels that take one; None where it is one already or is taken by value."""
+    if isinstance(group["lr"], Tensor) or not (_has_capturable(group) or group.get("fused")):
+        return None
+    return DeviceScalar(group["lr"], device=group["params"][0].device)
 
 
 def _has_capturable(group: dict[str, Any]) -> bool:

@@ -104,17 +104,23 @@ class Adam(Formula):
     def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
         """One step."""
         decay, grown1, kept2, grown2, size, correction, eps = s
-        if flags["decoupled_weight_decay"]:
-            p = p * decay
-        else:
-            g = g + p * decay
-        mean = states[0] + (g - states[0]) * grown1
-        square = states[1] * kept2 + g * g * grown2
+        p, g = _decayed(flags, p, g, decay)
+        mean, square = _moments(states, g, grown1, kept2, grown2)
         new = [mean, square]
         if flags["amsgrad"]:
             square = states[2].maximum(square)
             new.append(square)
         return p - mean / (square.sqrt() / correction + eps) * size, new
+
+
+def _decayed(flags: Group, p: Each, g: Each, decay: Each) -> tuple[Each, Each]:
+    """Parameters and gradients after weight decay, decoupled (``decay`` is the share that is kept) or not."""
+    return (p * decay, g) if flags["decoupled_weight_decay"] else (p, g + p * decay)
+
+
+def _moments(states: list[Each], g: Each, grown1: Each, kept2: Each, grown2: Each) -> tuple[Each, Each]:
+    """Adam's running means of the gradients and of their squares."""
+    return states[0] + (g - states[0]) * grown1, states[1] * kept2 + g * g * grown2
 
 
 class RAdam(Formula):
@@ -144,12 +150,8 @@ class RAdam(Formula):
     def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
         """One step."""
         decay, grown1, kept2, grown2, plain, rectified, eps = s
-        if flags["decoupled_weight_decay"]:
-            p = p * decay
-        else:
-            g = g + p * decay
-        mean = states[0] + (g - states[0]) * grown1
-        square = states[1] * kept2 + g * g * grown2
+        p, g = _decayed(flags, p, g, decay)
+        mean, square = _moments(states, g, grown1, kept2, grown2)
         return p - mean * plain - mean / (square.sqrt() + eps) * rectified, [mean, square]
 
 

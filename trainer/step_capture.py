@@ -87,8 +87,9 @@ class StepCapture:
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         ends = not self._trainer.fit_loop._should_accumulate()
         try:
-            whole = ends and self._optimizer_fits()
-            outputs = self._graphed(optimizer, batch_idx, kwargs, begins=begins, whole=whole)
+            constants = self._constants_of_step() if ends else None
+            whole = ends and self._optimizer is not None
+            outputs = self._graphed(optimizer, batch_idx, kwargs, begins=begins, whole=whole, constants=constants)
         except CannotCapture as error:
             # Nothing was executed: only Lightning's counters have moved.
             self._automatic.optim_progress.optimizer = self._progress
@@ -103,7 +104,14 @@ class StepCapture:
         return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
 
     def _graphed(
-        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any, *, begins: bool, whole: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        batch_idx: int,
+        kwargs: Any,
+        *,
+        begins: bool,
+        whole: bool,
+        constants: Hashable,
     ) -> dict[str, Any]:
         context = self._optimizer.capturable if whole and self._optimizer is not None else contextlib.nullcontext
 
@@ -122,7 +130,7 @@ class StepCapture:
         self._attach_gradients()
         if whole and self._optimizer is not None:
             self._optimizer.prepare()
-        kind = self._kind(begins=begins, whole=whole)
+        kind = self._kind(begins, whole, constants)
         captures = self._graphs.captures
         name = "whole step" if whole else "forward and backward"
         count = self._optimizer.count if whole and self._optimizer is not None else _nothing
@@ -142,24 +150,26 @@ class StepCapture:
         results: dict[str, Any] = outputs
         return results
 
-    def _kind(self, *, begins: bool, whole: bool) -> Hashable:
+    def _kind(self, begins: bool, whole: bool, constants: Hashable) -> Hashable:
         # A graph goes on as it was captured: what decides at the time which kernels run is part of its key.
         return (
             begins,
             whole,
-            self._optimizer.constants() if whole and self._optimizer is not None else None,
+            constants,
             tuple(parameter.requires_grad for parameter in self._parameters),
             tuple(submodule.training for submodule in self._submodules),
         )
 
-    def _optimizer_fits(self) -> bool:
+    def _constants_of_step(self) -> Hashable:
+        """What the optimizer takes by value; one for which that changes all the time is left out of the graphs."""
         if self._optimizer is None:
-            return False
-        self._constants.add(self._optimizer.constants())
+            return None
+        constants = self._optimizer.constants()
+        self._constants.add(constants)
         if len(self._constants) > MOST_CONSTANTS:
             self._leave_optimizer_out("its hyperparameters change all the time, and its kernels take them by value")
-            return False
-        return True
+            return None
+        return constants
 
     def _leave_optimizer_out(self, reason: str) -> None:
         self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
