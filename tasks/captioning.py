@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, Task
+from tasks.base import BatchCounts, Declaration
 from tasks.captioner_size import CaptionerSize
-from tasks.checks import require_at_least, require_share
 from tasks.data.captions import CaptionData
 from tasks.data.shapes import Shapes
+from tasks.trained import TrainedTask
 
 if TYPE_CHECKING:
     import lightning
 
 
 @dataclass(kw_only=True, slots=True)
-class Captioning(Task):
+class Captioning(TrainedTask):
     """Image captioning: next-token prediction over captions, given the image."""
 
     name: ClassVar[str] = "captioning"
@@ -26,26 +26,13 @@ class Captioning(Task):
     """Dimensions of the network."""
     data: CaptionData = field(default_factory=CaptionData)
     """Captioned images: the embedded shapes (also where only the base is given), COCO's layout or a CSV file."""
-    learning_rate: float | None = None
-    """Highest learning rate of AdamW, reached after the warm-up. None: 0.2 / ``size.decoder_width``, which is about
-    3e-3 for tiny and 2.6e-4 for base; Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
-    weight_decay: float = 0.05
-    """AdamW's decoupled decay of weights; biases and norms have none."""
-    warmup_steps: int = 50
-    """Optimizer steps of linear warm-up."""
-    final_learning_rate: float = 0.05
-    """Learning rate at the last step, as a share of ``learning_rate``."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range or at odds with each other."""
         if type(self.data) is CaptionData:
             # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
             self.data = Shapes(**asdict(self.data))
-        require_at_least("task.weight_decay", self.weight_decay, 0)
-        require_at_least("task.warmup_steps", self.warmup_steps, 0)
-        require_share("task.final_learning_rate", self.final_learning_rate)
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0")
+        TrainedTask.__post_init__(self)  # A slotted dataclass is a new class: super() without arguments fails.
         if self.data.pad_to is not None and self.data.pad_to > self.size.max_tokens:
             raise ValueError(
                 f"task.data.pad_to={self.data.pad_to} must be at most task.size.max_tokens={self.size.max_tokens}"
@@ -68,14 +55,9 @@ class Captioning(Task):
         from tasks.models.captioner import CaptionNet
         from tasks.models.captioner_module import Captioner
 
-        return Captioner(
-            CaptionNet(**asdict(self.size)),
-            learning_rate=0.2 / self.size.decoder_width if self.learning_rate is None else self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup_steps=self.warmup_steps,
-            final_share=self.final_learning_rate,
-            max_steps=max_steps,
-        )
+        # About 3e-3 for tiny and 2.6e-4 for base: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
+        recipe = self.recipe(default_learning_rate=0.2 / self.size.decoder_width, max_steps=max_steps)
+        return Captioner(CaptionNet(**asdict(self.size)), recipe)
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embeddings and the loss apart."""
@@ -98,9 +80,3 @@ class Captioning(Task):
     def training_flops(self, batch: Any) -> int:
         """Floating-point operations of matrix products in forward and backward, from the batch's shapes."""
         return self.size.training_flops(images=batch.tokens.shape[0], positions=batch.tokens.shape[1] - 1)
-
-    def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
-        """Items left out so far, by reason."""
-        from tasks.data.caption_data_module import CaptionDataModule
-
-        return data.skipped if isinstance(data, CaptionDataModule) else {}

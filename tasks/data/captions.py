@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.checks import require_at_least
+from tasks.data.loading import Loading, cache_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,21 +31,16 @@ class Examples:
 
 
 @dataclass(kw_only=True, slots=True)
-class CaptionData:
+class CaptionData(Loading):
     """Base of every source of captioned images."""
 
-    batch_size: int = 16
-    """Examples a batch on each device."""
-    num_workers: int | None = None
-    """Loader processes a device; None: one less than this process' cores, at most 8."""
     pad_to: int | None = None
     """Text positions of every batch; None: as many as the longest caption of the batch needs. Longer captions are
     left out and counted."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
-        require_at_least("task.data.batch_size", self.batch_size, 1)
-        require_at_least("task.data.num_workers", self.num_workers, 0)
+        Loading.__post_init__(self)  # A slotted dataclass is a new class: super() without arguments fails.
         require_at_least("task.data.pad_to", self.pad_to, 2)
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
@@ -58,16 +53,3 @@ class CaptionData:
     def tokenizer_folder(self) -> Path:
         """Where the tokenizer trained on these captions is kept."""
         return cache_folder()
-
-    def workers(self) -> int:
-        """Loader processes to start."""
-        if self.num_workers is not None:
-            return self.num_workers
-        return min(
-            8, len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) - 1
-        )
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this project (``$XDG_CACHE_HOME/crucible`` or ``~/.cache/crucible``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crucible"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tasks.data.captions import cache_folder
+from tasks.data.loading import cache_folder
 
 PAD, BEGIN, END = 0, 1, 2
 """Ids of the special tokens."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from tasks.data.batch import CaptionBatch
 from tasks.data.caption_data_module import CaptionDataModule
 from tasks.data.tokenizer import BEGIN, END
 from tasks.models.caption_strip import caption_table, draw_strip
 from tasks.models.captioner import CaptionNet
+from tasks.models.recipe import Recipe
 
 STRIP_IMAGES = 8
 """Validation images drawn with their captions."""
@@ -23,24 +22,10 @@ STRIP_IMAGES = 8
 class Captioner(L.LightningModule):
     """Trains a CaptionNet with AdamW under a linear warm-up and a cosine."""
 
-    def __init__(
-        self,
-        net: CaptionNet,
-        *,
-        learning_rate: float,
-        weight_decay: float,
-        warmup_steps: int,
-        final_share: float,
-        max_steps: int,
-    ) -> None:
-        """``final_share``: learning rate at ``max_steps`` as a share of ``learning_rate``."""
+    def __init__(self, net: CaptionNet, recipe: Recipe) -> None:
         super().__init__()
         self.net = net
-        self._learning_rate = learning_rate
-        self._weight_decay = weight_decay
-        self._warmup_steps = warmup_steps
-        self._final_share = final_share
-        self._max_steps = max_steps
+        self._recipe = recipe
         self._sums: Tensor | None = None
         self._strip: tuple[Tensor, Tensor] | None = None
 
@@ -93,26 +78,5 @@ class Captioner(L.LightningModule):
         logger.experiment.add_text("captions/table", caption_table(true_texts, texts), self.global_step)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW, fused where it can be; no decay for biases and norms; linear warm-up, then a cosine, by step."""
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self._weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(
-            groups, lr=self._learning_rate, betas=(0.9, 0.98), fused=_can_fuse(parameters) or None
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_share)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _learning_rate_share(self, step: int) -> float:
-        warmup_steps = min(self._warmup_steps, self._max_steps)
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, self._max_steps - warmup_steps))
-        return self._final_share + (1.0 - self._final_share) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
-    """Whether AdamW has one fused kernel for all of them."""
-    return {parameter.device.type for parameter in parameters} in ({"cuda"}, {"cpu"})
+        """AdamW and its schedule, by the recipe."""
+        return self._recipe.configure(self.parameters())

@@ -1,0 +1,127 @@
+"""Resumable data module: loaders of a training and a validation set, in an order that a resumed run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tasks.data.loading import Loading
+from tasks.data.order import ResumableLoader, ResumableSampler
+
+
+class ResumableDataModule(L.LightningDataModule):
+    """Base of every data module here; a subclass opens the two sets in ``open`` and says how batches are made.
+
+    Batches are moved to the device by Lightning: a NamedTuple of tensors and host numbers goes as it is.
+    """
+
+    train_set: Dataset[Any]
+    val_set: Dataset[Any]
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of items; None: torch's own rule."""
+
+    def __init__(self, loading: Loading, *, seed: int) -> None:
+        """``seed``: of the order of training examples."""
+        super().__init__()
+        self.seed = seed
+        self._loading = loading
+        self._is_set_up = False
+        self._sampler: ResumableSampler | None = None
+        self._resume_at = {"epoch": 0, "batches": 0}
+
+    def open(self) -> str:
+        """Set ``train_set`` and ``val_set``; returns where the examples come from, for messages.
+
+        Raises ValueError, naming the file, for unusable input.
+        """
+        raise NotImplementedError
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the sets, once, and read one example of each. Raises ValueError for unusable input."""
+        if self._is_set_up:
+            return
+        place = self.open()
+        replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
+        if count < self._loading.batch_size * replicas:
+            raise ValueError(
+                f"task.data.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
+                f"{count} training examples of {place}"
+            )
+        for examples in (self.train_set, self.val_set):
+            examples[0]  # a set without one example that can be read stops here, not at the first validation
+        self._is_set_up = True
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Whole batches only, so that every training step has one batch size."""
+        replicas, rank = self._replicas()
+        self._sampler = ResumableSampler(
+            self.train_set,
+            num_replicas=replicas,
+            rank=rank,
+            seed=self.seed,
+            batch_size=self._loading.batch_size,
+        )
+        self._sampler.resume(**self._resume_at)
+        loader = self._loader(self.train_set, self._sampler, drop_last=True)
+        assert isinstance(loader, ResumableLoader)
+        loader.position = self.state_dict
+        return loader
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Every validation example in order; the last batch may be smaller."""
+        replicas, rank = self._replicas()
+        sampler: DistributedSampler[Any] | None = None
+        if replicas > 1:
+            sampler = DistributedSampler(self.val_set, num_replicas=replicas, rank=rank, shuffle=False)
+        return self._loader(self.val_set, sampler, drop_last=False)
+
+    def _loader(
+        self, data: Dataset[Any], sampler: DistributedSampler[Any] | None, *, drop_last: bool
+    ) -> DataLoader[Any]:
+        workers = self._loading.workers()
+        kind = ResumableLoader if isinstance(sampler, ResumableSampler) else DataLoader
+        return kind(
+            data,
+            batch_size=self._loading.batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            collate_fn=self.collate,
+            # Its own generator: making an iterator would otherwise draw from the global one, which a resumed run
+            # restores, and the two runs would part.
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training stands: the epoch and the batches of it that the training loop has taken."""
+        trainer = self.trainer
+        if trainer is None or self._sampler is None:
+            return dict(self._resume_at)
+        # What the loop took, not what the loader fetched ahead. A checkpoint written after a training step counts it.
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        epoch = trainer.current_epoch
+        if batches >= trainer.num_training_batches:
+            return {"epoch": epoch + 1, "batches": 0}
+        return {"epoch": epoch, "batches": batches}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue at ``state_dict`` with the next loader that is built."""
+        self._resume_at = {"epoch": state_dict["epoch"], "batches": state_dict["batches"]}
+        if self._sampler is not None:
+            self._sampler.resume(**self._resume_at)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Items left out so far, by reason."""
+        return {}
+
+    def _replicas(self) -> tuple[int, int]:
+        """World size and rank."""
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
