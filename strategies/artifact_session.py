@@ -48,6 +48,8 @@ class Session:
         """What goes into the record."""
         self.notes: list[str] = []
         """Lines for the user; the owner takes them."""
+        self.findings: dict[str, Any] = {}
+        """What the runs that stored the loaded bundles had found out, see ``Program.findings``."""
         self._make_store, self._program_facts = make_store, facts
         self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
         self._fingerprint = fingerprint
@@ -71,6 +73,8 @@ class Session:
         except Exception as error:
             reason, refused = f"the store cannot be read: {told(error)}", []
         seconds = time.perf_counter() - began
+        for loaded, _ in self._loaded:
+            self.findings.update(loaded.manifest["findings"])
         names = {name for _, artifacts in self._loaded for name in artifacts}
         size = sum(len(loaded.data) for loaded, _ in self._loaded)
         self.facts.update(
@@ -120,12 +124,15 @@ class Session:
 
     # ---- after training --------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Compare with what was compiled, store what is new, and restore the usual directories."""
+    def close(self, findings: dict[str, Any]) -> None:
+        """Compare with what was compiled, store what is new, and restore the usual directories.
+
+        ``findings`` are kept with it, see ``Program.findings``.
+        """
         with self._stack:
             try:
                 self._verify()
-                self._store()
+                self._store(findings)
             except Exception as error:
                 self.facts["save_error"] = told(error)
                 self.notes.append(f"nothing stored: {told(error)} ({self._url})")
@@ -165,8 +172,8 @@ class Session:
         elif self._loaded:
             self.notes.append(f"warm start: all {now['hits']} graphs came from the cache")
 
-    def _store(self) -> None:
-        new = bool(self._misses or self._new_libraries)
+    def _store(self, findings: dict[str, Any]) -> None:
+        new = bool(self._misses or self._new_libraries) or not findings.keys() <= self.findings.keys()
         if self.facts["state"] == "idle" or (self._loaded and not new):
             return
         if self._max_bytes is None:
@@ -180,7 +187,7 @@ class Session:
         if len(data) > self._max_bytes:
             raise ValueError(f"{len(data) / MIB:.1f} MiB are more than max_gib allows")
         began = time.perf_counter()
-        removed = within(self._timeout_seconds, lambda: self._write(data, artifacts))
+        removed = within(self._timeout_seconds, lambda: self._write(data, artifacts, findings))
         self.facts.update(
             artifacts_saved=len(artifacts),
             bytes_saved=len(data),
@@ -192,11 +199,13 @@ class Session:
             + (f"; {removed} bundles evicted for max_gib" if removed else "")
         )
 
-    def _write(self, data: bytes, artifacts: list[str]) -> int:
+    def _write(self, data: bytes, artifacts: list[str], findings: dict[str, Any]) -> int:
         store = self._make_store()
         if (reason := store.distrust_of_writes()) is not None:
             raise ValueError(reason)
-        name = store.save(data, fingerprint=self._fingerprint, facts=self._program_facts, artifacts=artifacts)
+        name = store.save(
+            data, fingerprint=self._fingerprint, facts=self._program_facts, artifacts=artifacts, findings=findings
+        )
         for loaded, held in self._loaded:
             if loaded.name != name and set(held) <= set(artifacts):
                 store.remove(loaded.name)  # the new bundle holds all of it

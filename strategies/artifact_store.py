@@ -110,6 +110,7 @@ class ArtifactStore:
             sha256, size = manifest["sha256"], manifest["bytes"]
             fingerprint, schema, _ = manifest["fingerprint"], manifest["schema"], manifest["signature"]
             artifacts = [str(entry) for entry in manifest["artifacts"]]
+            findings = dict(manifest.get("findings") or {})  # bundles of the first version have none
         except FileNotFoundError:
             raise Refused("its manifest is missing") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -120,7 +121,7 @@ class ArtifactStore:
             raise Refused(f"its format is {schema}, this version reads {SCHEMA}")
         if name != _name(fingerprint, sha256) or not isinstance(size, int):
             raise Refused("its manifest belongs to another bundle")
-        return {**manifest, "artifacts": artifacts}
+        return {**manifest, "artifacts": artifacts, "findings": findings}
 
     def load(self, name: str, *, fingerprint: str | None = None) -> Loaded:
         """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
@@ -156,8 +157,19 @@ class ArtifactStore:
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def save(self, data: bytes, *, fingerprint: str, facts: dict[str, Any], artifacts: Iterable[str]) -> str:
-        """Write a bundle and then its manifest; returns its name. Raises what the file system raises."""
+    def save(
+        self,
+        data: bytes,
+        *,
+        fingerprint: str,
+        facts: dict[str, Any],
+        artifacts: Iterable[str],
+        findings: dict[str, Any] | None = None,
+    ) -> str:
+        """Write a bundle and then its manifest; returns its name. Raises what the file system raises.
+
+        ``facts`` say what the bundle is for; ``findings`` what its run found out about the program.
+        """
         sha256 = hashlib.sha256(data).hexdigest()
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
@@ -166,6 +178,7 @@ class ArtifactStore:
             "sha256": sha256,
             "bytes": len(data),
             "artifacts": sorted(artifacts),
+            "findings": findings or {},
             "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "signature": None,
         }

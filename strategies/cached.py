@@ -121,6 +121,7 @@ class Cached(Strategy, HoldsSession):
             program.notes.append(f"cached: cold start, and nothing will be stored: {told(error)}")
             return
         self._hold(session)
+        program.findings.update(session.findings)
         self._tell(program, session)
 
     def begin(self, program: Program) -> None:
@@ -133,7 +134,7 @@ class Cached(Strategy, HoldsSession):
         session = self._held()
         if session is not None:
             self._hold(None)
-            session.close()
+            session.close(program.findings)
             self._tell(program, session)
 
     def store(self) -> ArtifactStore:

@@ -54,7 +54,8 @@ class CudaGraph(Strategy):
 
     def begin(self, program: Program) -> None:
         """Let the trainer run its steps through graphs. Raises ValueError where there is no CUDA device to train on."""
-        from strategies.step_graphs import CudaEngine, StepGraphs
+        from strategies.graph_engine import CudaEngine
+        from strategies.step_graphs import StepGraphs
 
         assert program.device is not None
         if program.device.type != "cuda":

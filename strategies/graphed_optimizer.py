@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.graph_engine import CannotCapture
 from strategies.hyperparameters import DeviceScalar
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
-from strategies.step_graphs import CannotCapture
 
 
 class GraphedStep(Protocol):

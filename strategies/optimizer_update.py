@@ -143,6 +143,19 @@ class FunctionalUpdate:
         stale = self._plan is None or not self._planner.owns_state(self._plan)
         return self._plans + int(stale)
 
+    def counted(self) -> list[int]:
+        """Steps counted on the host so far, for ``recount``."""
+        return [] if self._plan is None else [clock.steps for clock in self._plan.clocks]
+
+    def recount(self, counted: list[int]) -> None:
+        """Go back to ``counted``, as all state tensors have; the plan stays, and with it what was captured by it."""
+        if not counted:
+            return
+        for clock, steps in zip(self._made.clocks, counted, strict=True):
+            clock.steps = steps
+        for count in self._made.counts:
+            count.version = count.steps._version
+
     def forget(self) -> None:
         """Plan anew at the next step, from the optimizer's own state."""
         self._plan = None

@@ -15,66 +15,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from strategies.graph_engine import CannotCapture, Engine, NotYet, first_line
+
 Step = Callable[[Any], Any]
 """Maps a batch to results, a tree whose tensors are results of the step."""
 
 
-class CannotCapture(RuntimeError):
-    """A step that no CUDA graph can stand for; the message says why."""
+class Verifier(Protocol):
+    """Compares the first replay of a graph with the step that it was captured from."""
 
+    facts: dict[str, Any]
+    """Verdict and figures, for the record."""
 
-class Engine(Protocol):
-    """What captures and replays."""
+    def wants(self, name: str) -> bool:
+        """Whether the graph about to be captured is to be compared."""
 
-    def eager(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` as it is, in the surroundings that a capture will have."""
+    def reference(self, run: Callable[[], Any], batch: Any) -> None:
+        """Run the step without a graph, keep what it did, and take all of it back."""
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record ``call`` without executing it on the device; returns what replays it, and its static results.
-
-        When that fails, graphs captured before are not to be replayed any more: their random numbers are another
-        generator's.
-        """
-
-
-class CudaEngine:
-    """CUDA graphs on one device: captured on one side stream, into one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generator = torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)]
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def eager(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` on the side stream, where its libraries set up what a capture may not."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            results = call()
-        current.wait_stream(self._stream)
-        return results
-
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record what ``call`` launches."""
-        graph = torch.cuda.CUDAGraph()
-        random_state = self._generator.get_state()
-        try:
-            # The outer stream: a capture that fails at its end does not come back from the side stream by itself.
-            # thread_local: the data loader's pinning thread goes on calling CUDA meanwhile.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self._device)),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                results = call()
-        except BaseException:
-            # A capture that fails leaves the generator waiting for its end: "Offset increment outside graph capture
-            # encountered unexpectedly" at the next random number. It goes on with a state of its own.
-            fresh = torch.Generator(self._device)
-            fresh.set_state(random_state)
-            self._generator.graphsafe_set_state(fresh)
-            raise
-        return graph.replay, results
+    def compare(self, results: Any) -> None:
+        """Compare the replay that has just happened. Raises what should end the run."""
 
 
 @dataclass(slots=True)
@@ -95,7 +55,10 @@ class Shape:
     seen: int = 0
     """Steps run without a graph."""
     captured: Captured | None = None
+    failed: bool = False
+    """Whether a capture was tried in vain."""
     refused: bool = False
+    """Whether no further one will be tried."""
 
 
 class StepGraphs:
@@ -103,7 +66,7 @@ class StepGraphs:
 
     Args:
         engine: Captures and replays.
-        eager_steps: Steps of each kind of batch that run before its capture.
+        eager_steps: Steps of each kind of batch that run before its capture; of every shape of it until ``warmed``.
         max_graphs: Most graphs.
     """
 
@@ -112,6 +75,10 @@ class StepGraphs:
         self._eager_steps = eager_steps
         self._max_graphs = max_graphs
         self._shapes: dict[Hashable, Shape] = {}
+        self._kinds: set[Hashable] = set()
+        self.warmed = False
+        """Whether every shape has been through forward and backward already: the first one of a kind still runs before
+        its capture, the others do not, for which there might be no memory beside the graphs."""
         self.captures = 0
         """Graphs captured so far."""
         self.replays = 0
@@ -120,6 +87,8 @@ class StepGraphs:
         """Steps run without a graph so far."""
         self.settled = True
         """Whether the last step was what steps of its kind will go on being: a replay, or eager for good."""
+        self.verifier: Verifier | None = None
+        """Set by whoever wants graphs compared with the steps that they were captured from."""
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
 
@@ -147,20 +116,29 @@ class StepGraphs:
             described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
             shape = self._shapes[key] = Shape(name=f"{name} on {described}")
         self.settled = shape.captured is not None or shape.refused
+        verifier = None
         if shape.captured is None:
-            if shape.refused or shape.seen < self._eager_steps:
+            ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
+            if shape.refused or not ready:
                 shape.seen += 1
-                return self.eager(step, batch)
+                results = self.eager(step, batch)
+                self._kinds.add(kind)
+                return results
             if self.captures >= self._max_graphs:
                 shape.refused = True
                 self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
                 return self.eager(step, batch)
+            if self.verifier is not None and self.verifier.wants(shape.name):
+                verifier = self.verifier
+                verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
             self._capture(shape, step, leaves, tree)
         assert shape.captured is not None
         torch._foreach_copy_(shape.captured.inputs, tensors)
         before_replay()
         shape.captured.replay()
         self.replays += 1
+        if verifier is not None:
+            verifier.compare(shape.captured.results)
         return pytree.tree_map_only(Tensor, torch.clone, shape.captured.results)
 
     def eager(self, step: Step, batch: Any) -> Any:
@@ -189,6 +167,7 @@ class StepGraphs:
             "replayed_steps": self.replays,
             "eager_steps": self.eager_count,
             "refused": list(self.refusals),
+            **({} if self.verifier is None else {"parity": self.verifier.facts}),
         }
 
     def _capture(self, shape: Shape, step: Step, leaves: list[Any], tree: pytree.TreeSpec) -> None:
@@ -202,8 +181,9 @@ class StepGraphs:
         except Exception as error:
             for other in self._shapes.values():
                 other.captured = None
-            shape.refused = True
-            raise CannotCapture(f"{shape.name}: {first_line(error)}") from error
+            shape.failed = True
+            shape.refused = shape.seen >= self._eager_steps
+            raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {first_line(error)}") from error
         self.captures += 1
         inputs = [static for static in statics if isinstance(static, Tensor)]
         shape.captured = Captured(replay, inputs, pytree.tree_map_only(Tensor, Tensor.detach, results))
@@ -221,11 +201,3 @@ def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     if len(devices) > 1:
         raise CannotCapture(f"its tensors lie on {', '.join(sorted(map(str, devices)))}")
     return tensors, tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong at first, in one line."""
-    # The end of a capture that failed raises an error of its own; the cause came before.
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}".splitlines()[0]

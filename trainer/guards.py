@@ -54,6 +54,8 @@ class Guards:
                     self._watchdog = Watchdog(self._trainer, self._telemetry, self._rehearsal.sample)
                 if self._rehearsal.warmed and self._program.padding is not None:
                     padding = self._program.padding
+                    if self._program.step is not None:
+                        self._program.step.warmed = True
                     self._lock = Lock(padding.on_recompile, padding.name, self._program, self._telemetry.compiler)
         elif self._watchdog is not None and self._watchdog.suspects:
             self._watchdog.suspects = False

@@ -66,12 +66,17 @@ class Comparison:
     Args:
         module: Whose trainable parameters are compared.
         start: Gives what a parameter held before the step.
+        buffers: Compare floating-point buffers as well, the running statistics of batch norms for instance.
     """
 
-    def __init__(self, module: nn.Module, start: Callable[[Tensor], Tensor]) -> None:
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    def __init__(self, module: nn.Module, start: Callable[[Tensor], Tensor], *, buffers: bool = False) -> None:
+        named: list[tuple[str, Tensor]] = [
+            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+        ]
+        if buffers:
+            named += [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
         self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.parameters: list[Tensor] = [tensor for _, tensor in named]
         self._start = start
         self.loss = self.gradient_norm = math.nan
         self._gradients: list[Tensor] = []

@@ -18,6 +18,7 @@ import torch
 from strategies import Program, Stage
 from strategies.compile_errors import is_out_of_memory
 from trainer.eager import eager
+from trainer.findings import Findings, sample_of
 from trainer.parity import ParityError
 from trainer.parity_gate import ParityGate
 from trainer.passes import Passes, SkippedStep, why_not
@@ -131,6 +132,7 @@ class Rehearsal:
             passes.step(batch)  # the first one made the optimizer's state, with which it may compile anew
 
         rollback.attempt("first forward and backward", first_pass, restore)
+        known = Findings(self._program, self._telemetry.compiler, batch)
         if any(strategy.stage is Stage.OPTIMIZER for strategy in self._program.strategies):
             rollback.attempt("first optimizer step", first_steps, restore)
         if not rollback.anything_left:
@@ -139,13 +141,20 @@ class Rehearsal:
                     "parity", {"mode": self._guarding.parity, "verdict": "skipped", "reason": "nothing compiled"}
                 )
             return
-        if self._guarding.parity != "off":
-            self._telemetry.phase = "comparing with eager"
-            self._within_memory("parity", lambda: self._compare(batch, snapshot))
-        restore()
-        if self._times:
-            self._telemetry.phase = "timing eager"
-            self._within_memory("watchdog", lambda: self._time(batch))
+        earlier = known.of_earlier_runs() if self._guarding.parity == "on" else None
+        if earlier is not None:
+            for name, facts in earlier.items():
+                self._report(name, facts)
+            self.sample = sample_of(earlier["watchdog"])
+        else:
+            if self._guarding.parity != "off":
+                self._telemetry.phase = "comparing with eager"
+                self._within_memory("parity", lambda: self._compare(batch, snapshot))
+            restore()
+            if self._times:
+                self._telemetry.phase = "timing eager"
+                self._within_memory("watchdog", lambda: self._time(batch))
+            known.keep()
         if self._warms:
             self._warm(batch, restore, rollback)
 

@@ -72,14 +72,19 @@ class Snapshot:
         if scaler is not None:
             self._keep(vars(scaler))
         self._random = random_state()
+        updates = [installed(optimizer) for optimizer in self._optimizers]
+        self._updates = [(update, update.counted()) for update in updates if isinstance(update, FunctionalUpdate)]
 
     def of(self, tensor: Tensor) -> Tensor:
         """What ``tensor`` held, on its device; a copy or not, so do not write to it."""
         return self._tensors[id(tensor)][1].to(tensor.device)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back; can be done any number of times."""
+    def restore(self, *, same_plan: bool = False) -> None:
+        """Put everything back; can be done any number of times.
+
+        ``same_plan``: state tensors are those that the snapshot found; what was captured in CUDA graphs goes on.
+        """
         for module, attributes in self._attributes:
             for name in [name for name in vars(module) if name not in attributes and name not in _SKIPPED]:
                 delattr(module, name)
@@ -97,10 +102,11 @@ class Snapshot:
         for tensor, kept in self._tensors.values():
             tensor.detach().copy_(kept)
         _set_random_state(self._random)
-        for optimizer in self._optimizers:
+        for update, counted in self._updates:
             # A compiled step counts on the host, and holds on to state tensors that may be gone now.
-            update = installed(optimizer)
-            if isinstance(update, FunctionalUpdate):
+            if same_plan:
+                update.recount(counted)
+            else:
                 update.forget()
 
     def _too_large(self, tensors: list[Tensor], optimizers: list[torch.optim.Optimizer]) -> bool:

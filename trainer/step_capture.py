@@ -17,22 +17,28 @@ import torch
 from torch import Tensor
 
 from strategies import Program
+from strategies.graph_engine import CannotCapture, NotYet
 from strategies.graphed_optimizer import GraphedStep, graphed
-from strategies.step_graphs import CannotCapture, StepGraphs
+from strategies.step_graphs import StepGraphs
 from trainer.host_effects import HostEffects, Logged, reasons_against
+from trainer.replay_parity import ReplayParity
 
 MOST_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 
 
-def capture_steps(trainer: L.Trainer, program: Program) -> StepCapture:
+def capture_steps(trainer: L.Trainer, program: Program, *, parity: str) -> StepCapture:
     """Let ``trainer`` run its training steps through ``program.step`` until ``StepCapture.release``.
+
+    ``parity`` says whether replays are compared with the steps that they were captured from.
 
     Raises ValueError for several devices, where a step is more than what this process launches.
     """
     assert program.step is not None
     if trainer.world_size > 1:
         raise ValueError(f"compile.cuda_graph: captures steps on one device only, this run has {trainer.world_size}")
+    if parity != "off":
+        program.step.verifier = ReplayParity(parity, trainer, program)
     return StepCapture(trainer, program, program.step)
 
 
@@ -93,6 +99,8 @@ class StepCapture:
         except CannotCapture as error:
             # Nothing was executed: only Lightning's counters have moved.
             self._automatic.optim_progress.optimizer = self._progress
+            if isinstance(error, NotYet):
+                return self.run(optimizer, batch_idx, kwargs)
             self._graphs.refuse(str(error))
             if whole:
                 self._leave_optimizer_out(str(error))

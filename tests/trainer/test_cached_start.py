@@ -39,7 +39,8 @@ losses = fit(Blocks(), folder, [compile_])
 record = compile_.record
 print("RESULT" + json.dumps({
     "losses": [loss.hex() for loss in losses], "built": sum(built), "report": record.report["cached"],
-    "cache": record.cache, "notes": record.notes, "warmup_seconds": record.warmup_seconds,
+    "cache": record.cache, "parity": record.report["parity"], "notes": record.notes,
+    "warmup_seconds": record.warmup_seconds,
 }))
 """
 Start = Callable[..., dict[str, Any]]
@@ -78,6 +79,9 @@ def test_a_second_process_starts_warm_with_the_same_losses_to_the_last_bit(start
     assert "bytes_saved" not in warm["report"], "nothing new, nothing stored"
     assert any("warm start: all" in note for note in warm["notes"])
     assert warm["losses"] == cold["losses"]
+    # What the cold start compared with eager is what the warm one runs.
+    assert "compared" not in cold["parity"]
+    assert warm["parity"] == {**cold["parity"], "compared": warm["parity"]["compared"]}
     assert warm["warmup_seconds"] < cold["warmup_seconds"]
 
     # Another shape: torch's own keys tell it apart, the note names what was compiled, and nothing stored is lost.
@@ -85,5 +89,6 @@ def test_a_second_process_starts_warm_with_the_same_losses_to_the_last_bit(start
     assert partly["report"]["artifacts_loaded"] == warm["report"]["artifacts_loaded"]
     assert partly["report"]["state"] == "partly"
     assert partly["report"]["graph_misses"] > 0
+    assert "compared" not in partly["parity"]
     assert any("graphs were compiled anew: forward" in note and "modules.py" in note for note in partly["notes"])
     assert len(list(store.glob("*.bundle"))) == 2

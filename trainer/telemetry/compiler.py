@@ -112,7 +112,9 @@ class CompilerWatch:
             "cudagraph_skips": delta["cudagraph_skips"],
             "cache_hits": delta["fxgraph_cache_hit"] if asked else None,
             "cache_misses": delta["fxgraph_cache_miss"] if asked else None,
-            "cache": _cache_word(delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"]),
+            "cache": _cache_word(
+                delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"] + delta["fxgraph_cache_bypass"]
+            ),
         }
 
     def count(self, kind: str) -> int:
@@ -164,6 +166,7 @@ class CompilerWatch:
             "unique_graphs": counters["stats"]["unique_graphs"],
             "fxgraph_cache_hit": counters["inductor"]["fxgraph_cache_hit"],
             "fxgraph_cache_miss": counters["inductor"]["fxgraph_cache_miss"],
+            "fxgraph_cache_bypass": counters["inductor"]["fxgraph_cache_bypass"],
             "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
         }
 

@@ -20,7 +20,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
         "unexpected_validation_batches",
     ),
     "cached": ("state", "reason", "artifacts_loaded", "load_seconds", "artifacts_saved", "refused", "save_error"),
-    "cuda_graph": ("graphs", "replayed_steps", "eager_steps", "refused"),
+    "cuda_graph": ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused"),
     "optimizer": (
         "form",
         "compiled_milliseconds",

@@ -9,16 +9,32 @@ import torch
 
 GIB = 1024.0**3
 
+_before: dict[torch.device, int] = {}
+"""Bytes of the peak before something that was not to be counted."""
+
 
 def reset_peaks(device: torch.device) -> None:
     """Forget the accelerator's peak so far."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        _before.pop(device, None)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The peak so far, for ``resume``; 0 for a CPU."""
+    return max(torch.cuda.max_memory_allocated(device), _before.get(device, 0)) if device.type == "cuda" else 0
+
+
+def resume(device: torch.device, peak: int) -> None:
+    """Go on counting from ``peak``: what was allocated since then and is freed again is no part of the run."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        _before[device] = peak
 
 
 def peak_device_gib(device: torch.device) -> float | None:
     """Highest memory held by tensors on ``device`` since ``reset_peaks``, in GiB; None for a CPU."""
-    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+    return peak_bytes(device) / GIB if device.type == "cuda" else None
 
 
 def peak_process_gib() -> float:
