@@ -3,6 +3,7 @@
 from strategies.base import Program, Ragged, Region, Stage, Strategy
 from strategies.buckets import Buckets
 from strategies.cached import Cached
+from strategies.checkpointing import Checkpointing
 from strategies.cuda_graph import CudaGraph
 from strategies.dynamic import Dynamic
 from strategies.modular import Modular, Part
@@ -11,7 +12,8 @@ from strategies.regional import Regional
 from strategies.whole import Whole
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer)
+    strategy.name: strategy
+    for strategy in (Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing)
 }
 """Shipped strategies by the name they have under ``compile`` in the configuration."""
 
@@ -19,6 +21,7 @@ __all__ = [
     "STRATEGIES",
     "Buckets",
     "Cached",
+    "Checkpointing",
     "CudaGraph",
     "Dynamic",
     "Modular",

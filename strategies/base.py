@@ -24,9 +24,10 @@ class Stage(enum.IntEnum):
 
     CACHE = 0
     SHAPES = 1
-    MODULE = 2
-    OPTIMIZER = 3
-    STEP = 4
+    ACTIVATIONS = 2
+    MODULE = 3
+    OPTIMIZER = 4
+    STEP = 5
 
 
 class Ragged(NamedTuple):
@@ -91,6 +92,10 @@ class Program:
     """Filled by strategies: ``torch._dynamo.config`` values needed while the run lasts, restored after it."""
     notes: list[str] = field(default_factory=list)
     """Filled by strategies: lines the user should read (an option without effect, an undeclared loss)."""
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What runs found out about the compiled program before their first step, by the shapes of their first batch, in
+    types that JSON knows and finite numbers. A strategy of the CACHE stage fills in those of the runs whose artifacts
+    it loaded; the run adds its own, for that strategy to keep."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
 
@@ -107,6 +112,9 @@ class Strategy:
     """Whether another strategy of the same stage is a conflict."""
     reorders_data: ClassVar[bool] = False
     """Whether training sees its examples in another order than eager does: a comparison needs the same one on both."""
+
+    training_only: ClassVar[str | None] = None
+    """Why it has nothing to do where nothing is trained, if so: with ``run=inference`` it is then an error."""
 
     def check(self) -> None:
         """Look at this machine and this torch before any work starts. Raises ValueError with the mend."""
@@ -125,6 +133,11 @@ class Strategy:
     def captures_step(self) -> bool:
         """Whether it captures whole steps in CUDA graphs, within which no other CUDA graph may be captured."""
         return False
+
+    @property
+    def recomputes(self) -> str | None:
+        """The option, as it is typed, by which activations are computed again in the backward; None without one."""
+        return None
 
     def apply(self, program: Program) -> None:
         """Change ``program`` before the first batch. Raises ValueError for options that do not fit this program."""

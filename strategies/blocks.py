@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from strategies.base import Program
 from strategies.options import near
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -57,6 +58,31 @@ def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
         else:
             blocks.append(path)
     return blocks
+
+
+def kinds_of_several_sizes(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Class names of the blocks at ``paths`` of which a weight has one shape in one block and another in the next."""
+    seen: dict[type[nn.Module], dict[str, tuple[int, ...]]] = {}
+    kinds: dict[str, None] = {}
+    for path in paths:
+        block = module.get_submodule(path)
+        shapes = seen.setdefault(type(block), {})
+        for name, weight in block.named_parameters():
+            if shapes.setdefault(name, tuple(weight.shape)) != tuple(weight.shape):
+                kinds[type(block).__name__] = None
+    return list(kinds)
+
+
+def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) -> list[str]:
+    """Kinds of blocks at ``paths`` because of which regions are to be compiled with ``dynamic=False``.
+
+    Torch takes the second size of a kind for one that changes from batch to batch, and makes symbolic code for all
+    further ones (automatic dynamic shapes): most of the stages of a ResNet. Empty where the sizes are the user's or
+    another strategy's choice, and where lengths do change.
+    """
+    if dynamic is not None or program.dynamic is not None or program.ragged:
+        return []
+    return kinds_of_several_sizes(program.module, paths)
 
 
 def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> None:

@@ -68,15 +68,28 @@ class Modular(Strategy):
         """Whether a part asks Inductor for CUDA graphs."""
         return any(part.asks_for_cuda_graphs for part in self._compiled().values())
 
+    @property
+    def recomputes(self) -> str | None:
+        """The activation-memory budget of the first part that has one."""
+        options = (part.budget_option(f"compile.modular.parts.{name}") for name, part in self._compiled().items())
+        return next(filter(None, options), None)
+
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError for a name that matches nothing and for parts that overlap."""
+        from strategies.blocks import fixed_sizes
         from strategies.inplace import compile_in_place
         from strategies.modular_parts import plan
 
         planned = plan(program, {name: part.how for name, part in self.parts.items()})
         compiled = self._compiled()
+        fixed = {
+            name
+            for name, part in compiled.items()
+            if fixed_sizes(program, [path for path, owner in planned.regions.items() if owner == name], part.dynamic)
+        }
         for path, name in planned.regions.items():
-            compile_in_place(program, path, compiled[name].compile_arguments())
+            arguments = compiled[name].compile_arguments()
+            compile_in_place(program, path, {**arguments, "dynamic": False} if name in fixed else arguments)
         if any(part.how == "regional" for part in compiled.values()):
             # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
             program.settings["optimize_ddp"] = False

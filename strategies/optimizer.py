@@ -42,6 +42,7 @@ class Optimizer(CompileOptions):
 
     name: ClassVar[str] = "optimizer"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
+    training_only: ClassVar[str | None] = "without training there is no optimizer whose step could be compiled"
 
     dynamic: bool | None = False
     """False and nothing else: shapes of parameters do not change."""
@@ -151,8 +152,8 @@ class Optimizer(CompileOptions):
         )
 
     def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
+        from strategies.graph_engine import CudaEngine
         from strategies.optimizer_replay import Replays
-        from strategies.step_graphs import CudaEngine
 
         devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         if not self.graph or len(devices) != 1 or (device := devices.pop()).type != "cuda":

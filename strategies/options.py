@@ -129,6 +129,11 @@ class ModuleRequest(CompilerRequest):
                 f"('inductor' or 'aot_...'), not {key}.backend={self.backend!r}"
             )
 
+    def budget_option(self, key: str) -> str | None:
+        """The budget as it is typed after ``key``; None where nothing is computed again because of it."""
+        budget = self.activation_memory_budget
+        return None if budget is None or budget == 1 else f"{key}.activation_memory_budget={budget}"
+
     def compile_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
         arguments = CompilerRequest.compile_arguments(self)
@@ -165,6 +170,11 @@ class CompileOptions(CompilerRequest, Strategy):
 @dataclass(kw_only=True, slots=True)
 class ModuleOptions(ModuleRequest, CompileOptions):
     """Base of the strategies that hand modules to ``torch.compile`` with one set of options."""
+
+    @property
+    def recomputes(self) -> str | None:
+        """The activation-memory budget, where there is one."""
+        return self.budget_option(f"compile.{self.name}")
 
 
 def near(given: str, known: list[str]) -> str:

@@ -27,7 +27,7 @@ class Regional(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError, with candidates, when no block or part matches."""
-        from strategies.blocks import expand_blocks, find_containers, require_submodules
+        from strategies.blocks import expand_blocks, find_containers, fixed_sizes, require_submodules
         from strategies.inplace import compile_in_place
 
         containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
@@ -39,17 +39,26 @@ class Regional(ModuleOptions):
         require_submodules(program.module, "compile.regional.blocks", containers)
         require_submodules(program.module, "compile.regional.parts", parts)
         paths = expand_blocks(program.module, containers)
-        if not paths:
+        if not paths and not parts:
             raise ValueError(
                 "compile.regional: no repeated blocks found in this module; name them with "
                 "compile.regional.blocks=[path,...] or use compile=whole"
             )
+        if not paths:
+            program.notes.append(f"regional: no repeated blocks here; compiled {', '.join(parts)} alone")
         if not parts:
             program.notes.append(
                 "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
                 "compile.regional.parts"
             )
+        kinds = fixed_sizes(program, paths, self.dynamic)
+        if kinds:
+            program.notes.append(
+                f"regional: {', '.join(kinds)} of several sizes, each compiled for its own; "
+                "compile.regional.dynamic=true makes sizes symbolic"
+            )
         for path in [*paths, *(part for part in parts if part not in paths)]:
-            compile_in_place(program, path, self.compile_arguments())
+            arguments = self.compile_arguments()
+            compile_in_place(program, path, {**arguments, "dynamic": False} if kinds else arguments)
         # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
         program.settings["optimize_ddp"] = False

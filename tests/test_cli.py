@@ -70,6 +70,10 @@ def test_the_records_exit_code_is_the_processs(
         (["compile=whole", "compile.whole.mode=fastest"], ["error: compile.whole.mode='fastest' is not one of ("]),
         (["compile=whole", "+compile.whole.typo=1"], ["error: compile.whole.typo is not an option"]),
         (["--config-dir", "nowhere"], ["error: Additional config directory"]),
+        (
+            ["task=image_classification", "task/data=coco", "task.data.root=."],
+            ["error: task/data=coco belongs to another task; this one takes image_folder, "],
+        ),
     ],
 )
 def test_what_a_user_got_wrong_is_said_shortly(

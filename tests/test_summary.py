@@ -45,3 +45,25 @@ def test_the_table_says_so(tmp_path: Path) -> None:
     assert "never" in whole
     assert "0.90x" in whole
     assert "never" not in eager
+
+
+def test_inferences_have_columns_of_their_own_and_are_compared_by_batches(tmp_path: Path) -> None:
+    def inferred(label: str, milliseconds: float, **figures: Any) -> RunRecord:
+        rate = 1e3 / milliseconds
+        seconds = {f"latency_seconds_{name}": milliseconds / 1e3 for name in ("median", "p95")}
+        return record(
+            label, run="inference", batches_per_second=rate, samples_per_second=32 * rate, **seconds, **figures
+        )
+
+    eager = inferred("eager", 10.0, warmup_seconds=1.0)
+    whole = inferred("whole", 5.0, warmup_seconds=21.0, compile_seconds=20.0)
+    cells = [
+        Cell(overrides=[f"compile={one.label}"], directory=tmp_path, exit_code=0, record=one)
+        for one in (eager, whole, EAGER)
+    ]
+    assert break_even_steps(whole, eager) == pytest.approx(20.0 / 0.005)
+    _, trained, _, _, heading, first, second, *_ = summarize(cells, planned=3, sweep_dir=tmp_path).splitlines()
+    assert "steps/s" in trained
+    assert "median ms" in heading
+    assert first.split()[2:6] == ["10.00", "10.00", "3,200.0", "1.00x"]
+    assert second.split()[2:8] == ["5.00", "5.00", "6,400.0", "2.00x", "4,000", "batches"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,52 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tasks.base import Task
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
+from trainer.inference_callback import CompileForInference
 from trainer.precision import precision_arguments
 from trainer.settings import Config
+from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
 
 def compile_callback(config: Config, record: RunRecord) -> Compile:
-    """The callback that applies the strategies and measures, told what the task declares."""
-    declared = config.task.declare()
-    return Compile(
-        config.compile.values(),
-        whole=declared.whole,
-        blocks=declared.blocks,
-        parts=declared.parts,
-        ragged=declared.ragged,
-        count=batch_counter(config.task),
-        warmup_steps=config.trainer.warmup_steps,
-        record=record,
-        parity=config.parity,
-        on_compile_error=config.on_compile_error,
-        on_slower=config.on_slower,
+    """The callback that applies the strategies and measures a training, told what the task declares."""
+    return Compile(**_callback_arguments(config, record), count=batch_counter(config.task, config.task.training_flops))
+
+
+def inference_callback(config: Config, record: RunRecord) -> CompileForInference:
+    """The same for a run without training."""
+    return CompileForInference(
+        **_callback_arguments(config, record), count=batch_counter(config.task, config.task.inference_flops)
     )
 
 
-def batch_counter(task: Task) -> BatchCounter:
-    """Counts batches by the task's rules; operations are computed once for each size of batch."""
+def _callback_arguments(config: Config, record: RunRecord) -> dict[str, Any]:
+    declared = config.task.declare()
+    return {
+        "strategies": config.compile.values(),
+        "whole": declared.whole,
+        "blocks": declared.blocks,
+        "parts": declared.parts,
+        "ragged": declared.ragged,
+        "warmup_steps": config.trainer.warmup_steps,
+        "measure_peak": config.trainer.measure_peak,
+        "record": record,
+        "parity": config.parity,
+        "on_compile_error": config.on_compile_error,
+        "on_slower": config.on_slower,
+    }
+
+
+def batch_counter(task: Task, operations: Callable[[Any], int | None]) -> BatchCounter:
+    """Counts batches by the task's rules; their operations are computed once for each size of batch."""
     flops: dict[tuple[int, int | None], int | None] = {}
 
     def count(batch: Any) -> tuple[int, int | None, int | None, int | None]:
         counts = task.count(batch)
         size = (counts.samples, counts.tokens)
         if size not in flops:
-            flops[size] = task.training_flops(batch)
+            flops[size] = operations(batch)
         return counts.samples, counts.tokens, counts.useful_tokens, flops[size]
 
     return count
@@ -63,12 +77,8 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
             dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
         )
         callbacks = [*callbacks, best]
-    precision = precision_arguments(settings)
     return L.Trainer(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        strategy=settings.strategy,
-        precision=precision.get("precision"),
+        **_shared_arguments(config, run_dir),
         max_steps=settings.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=settings.accumulate_grad_batches,
@@ -77,16 +87,39 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
         check_val_every_n_epoch=None if validates else 1,
         limit_val_batches=(1.0 if settings.val_batches is None else settings.val_batches) if validates else 0,
         log_every_n_steps=settings.log_every_n_steps,
-        deterministic=settings.deterministic,
         callbacks=callbacks,
-        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
-        logger=TensorBoardLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
-        plugins=[AtomicCheckpointIO(), *precision["plugins"]],
-        default_root_dir=run_dir,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=validates and config.task.monitor is not None,
-        enable_autolog_hparams=False,
         num_sanity_val_steps=0,  # its graphs and its seconds would come before the first step that is timed
         inference_mode=False,  # no_grad instead, so that every validation shares one set of graphs
     )
+
+
+def build_inference_trainer(config: Config, run_dir: Path, callback: Compile) -> L.Trainer:
+    """Lightning's Trainer for a run without training: no checkpoints, and a loop of our own."""
+    return L.Trainer(**_shared_arguments(config, run_dir), callbacks=[callback], enable_checkpointing=False)
+
+
+def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
+    settings = config.trainer
+    precision = precision_arguments(settings)
+    return {
+        "accelerator": settings.accelerator,
+        "devices": settings.devices,
+        "strategy": settings.strategy,
+        "precision": precision.get("precision"),
+        "deterministic": settings.deterministic,
+        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
+        "logger": TensorBoardLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
+        "plugins": [AtomicCheckpointIO(), *precision["plugins"]],
+        "default_root_dir": run_dir,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_autolog_hparams": False,
+    }
+
+
+def note_machine(record: RunRecord, trainer: L.Trainer) -> None:
+    """Write into ``record`` what the run runs on."""
+    device = trainer.strategy.root_device
+    record.device, record.device_type = hardware.device_name(device), device.type
+    record.world_size, record.precision = trainer.world_size, str(trainer.precision)

@@ -38,6 +38,7 @@ class Compile(L.Callback):
         ragged: The batch's tensors of ragged length, see ``strategies.Ragged``.
         count: Counts a batch for the throughput figures, see ``BatchCounter``; None leaves them out.
         warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
+        measure_peak: Whether to time a product of large matrices first; None = on a CUDA device.
         record: Filled in as the run goes; a plain one is made when None.
         parity, on_compile_error, on_slower: What to do when the compiled program is not eager's, does not compile or is
             slower than eager, see ``trainer.settings.Config``.
@@ -57,6 +58,7 @@ class Compile(L.Callback):
         ragged: Iterable[tuple[str, int] | tuple[str, int, float] | tuple[str, int, float, int]] = (),
         count: BatchCounter | None = None,
         warmup_steps: int = 5,
+        measure_peak: bool | None = None,
         record: RunRecord | None = None,
         parity: str = "on",
         on_compile_error: str = "fail",
@@ -74,13 +76,13 @@ class Compile(L.Callback):
             "parts": tuple(parts),
             "ragged": tuple(Ragged(*entry) for entry in ragged),
         }
-        self._count, self._warmup_steps = count, warmup_steps
+        self._measured: dict[str, Any] = {"count": count, "warmup_steps": warmup_steps, "measure_peak": measure_peak}
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
         self._guards: Guards | None = None
         self._capture: StepCapture | None = None
         self._open, self._told = False, 0
-        self.telemetry = Telemetry(count=count, warmup_steps=warmup_steps, log_every_n_steps=50)
+        self.telemetry = Telemetry(**self._measured, log_every_n_steps=50)
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -112,11 +114,8 @@ class Compile(L.Callback):
         if self.program.padding is not None:
             pad_loaders(trainer, self.program)
         if stage == "fit":
-            self.telemetry = Telemetry(
-                count=self._count,
-                warmup_steps=self._warmup_steps,
-                log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
-            )
+            every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+            self.telemetry = Telemetry(**self._measured, log_every_n_steps=every)
             self.telemetry.compiler.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -126,7 +125,7 @@ class Compile(L.Callback):
         begin(self.strategies, self.program)
         self._tell(self.program)
         if self.program.step is not None:
-            self._capture = capture_steps(trainer, self.program)
+            self._capture = capture_steps(trainer, self.program, parity=self._guarding.parity)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
         self._guards = Guards(

@@ -19,13 +19,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from strategies import STRATEGIES, Strategy
 from tasks import SCHEMAS
+from trainer.run_modes import RUN_MODES
 from trainer.settings import Config
 
 
 def register() -> None:
     """Make schemas and resolvers known to Hydra; must come before composition. Doing it twice does no harm."""
     # Schemas live in a group of their own: beside the options they would be offered to users as options.
-    ConfigStore.instance().store(group="schema", name="config", node=Config, package="_global_")
+    root = OmegaConf.structured(Config)
+    root.run = MISSING  # left open as in register_schema: the defaults list says which
+    ConfigStore.instance().store(group="schema", name="config", node=root, package="_global_")
+    for name, mode in RUN_MODES.items():
+        register_schema(f"run/{name}", mode)
     for name, strategy in STRATEGIES.items():
         register_schema(f"compile/{name}", strategy)
     for path, schema in SCHEMAS.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -13,6 +14,10 @@ REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
 NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Config search path|provider=)")
 """Lines of Hydra's and OmegaConf's messages that speak of their insides."""
+FOREIGN = re.compile(
+    r"In 'schema/(?P<group>[\w/]+)/(?P<name>\w+)'.*Merge error: \w+ is not a subclass of (?P<base>\w+)", re.S
+)
+"""What they say when an option belongs to another task: ``task=captioning task/data=image_folder``."""
 
 
 def explain(error: BaseException) -> list[str]:
@@ -21,6 +26,8 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {_in_file(error)}"]
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
+    if foreign := FOREIGN.search("\n".join(map(str, _causes(error)))):
+        return [f"error: {_not_for_this_task(**foreign.groupdict())}"]
     lines: list[str] = []
     current: BaseException | None = error
     while current is not None:
@@ -40,6 +47,24 @@ def explain(error: BaseException) -> list[str]:
     override = getattr(error, "override", None)
     first = f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]
     return [f"error: {first}", *(f"  {line}" for line in lines[1:])]
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _not_for_this_task(group: str, name: str, base: str) -> str:
+    """An option whose class does not derive from ``base``, and those of its group whose class does."""
+    from tasks import SCHEMAS  # not above: the command line first makes sure that these are our tasks
+
+    fitting = [
+        path.rpartition("/")[2]
+        for path, kind in sorted(SCHEMAS.items())
+        if path.rpartition("/")[0] == group and base in (each.__name__ for each in kind.__mro__)
+    ]
+    return f"{group}={name} belongs to another task" + (f"; this one takes {', '.join(fitting)}" if fitting else "")
 
 
 def _in_file(error: MarkedYAMLError) -> str:

@@ -30,7 +30,9 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signum: int | None = None
         self.in_training = False
-        """Whether a training loop is there that will notice the request at its next step."""
+        """Whether a loop is there that will notice the request at its next step."""
+        self.promise = "stopping after this step with a checkpoint"
+        """What that loop will do then."""
         self._say = say
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
@@ -60,4 +62,4 @@ class StopRequest:
         if not (first and self.in_training):
             raise Interrupted(signum)
         name = signal.Signals(signum).name
-        self._say(f"{name}: stopping after this step with a checkpoint; once more stops at once")
+        self._say(f"{name}: {self.promise}; once more stops at once")

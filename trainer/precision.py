@@ -1,9 +1,11 @@
-"""Precision of a run: the automatic choice, and bf16 autocast that lets fused optimizers clip."""
+"""Precision of a run: the automatic choice, and autocast that lets fused optimizers clip."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.optim import Optimizer
@@ -20,6 +22,36 @@ class Bf16Mixed(MixedPrecision):
         Precision.clip_gradients(self, optimizer, *arguments, **named)
 
 
+class Fp16Mixed(MixedPrecision):
+    """fp16 autocast with a gradient scaler. Gradients of a fused optimizer are unscaled before its step as those of any
+    other, so that they can be clipped; torch's scaler then tells the step that there is nothing left to unscale."""
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Any,
+        model: L.LightningModule,
+        closure: Callable[[], Any],
+        **named: Any,
+    ) -> Any:
+        """Unscale, clip, and step unless a gradient is not finite."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return super().optimizer_step(optimizer, model, closure, **named)
+        assert self.scaler is not None
+        result = closure()
+        if result is None and model.automatic_optimization:  # no backward, nothing to unscale
+            self._after_closure(model, optimizer)
+            return result
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        stepped = self.scaler.step(optimizer, **named)
+        self.scaler.update()
+        return stepped
+
+    def clip_gradients(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
+        """Clip as in full precision: the gradients are unscaled."""
+        Precision.clip_gradients(self, optimizer, *arguments, **named)
+
+
 def resolve_precision(config: TrainerConfig) -> str:
     """Lightning's name for the precision; ``auto`` is bf16 autocast on a CUDA GPU that has it and fp32 elsewhere."""
     if config.precision != "auto":
@@ -31,8 +63,13 @@ def resolve_precision(config: TrainerConfig) -> str:
 def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
     """The arguments of ``lightning.Trainer`` that set the precision."""
     precision = resolve_precision(config)
-    if precision == "bf16-mixed" and config.strategy in ("auto", "ddp"):  # sharded strategies bring their own
-        return {"plugins": [Bf16Mixed("bf16-mixed", "cuda" if on_cuda(config) else "cpu")]}
+    device = "cuda" if on_cuda(config) else "cpu"
+    if config.strategy in ("auto", "ddp"):  # sharded strategies bring their own
+        if precision == "bf16-mixed":
+            return {"plugins": [Bf16Mixed("bf16-mixed", device)]}
+        if precision == "16-mixed" and config.accelerator != "mps":
+            # On a CPU, too, where Lightning's own choice would be bf16 after all.
+            return {"plugins": [Fp16Mixed("16-mixed", device, torch.amp.GradScaler(device))]}
     return {"precision": precision, "plugins": []}
 
 

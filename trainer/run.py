@@ -9,15 +9,17 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 
 from strategies.compose import label, ordered
-from trainer.build import build_trainer, compile_callback
+from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, RunConsole, shown, summary, tell
+from trainer.console import ERROR_LOG, ProgressView, RunConsole, announce, tell
+from trainer.inference import Inferring
 from trainer.interrupt import Interrupted, StopRequest
 from trainer.reasons import one_line
+from trainer.rows import summary
+from trainer.run_modes import Inference
 from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
@@ -25,7 +27,8 @@ from trainer.torch_settings import process_settings
 
 
 def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
-    """Train ``config.task`` under ``config.compile`` and leave record, checkpoints and TensorBoard in ``run_dir``.
+    """Train ``config.task`` under ``config.compile``, or run it forward alone (``config.run``), and leave record,
+    checkpoints and TensorBoard in ``run_dir``.
 
     Args:
         config: The whole configuration, already checked field by field.
@@ -41,21 +44,22 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     """
     console = RunConsole(quiet=not is_first_process())
     record = new_record(config, command)
-    training = Training(config, record, run_dir, console)
+    kind = Inferring if isinstance(config.run, Inference) else Training
+    job: Inferring | Training = kind(config, record, run_dir, console)
     save(record, run_dir)
     try:
         with process_settings(config.trainer), StopRequest(console.print) as stop:
-            training.fit(stop)
+            job.go(stop)
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
     except Interrupted as interrupted:
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
-        if training.stopping:  # what breaks while everything is being told to stop is part of stopping
-            record.status, record.signal, record.reason = "interrupted", training.stopping, one_line(error)
+        if job.stopping:  # what breaks while everything is being told to stop is part of stopping
+            record.status, record.signal, record.reason = "interrupted", job.stopping, one_line(error)
         else:
             record.status, record.reason = "failed", one_line(error)
-        if record.status == "failed" and isinstance(error, ValueError) and not training.started:
+        if record.status == "failed" and isinstance(error, ValueError) and not job.started:
             raise
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
@@ -63,7 +67,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         record.status, record.reason = "failed", one_line(error)
         raise
     finally:
-        training.close()
+        job.close()
         record.total_seconds = hardware.process_age_seconds()
         save(record, run_dir)
     tell(console, record, run_dir, command, kept=kept)
@@ -75,6 +79,7 @@ def new_record(config: Config, command: list[str]) -> RunRecord:
     strategies = ordered(config.compile.values())
     return RunRecord(
         task=config.task.name,
+        run=config.run.name,
         strategies=[{"name": strategy.name, **dataclasses.asdict(strategy)} for strategy in strategies],
         label=label(strategies),
         config=dataclasses.asdict(config),
@@ -90,7 +95,7 @@ def new_record(config: Config, command: list[str]) -> RunRecord:
 class Training:
     """The parts of one run, built in the order in which a user's mistakes are cheapest to find."""
 
-    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
+    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: RunConsole) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
         self._stop: StopRequest | None = None
@@ -105,7 +110,7 @@ class Training:
         """Whether a training step was begun."""
         return self._compile is not None and self._compile.telemetry.phase != "starting"
 
-    def fit(self, stop: StopRequest) -> None:
+    def go(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""
         config, record = self._config, self._record
         self._stop = stop
@@ -114,16 +119,11 @@ class Training:
         L.seed_everything(config.seed, verbose=False)
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
-        checkpoints = Checkpoints(self._run_dir, every_n_steps=config.trainer.checkpoint_every_n_steps, stop=stop)
+        every = config.trainer.checkpoint_every_n_steps
+        checkpoints = Checkpoints(self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None)
         trainer = build_trainer(config, self._run_dir, [self._compile, checkpoints])
-        device = trainer.strategy.root_device
-        record.device, record.device_type = hardware.device_name(device), device.type
-        record.world_size, record.precision = trainer.world_size, str(trainer.precision)
-        self._console.print(
-            f"[bold]{record.task}[/] · {record.label} · {record.device} · {record.precision} · {shown(self._run_dir)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        note_machine(record, trainer)
+        announce(self._console, record, self._run_dir)
         compile_ = self._compile
         try:
             with ProgressView(

@@ -5,11 +5,13 @@ Plain dataclasses: whoever runs a task without the command line builds them dire
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from strategies.base import Strategy
 from strategies.compose import ordered
 from tasks.base import Task
+from trainer.run_modes import Inference, RunMode, Train
 
 PRECISIONS = (
     "auto",
@@ -66,14 +68,17 @@ class TrainerConfig:
     """Optimizer steps between points in TensorBoard."""
     warmup_steps: int = 5
     """First optimizer steps left out of steady-state figures, even when nothing compiles."""
-    checkpoint_every_n_steps: int = 200
-    """Optimizer steps between checkpoints; 0 = only at the end."""
+    checkpoint_every_n_steps: int | None = 200
+    """Optimizer steps between checkpoints; 0 = only at the end; null = only when a run is stopped before it."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms (slower); losses then repeat for one seed on one machine."""
     progress: str = "auto"
     """One of ``PROGRESS``: a live display, plain lines, or nothing; ``auto`` = live on a terminal, else plain."""
     matmul_precision: str = "high"
     """One of ``MATMUL_PRECISIONS``: precision of float32 matrix products, as ``torch.set_float32_matmul_precision``."""
+    measure_peak: bool | None = None
+    """Whether a large product of matrices is timed when the run begins (a third of a second on a GPU), as the peak that
+    utilisation is a share of, beside the datasheet's; null = on a CUDA device only."""
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
@@ -103,6 +108,8 @@ class Config:
 
     task: Task
     """What is learned."""
+    run: RunMode = field(default_factory=Train)
+    """Whether it is trained, or run forward alone and timed."""
     compile: dict[str, Strategy] = field(default_factory=dict)
     """Strategies by name; empty is eager."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -133,9 +140,23 @@ class Config:
         ):
             if getattr(self, name) not in choices:
                 complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")
+        complaints += [*self._of_training_only()]
         try:
             ordered(strategy for strategy in self.compile.values() if strategy is not None)  # None: refused by itself
         except ValueError as error:
             complaints.append(str(error))
         if complaints:
             raise ValueError("\n".join(complaints))
+
+    def _of_training_only(self) -> Iterator[str]:
+        """Strategies that have nothing to do in inference."""
+        if not isinstance(self.run, Inference):
+            return
+        for name, strategy in self.compile.items():
+            if strategy is not None and strategy.training_only is not None:
+                yield f"compile.{name}: {strategy.training_only}; leave it out of run=inference"
+            elif strategy is not None and strategy.captures_step and self.run.step != "predict":
+                yield (
+                    f"compile.{name}: captures predict steps alone, a validation step adds up on the host; use "
+                    "run.step=predict, or CUDA graphs of Inductor's with compile.whole.mode=reduce-overhead"
+                )

@@ -8,10 +8,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from strategies import Program, Regional
+from strategies.base import Ragged
+from strategies.blocks import fixed_sizes
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients
-from tests.strategies.modules import Block, Stack
+from tests.strategies.modules import Block, Holder, Stack
 
 
 def program_of(module: nn.Module, declared: Declaration) -> Program:
@@ -94,6 +96,50 @@ def test_blocks_of_an_undeclared_module_are_found_and_the_user_is_told(graphs: l
     assert len(graphs) == 1
 
 
+class Stages(nn.Module):
+    """Two blocks at each of three widths, as the stages of a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(Block(width), Block(width)) for width in (8, 16, 32))
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x_BD = stage(torch.cat((x_BD, x_BD), dim=-1) if x_BD.shape[-1] < stage[0].norm.weight.numel() else x_BD)
+        return x_BD
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_blocks_of_several_sizes_have_static_shapes_unless_asked_otherwise(
+    dynamic: bool | None, graphs: list[GraphModule]
+) -> None:
+    module = Holder(Stages())
+    paths = tuple(f"net.stages.{index}" for index in range(3))
+    program = Program(module=module, blocks=paths)
+    Regional(backend=backends.COUNTING, dynamic=dynamic).apply(program)
+    module.net(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    sizes = [size for graph in graphs for size in _input_sizes(graph)]
+    assert all(isinstance(size, int) for size in sizes) is (dynamic is None)
+    told = "regional: Block of several sizes" in " ".join(program.notes)
+    assert told is (dynamic is None)
+    if dynamic is None:
+        assert len(graphs) == 3
+
+
+def _input_sizes(graph: GraphModule) -> list[object]:
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    return [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixed"), [({}, True), ({"dynamic": True}, False), ({"ragged": (Ragged("tokens", 1),)}, False)]
+)
+def test_lengths_that_change_are_not_taken_for_sizes(changes: dict[str, object], fixed: bool) -> None:
+    program = Program(module=Holder(Stages()), blocks=("net.stages.0", "net.stages.1"), **changes)  # type: ignore[arg-type]
+    assert bool(fixed_sizes(program, ["net.stages.0.0", "net.stages.1.0"], None)) is fixed
+    assert not fixed_sizes(program, ["net.stages.0.0", "net.stages.0.1"], None), "of one size"
+
+
 def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module, declared: Declaration) -> None:
     with pytest.raises(ValueError, match=r"compile\.regional\.blocks: 'net\.decoder\.block' matches no") as raised:
         Regional(blocks=["net.decoder.block"]).apply(program_of(module, declared))
@@ -108,6 +154,16 @@ def test_nothing_is_compiled_when_a_path_is_wrong(module: nn.Module, declared: D
     with pytest.raises(ValueError, match=r"net\.tale"):
         Regional(parts=["net.tale"]).apply(program_of(module, declared))
     assert not any(child._compiled_call_impl for child in module.modules())
+
+
+def test_declared_parts_are_compiled_where_nothing_repeats_and_the_user_is_told(graphs: list[GraphModule]) -> None:
+    module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
+    program = Program(module=Holder(module), parts=("net.stem", "net.head"))
+    Regional(backend=backends.COUNTING).apply(program)
+    assert [region.path for region in program.regions] == ["net.stem", "net.head"]
+    assert "regional: no repeated blocks here; compiled net.stem, net.head alone" in program.notes
+    module(torch.randn(2, 8))
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("strategy", [Regional(), Regional(blocks=[])], ids=["found", "named"])

@@ -90,7 +90,14 @@ class FakeTelemetry(SimpleNamespace):
 
     def __init__(self) -> None:
         compiler = SimpleNamespace(compiling_seconds=3.2, compilations=2, compile_seconds=4.0)
-        super().__init__(phase="training", steps_done=0, steps_per_second=None, last_loss=None, compiler=compiler)
+        super().__init__(
+            phase="training",
+            units=("step", "steps"),
+            steps_done=0,
+            steps_per_second=None,
+            last_loss=None,
+            compiler=compiler,
+        )
 
 
 def lines_of(console: Console, telemetry: Any, style: str, seconds: float) -> list[str]:

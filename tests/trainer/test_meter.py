@@ -30,6 +30,14 @@ def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> N
     assert meter.steady.rates()["steady_steps_per_second"] == pytest.approx(3 / 0.6)
 
 
+def test_it_is_warm_when_the_warm_up_steps_are_over_whether_they_were_timed_or_not() -> None:
+    # Times are read a window later; the energy counter must not wait for them.
+    meter = Meter(warmup_steps=2)
+    assert not meter.warm
+    meter.ended = 2
+    assert meter.warm
+
+
 def test_without_warm_up_every_step_that_compiled_nothing_is_steady() -> None:
     meter = Meter(warmup_steps=0)
     assert meter.warm
@@ -69,6 +77,7 @@ def test_rates_are_sums_over_time() -> None:
         "useful_tokens_per_second": 45.0,
         "padded_share": pytest.approx(0.1),
         "teraflops_per_second": pytest.approx(1.0),
+        "data_wait_share": None,
     }
 
 

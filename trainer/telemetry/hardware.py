@@ -1,4 +1,4 @@
-"""What the run ran on: device name, dense peak, versions, the commit of the code."""
+"""What the run ran on: device name, versions, the commit of the code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,6 @@ import torch
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
 
-DENSE_BF16_PEAK_TERAFLOPS = {
-    "NVIDIA A100": 312.0,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H100 NVL": 835.5,
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H200": 989.4,
-    "NVIDIA B200": 2250.0,
-}
-"""Dense (not sparse) bf16 matrix rate by the beginning of the device's name, from NVIDIA's datasheets. A device that
-is not here has no peak and so no utilisation: no figure is better than a wrong one."""
-
 
 def device_name(device: torch.device) -> str:
     """Name of the accelerator, or of the processor for a CPU run."""
@@ -36,14 +25,6 @@ def device_name(device: torch.device) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def peak_teraflops(name: str, precision: str) -> float | None:
-    """Dense bf16 peak of the device called ``name`` in TFLOP/s; None when unknown or for another precision."""
-    if not precision.startswith("bf16"):
-        return None
-    matches = [peak for prefix, peak in DENSE_BF16_PEAK_TERAFLOPS.items() if name.startswith(prefix)]
-    return max(matches) if matches else None
 
 
 def versions() -> dict[str, str | None]:

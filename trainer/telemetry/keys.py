@@ -11,9 +11,19 @@ SCALARS: dict[str, tuple[str, str]] = {
     "throughput/useful_tokens_per_second": ("1/s", "token positions without padding"),
     "throughput/padded_share": ("1", "padding over all token positions"),
     "throughput/teraflops_per_second": ("TFLOP/s", "the task's forward and backward operations"),
-    "throughput/model_flops_utilization": ("1", "the same over the device's dense peak; absent when that is unknown"),
+    "throughput/model_flops_utilization": (
+        "1",
+        "the same over the datasheet's dense peak; absent when that is unknown",
+    ),
+    "throughput/model_flops_utilization_measured_peak": ("1", "the same over the peak measured when the run began"),
+    "data/wait_share": (
+        "1",
+        "share of those steps lost to waiting for the data loader; above 0.05 the summary says so",
+    ),
     "time/step_milliseconds_median": ("ms", "median steady step since the last point"),
     "time/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
+    "time/batch_milliseconds_median": ("ms", "inference: median latency of a batch in one timed run, a point a run"),
+    "time/batch_milliseconds_p95": ("ms", "inference: 95th percentile of the same batches"),
     "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
     "time/warmup_seconds": ("s", "the rehearsal and all steps that are not steady, so far"),
     "compile/seconds": ("s", "wall time inside the compiler so far"),
@@ -39,6 +49,8 @@ FINAL: dict[str, str] = {
     "final/warmup_seconds": "warmup_seconds",
     "final/peak_device_gib": "peak_device_memory_gib",
     "final/rehearsal_seconds": "rehearsal_seconds",
+    "final/latency_milliseconds_median": "latency_seconds_median",
+    "final/latency_milliseconds_p95": "latency_seconds_p95",
 }
 """Metric columns of the HParams table and the record field behind each, written when a run finishes.
 TensorBoard shows the first five of them before it is asked for more."""

@@ -33,6 +33,10 @@ class Step:
     """Forward and backward operations; None when the task does not tell."""
     seconds: float = 0.0
     """Duration, set when the clock has been read."""
+    fetches: int = 0
+    """Batches asked of the loader within those laps."""
+    waited_seconds: float = 0.0
+    """Lost to waiting for them, set with ``seconds``."""
     losses: list[Any] = field(default_factory=list)
     """Device scalars of its micro-batches, each already divided by their number."""
 
@@ -53,6 +57,8 @@ class Totals:
 
     seconds: float = 0.0
     steps: int = 0
+    fetches: int = 0
+    waited_seconds: float = 0.0
     samples: int | None = 0
     tokens: int | None = 0
     useful_tokens: int | None = 0
@@ -62,6 +68,8 @@ class Totals:
         """Add one timed step."""
         self.seconds += step.seconds
         self.steps += 1
+        self.fetches += step.fetches
+        self.waited_seconds += step.waited_seconds
         self.samples = _sum(self.samples, step.samples)
         self.tokens = _sum(self.tokens, step.tokens)
         self.useful_tokens = _sum(self.useful_tokens, step.useful_tokens)
@@ -79,6 +87,7 @@ class Totals:
             "useful_tokens_per_second": None if self.useful_tokens is None else self.useful_tokens / self.seconds,
             "padded_share": padding / self.tokens if padding is not None and self.tokens else None,
             "teraflops_per_second": None if self.flops is None else self.flops / self.seconds / 1e12,
+            "data_wait_share": min(1.0, self.waited_seconds / self.seconds) if self.fetches else None,
         }
 
 
@@ -88,6 +97,8 @@ class Meter:
     def __init__(self, *, warmup_steps: int) -> None:
         self._warmup_steps = warmup_steps
         self._timed = 0
+        self.ended = 0
+        """Steps that are over; their times are read later."""
         self.first_step_seconds: float | None = None
         self.warmup_seconds = 0.0
         self.warmup_step_count = 0
@@ -96,8 +107,8 @@ class Meter:
 
     @property
     def warm(self) -> bool:
-        """Whether the warm-up steps have all been timed."""
-        return self._timed >= self._warmup_steps
+        """Whether the warm-up steps are over."""
+        return self.ended >= self._warmup_steps
 
     def add(self, step: Step) -> bool:
         """Add a timed step; returns whether it is steady."""

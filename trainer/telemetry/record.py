@@ -44,6 +44,8 @@ class RunRecord:
     task: str
     strategies: list[dict[str, Any]] = field(default_factory=list)
     """As applied, in order: ``{"name": ..., <parameter>: ...}``; empty for eager."""
+    run: str = "train"
+    """``train`` or ``inference``; where nothing is trained, what is said of optimizer steps is said of batches."""
     label: str = "eager"
     """The strategies' names joined by ``+``."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -133,10 +135,21 @@ class RunRecord:
     """Padding positions over all token positions."""
     teraflops_per_second: float | None = None
     """Analytic forward and backward operations of the task over steady time, for each device."""
+    matrix_precision: str | None = None
+    """What matrix products compute in: ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp64``."""
+    float32_matmul_precision: str | None = None
+    """``torch.get_float32_matmul_precision()``; anything but ``highest`` allows TF32 on a GPU that has it."""
+    peak_teraflops_datasheet: float | None = None
+    """Dense matrix rate of the device in ``matrix_precision`` by its datasheet; None when it is not known."""
+    peak_teraflops_measured: float | None = None
+    """The same, of a product of two large matrices in this run; None when it was not measured."""
     model_flops_utilization: float | None = None
-    """``teraflops_per_second`` over the device's dense peak; None when the peak is not known."""
+    """``teraflops_per_second`` over ``peak_teraflops_datasheet``."""
+    model_flops_utilization_measured_peak: float | None = None
+    """``teraflops_per_second`` over ``peak_teraflops_measured``."""
     data_wait_share: float | None = None
-    """Share of steady time that the host waited for the data loader."""
+    """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
+    loop waits for a batch, elsewhere the loop's own waiting."""
     pause_seconds: float | None = None
     """Validation and checkpoints during training."""
     peak_device_memory_gib: float | None = None
@@ -145,6 +158,23 @@ class RunRecord:
     """Highest resident memory of this process."""
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
+
+    # Inference, timed runs of batches
+    batches: int | None = None
+    """Timed batches, all runs together; those during which something compiled are warm-up."""
+    repeats: int | None = None
+    """Timed runs."""
+    latency_seconds_mean: float | None = None
+    """From the end of the batch before to the end of a batch, on the device where it is a GPU."""
+    latency_seconds_median: float | None = None
+    latency_seconds_p95: float | None = None
+    latency_seconds_deviation: float | None = None
+    """Standard deviation over the timed batches."""
+    batches_per_second: float | None = None
+    repeat_samples_per_second: list[float] = field(default_factory=list)
+    """Of each timed run, this process."""
+    repeat_spread: float | None = None
+    """Between the fastest and the slowest of them, over their median."""
 
     # What was learned
     final_loss: float | None = None

@@ -20,8 +20,11 @@ import torch
 from trainer.telemetry import hardware, memory
 from trainer.telemetry.clock import StepClock, step_clock
 from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.energy import EnergyMeter
-from trainer.telemetry.meter import Meter, Step, Totals, percentile
+from trainer.telemetry.meter import Meter, Step, Totals
+from trainer.telemetry.peak import Peak, find_peak
+from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
@@ -41,7 +44,16 @@ class Window:
 class Telemetry:
     """Measures one fit; the owner calls the methods named after the moments of the loop."""
 
-    def __init__(self, *, count: BatchCounter | None, warmup_steps: int, log_every_n_steps: int) -> None:
+    units = ("step", "steps")
+
+    def __init__(
+        self,
+        *,
+        count: BatchCounter | None,
+        warmup_steps: int,
+        log_every_n_steps: int,
+        measure_peak: bool | None = None,
+    ) -> None:
         self.compiler = CompilerWatch()
         self.meter = Meter(warmup_steps=warmup_steps)
         self.steps_done = 0
@@ -57,6 +69,7 @@ class Telemetry:
         """What the loop is doing, in a word for the progress view."""
         self._count = count
         self._every = log_every_n_steps
+        self._measure_peak = measure_peak
         self._windows: deque[Window] = deque()
         self._steps: list[Step] = []
         self._paused, self._paused_at = True, 0.0
@@ -69,7 +82,9 @@ class Telemetry:
         self._device = trainer.strategy.root_device
         self._clock: StepClock = step_clock(self._device)
         self._energy = EnergyMeter(self._device)
-        self._peak_teraflops = hardware.peak_teraflops(hardware.device_name(self._device), str(trainer.precision))
+        self._peak: Peak = find_peak(self._device, str(trainer.precision), measure=self._measure_peak)
+        self._wait = DataWait(self._device)
+        self._wait.watch(trainer.fit_loop.epoch_loop)
         memory.reset_peaks(self._device)
         self.steps_done = trainer.global_step
         self._begin_step()
@@ -115,7 +130,9 @@ class Telemetry:
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += time.perf_counter() - self._paused_at
             self._clock.mark()
+            self._wait.forget()  # before the lap began
             self.phase = "training"
+        self._step.fetches += self._wait.claim()
 
     def disturb(self) -> None:
         """The step under way is no steady one: something was prepared in it that later steps will not need."""
@@ -135,6 +152,7 @@ class Telemetry:
         self._clock.lap()
         step.laps += 1
         self.steps_done = done
+        self.meter.ended += 1
         if self.compiler.compilations != self._compilations:
             step.compiled = True
             self.compiler.collect()
@@ -175,6 +193,7 @@ class Telemetry:
     def finish(self) -> None:
         """Training is over, one way or another: read everything that is still on its way."""
         self.pause("finishing")
+        self._wait.unwatch()
         self.flush(everything=True)
 
     def figures(self, *, together: bool) -> dict[str, Any]:
@@ -196,17 +215,13 @@ class Telemetry:
             **rates,
             "rehearsal_seconds": self.rehearsal_seconds,
             "steps": self.steps_done,
-            "model_flops_utilization": self._utilization(rates),
+            **self._peak.figures(rates.get("teraflops_per_second")),
             "peak_device_memory_gib": memory.peak_device_gib(self._device),
             "peak_process_memory_gib": memory.peak_process_gib(),
             "joules_per_sample": self._energy.joules_per_sample(),
             "pause_seconds": self.pause_seconds,
             "final_loss": self.last_loss,
         }
-
-    def _utilization(self, rates: dict[str, float | None]) -> float | None:
-        teraflops = rates.get("teraflops_per_second")
-        return teraflops / self._peak_teraflops if teraflops and self._peak_teraflops else None
 
     def _window(self, steps: list[Step]) -> Window:
         losses = [loss for step in steps for loss in step.losses]
@@ -228,6 +243,7 @@ class Telemetry:
         steady, seconds = Totals(), []
         for step in window.steps:
             step.seconds = sum(self._clock.take() for _ in range(step.laps))
+            step.waited_seconds = sum(self._wait.take() for _ in range(step.fetches))
             if self.meter.add(step):
                 steady.add(step)
                 seconds.append(step.seconds)
@@ -241,29 +257,13 @@ class Telemetry:
         self._pages.scalars(self._scalars(rates, seconds), window.steps[-1].number)
 
     def _scalars(self, rates: dict[str, float | None], seconds: list[float]) -> dict[str, float | None]:
-        compiler = self.compiler.figures() if self.compiler.compilations else {}
-        median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
         return {
             "train/loss": self.last_loss,
             "train/learning_rate": float(self._trainer.optimizers[0].param_groups[0]["lr"]),
             "throughput/steps_per_second": rates.get("steady_steps_per_second"),
-            "throughput/samples_per_second": rates.get("samples_per_second"),
-            "throughput/tokens_per_second": rates.get("tokens_per_second"),
-            "throughput/useful_tokens_per_second": rates.get("useful_tokens_per_second"),
-            "throughput/padded_share": rates.get("padded_share"),
-            "throughput/teraflops_per_second": rates.get("teraflops_per_second"),
-            "throughput/model_flops_utilization": self._utilization(rates),
-            "time/step_milliseconds_median": None if median is None else median * 1e3,
-            "time/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
+            **rate_scalars(rates, self._peak),
+            **time_scalars("step", seconds),
             "time/first_step_seconds": self.meter.first_step_seconds,
             "time/warmup_seconds": self.meter.warmup_seconds + (self.rehearsal_seconds or 0.0),
-            "compile/seconds": compiler.get("compile_seconds"),
-            "compile/graphs": compiler.get("graphs"),
-            "compile/graph_breaks": compiler.get("graph_breaks"),
-            "compile/recompiles": compiler.get("recompiles"),
-            "compile/cache_hits": compiler.get("cache_hits"),
-            "compile/cache_misses": compiler.get("cache_misses"),
-            "memory/peak_device_gib": memory.peak_device_gib(self._device),
-            "memory/peak_process_gib": memory.peak_process_gib(),
-            "energy/joules_per_sample": self._energy.joules_per_sample(),
+            **cost_scalars(self.compiler, self._energy, self._device),
         }

@@ -56,15 +56,16 @@ class TensorBoardPages:
         """Write the final metrics; close the run's row in the HParams table when the run finished."""
         if self._logger is None:
             return
-        step = record.steps or 0
+        step = record.steps or record.repeats or 0
         rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.items())
         self._logger.experiment.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
         if record.strategies:
             self._logger.experiment.add_text("run/strategies", strategies_table(record), step)
         if record.status == "finished":
             values = {key: getattr(record, name) for key, name in FINAL.items()}
-            if values["final/step_milliseconds_p95"] is not None:
-                values["final/step_milliseconds_p95"] *= 1e3
+            for key in values:
+                if "_milliseconds" in key and values[key] is not None:
+                    values[key] *= 1e3
             self.scalars(values, step)
             self._logger.experiment._get_file_writer().add_summary(self._session_end)
         self._logger.experiment.flush()
@@ -74,6 +75,7 @@ def hyperparameters(record: RunRecord) -> dict[str, Any]:
     """Columns that tell runs apart: task, strategies with their options, device, precision and seed."""
     columns: dict[str, Any] = {
         "task": record.task,
+        "run": record.run,
         "compile": record.label,
         "device": record.device or "",
         "precision": record.precision or "",

@@ -1,0 +1,193 @@
+"""``compile=checkpointing``: blocks run forward twice, with eager's numbers, and leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from strategies import Checkpointing, Modular, Program, Regional, Whole
+from strategies.compose import apply, begin, end, ordered
+from strategies.step_graphs import StepGraphs
+from tasks import Declaration
+from tests.strategies import backends
+from tests.strategies.conftest import Batch, loss_and_gradients
+from tests.strategies.modules import Block, Stack
+from tests.trainer.recording import RecordingEngine
+
+
+def program_of(module: nn.Module, declared: Declaration) -> Program:
+    return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
+
+
+class Dropping(Block):
+    """A block that counts its forwards and drops half of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.calls += 1
+        return x_BD + nn.functional.dropout(self.linear(self.norm(x_BD)), 0.5, self.training)
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack(nn.ModuleList(Dropping() for _ in range(4)))
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    module(torch.ones(3, 8)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+def test_each_block_runs_forward_twice_and_draws_the_same_random_numbers() -> None:
+    expected = gradients(stack())
+    module = stack()
+    Checkpointing().apply(Program(module=module))
+    assert all(torch.equal(one, other) for one, other in zip(gradients(module), expected, strict=True))
+    assert [block.calls for block in module.layers] == [2, 2, 2, 2]
+
+
+def test_every_second_block_may_keep_its_activations() -> None:
+    module = stack()
+    program = Program(module=module)
+    Checkpointing(every=2).apply(program)
+    gradients(module)
+    assert [block.calls for block in module.layers] == [2, 1, 2, 1]
+    assert program.report["checkpointing"] == {
+        "blocks": 4, "computed_again": 2, "paths": ["layers.0", "layers.2"],
+    }  # fmt: skip
+    assert "checkpointing: found repeated blocks in layers" in program.notes
+
+
+def test_activations_are_not_kept_for_the_backward() -> None:
+    def saved(module: nn.Module) -> int:
+        held: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(torch.ones(64, 8)).sum()
+        return sum(held.values())
+
+    module = stack()
+    before = saved(module)
+    Checkpointing().apply(Program(module=module))
+    assert saved(module) < before / 2
+
+
+def test_without_gradients_nothing_is_done_twice() -> None:
+    module = stack()
+    Checkpointing().apply(Program(module=module))
+    with torch.no_grad():
+        module(torch.ones(3, 8))
+    assert [block.calls for block in module.layers] == [1, 1, 1, 1]
+
+
+def test_the_end_gives_every_block_its_own_forward_back_and_another_training_takes_it_again() -> None:
+    module = stack()
+    program = Program(module=module)
+    keys, strategies = list(module.state_dict()), [Checkpointing()]
+    apply(strategies, program)
+    assert list(module.state_dict()) == keys
+    assert [type(block) for block in module.layers] == [Dropping] * 4
+    end(strategies, program)
+    assert not [block for block in module.layers if "forward" in vars(block)]
+    begin(strategies, program)
+    gradients(module)
+    assert [block.calls for block in module.layers] == [2, 2, 2, 2]
+
+
+def test_a_copy_of_the_module_computes_with_its_own_weights() -> None:
+    module = stack().eval()
+    Checkpointing().apply(Program(module=module))
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert twin(torch.ones(1, 8)).abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", [Regional, Whole])
+def test_a_compiler_sees_which_part_is_computed_again(
+    kind: Any, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
+) -> None:
+    loss, expected = loss_and_gradients(module, batch)
+    apply([kind(backend=backends.COUNTING), Checkpointing()], program_of(module, declared))
+    compiled_loss, compiled_gradients = loss_and_gradients(module, batch)
+    # As many graphs as without: one for each kind of block and each part, or one.
+    assert len(graphs) == (4 if kind is Regional else 1)
+    marked = [node for graph in graphs for node in graph.graph.nodes if "checkpoint" in str(node.target)]
+    assert len(marked) == (2 if kind is Regional else 6)
+    torch.testing.assert_close(compiled_loss, loss)
+    torch.testing.assert_close(compiled_gradients, expected)
+
+
+def test_a_captured_step_computes_again_too() -> None:
+    def losses(*, captured: bool) -> list[float]:
+        torch.manual_seed(0)
+        module = Stack(nn.ModuleList(Block() for _ in range(3)))
+        graphs = StepGraphs(RecordingEngine(module), eager_steps=1, max_graphs=4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if captured:
+            Checkpointing().apply(Program(module=module))
+
+        def step(x_BD: Tensor) -> Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = module(x_BD).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        found = []
+        for seed in range(5):
+            x_BD = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            if captured:
+                found.append(graphs.run("step", x_BD, step, name="step", before_replay=lambda: None))
+            else:
+                found.append(step(x_BD))
+        assert graphs.replays == (4 if captured else 0)
+        return [float(loss) for loss in found]
+
+    assert losses(captured=True) == pytest.approx(losses(captured=False), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "option"),
+    [
+        (Regional(activation_memory_budget=0.5), r"compile\.regional\.activation_memory_budget=0\.5"),
+        (
+            Modular(parts={"net": {"how": "whole", "activation_memory_budget": 0.2}}),
+            r"compile\.modular\.parts\.net\.activation_memory_budget=0\.2",
+        ),
+    ],
+)
+def test_two_ways_of_computing_again_are_an_error_that_names_both(other: Any, option: str) -> None:
+    with pytest.raises(ValueError, match=f"compile=checkpointing and {option} both compute activations again"):
+        ordered([other, Checkpointing()])
+    assert ordered([Regional(activation_memory_budget=1.0), Checkpointing()])
+
+
+def test_what_cannot_be_used_is_said_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^compile\.checkpointing\.every=0 must be at least 1$"):
+        Checkpointing(every=0)
+    with pytest.raises(ValueError, match=r"^compile\.checkpointing: no repeated blocks found"):
+        Checkpointing().apply(Program(module=nn.Linear(2, 2)))
+    with pytest.raises(
+        ValueError, match=r"^compile\.checkpointing\.blocks: 'layer' matches no submodule; near: layers"
+    ):
+        Checkpointing(blocks=["layer"]).apply(Program(module=stack()))
+    module = stack()
+    module.layers[1].forward = lambda x_BD: x_BD
+    with pytest.raises(ValueError, match=r"^compile\.checkpointing: layers\.1: the forward of this Dropping has been"):
+        Checkpointing().apply(Program(module=module))

@@ -1,0 +1,108 @@
+"""The time lost to the data loader: within the steady steps, not in pauses, said plainly where it is much."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.trainer.lightning_modules import Blocks
+from trainer.callback import Compile
+from trainer.rows import summary
+from trainer.telemetry.data_wait import DataWait
+from trainer.telemetry.record import RunRecord
+
+
+class Slow(Dataset[tuple[Tensor, Tensor]]):
+    """Takes some seconds for each example."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return torch.randn(8), torch.randn(1)
+
+
+class Working(Blocks):
+    """A step that takes ten milliseconds."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        time.sleep(0.2)
+
+
+def record_of(folder: Path, seconds: float, **options: object) -> RunRecord:
+    record = RunRecord(task="working")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        callbacks=[Compile(record=record, warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))],
+        default_root_dir=folder,
+        max_steps=12,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,  # type: ignore[arg-type]
+    )
+    loader = DataLoader(Slow(seconds), batch_size=2)
+    trainer.fit(Working(), loader, loader if options else None)
+    assert not {"_on_before_fetch", "_on_after_fetch"} & set(vars(trainer.fit_loop.epoch_loop))
+    return record
+
+
+def test_a_slow_loader_shows_as_the_share_of_the_steps_that_it_takes(tmp_path: Path) -> None:
+    record = record_of(tmp_path, 0.01)
+    assert record.data_wait_share is not None
+    # Two examples of 10 ms each, a step of 10 ms; epochs of eight batches begin anew in between.
+    assert 0.5 < record.data_wait_share < 0.75
+    assert summary(record)["waiting for data"] == (
+        f"the loop waits for data {record.data_wait_share:.0%} of the time: more task.data.num_workers?"
+    )
+
+
+def test_a_quick_loader_is_no_matter(tmp_path: Path) -> None:
+    record = record_of(tmp_path, 0.0)
+    assert record.data_wait_share is not None
+    assert record.data_wait_share < 0.3, "on a busy machine; a hundredth on a quiet one"
+    record.data_wait_share = 0.031
+    assert summary(record)["waiting for data"] == "3.1% of the time"
+
+
+def test_fetches_around_a_pause_belong_to_no_step(tmp_path: Path) -> None:
+    # Validated after each step: every batch is fetched between a validation and the beginning of its lap.
+    record = record_of(tmp_path, 0.01, val_check_interval=1, limit_val_batches=1, num_sanity_val_steps=0)
+    assert record.data_wait_share is None
+
+
+def test_who_waits_is_named(tmp_path: Path) -> None:
+    record = RunRecord(task="any", device_type="cuda", data_wait_share=0.12)
+    said = "the GPU waits for data 12% of the time: more task.data.num_workers?"
+    assert summary(record)["waiting for data"] == said
+
+
+def test_waits_are_read_in_order_and_forgotten_ones_never() -> None:
+    wait = DataWait(torch.device("cpu"))
+    for seconds in (0.03, 0.0):
+        wait.begin()
+        time.sleep(seconds)
+        wait.end()
+    assert wait.claim() == 2
+    wait.begin()
+    wait.end()
+    wait.forget()
+    assert wait.claim() == 0
+    assert wait.take() == pytest.approx(0.03, abs=0.02)
+    assert wait.take() < 0.02

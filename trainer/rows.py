@@ -1,0 +1,151 @@
+"""The rows of a run's summary, on the console and on TensorBoard's page ``run/summary``, from its record alone."""
+
+from __future__ import annotations
+
+from trainer.telemetry.facts import headlines
+from trainer.telemetry.record import RunRecord
+
+MUCH_WAITING = 0.05
+"""Share of the time spent waiting for data above which the summary says what to do."""
+
+
+def summary(record: RunRecord) -> dict[str, str]:
+    """The summary's rows by name; a figure that does not exist is ``n/a``, and rows of which nothing exists are not."""
+    rows = _inference(record) if record.run == "inference" else _training(record)
+    return {name: value for name, value in rows.items() if value and not value.startswith("n/a (")}
+
+
+def _training(record: RunRecord) -> dict[str, str]:
+    return {
+        "strategies": record.label,
+        "device": _device(record),
+        "optimizer steps": _number(record.steps, "{:.0f}"),
+        **_compiled(record),
+        "first step": _number(record.first_step_seconds, "{:.2f} s"),
+        "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps"
+        + (f", rehearsal {record.rehearsal_seconds:.2f} s of it" if record.rehearsal_seconds is not None else ""),
+        "steady steps": _number(record.steady_steps_per_second, "{:.2f} /s")
+        + f" (median of {_number(record.steady_steps)}: {_milliseconds(record.steady_step_seconds_median)})",
+        "p95 step": _milliseconds(record.steady_step_seconds_p95),
+        "samples": _number(record.samples_per_second, "{:.1f} /s"),
+        **_measured(record),
+        "final loss": _number(record.final_loss, "{:.4f}"),
+        **{name: _number(value, "{:.4f}") for name, value in sorted(record.final_metrics.items())},
+        "skipped items": _skipped(record),
+    }
+
+
+def _inference(record: RunRecord) -> dict[str, str]:
+    mode = record.config.get("run", {})
+    source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
+    spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
+    return {
+        "strategies": record.label,
+        "device": _device(record),
+        "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if mode else "",
+        **_compiled(record),
+        "first batch": _number(record.first_step_seconds, "{:.2f} s"),
+        "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} batches",
+        "latency": f"median {_milliseconds(record.latency_seconds_median)}, "
+        f"mean {_milliseconds(record.latency_seconds_mean)}, p95 {_milliseconds(record.latency_seconds_p95)}",
+        "timed": f"{_number(record.batches)} batches, timed runs: {_number(record.repeats)}{spread}",
+        "batches": _number(record.batches_per_second, "{:.2f} /s"),
+        "samples": _number(record.samples_per_second, "{:.1f} /s"),
+        **_measured(record),
+        "skipped items": _skipped(record),
+    }
+
+
+def _device(record: RunRecord) -> str:
+    if not record.device:
+        return "n/a"
+    products = {"tf32": " (matrix products in TF32)", "fp32": " (no TF32 in matrix products)"}
+    stated = products.get(record.matrix_precision or "", "") if record.device_type == "cuda" else ""
+    return f"{record.device} · {record.precision}{stated}"
+
+
+def _compiled(record: RunRecord) -> dict[str, str]:
+    eager = not record.strategies
+    return {
+        "compile": "nothing to compile" if eager else _number(record.compile_seconds, "{:.1f} s") + _cache(record),
+        "regions compiled": "" if eager else f"{_number(record.regions_compiled)} of {_number(record.regions)}",
+        "graphs / breaks / recompiles": ""
+        if eager
+        else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
+        "ran eager instead": _fallbacks(record),
+        "parity with eager": _parity(record),
+        **headlines({name: facts for name, facts in record.report.items() if name != "parity"}),
+        "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
+    }
+
+
+def _measured(record: RunRecord) -> dict[str, str]:
+    return {
+        "useful tokens": _number(record.useful_tokens_per_second, "{:,.0f} /s")
+        + f" (padding {_number(record.padded_share, '{:.1%}')})",
+        "TFLOP/s": _number(record.teraflops_per_second, "{:.2f}") + f" ({_utilization(record)})",
+        "waiting for data": _waiting(record),
+        "peak memory": f"device {_number(record.peak_device_memory_gib, '{:.2f} GiB')}, "
+        f"process {_number(record.peak_process_memory_gib, '{:.2f} GiB')}",
+        "energy": _number(record.joules_per_sample, "{:.3f} J/sample"),
+    }
+
+
+def _utilization(record: RunRecord) -> str:
+    shares = [
+        f"{share:.1%} of the {name} {peak:,.4g}"
+        for name, share, peak in (
+            ("datasheet's", record.model_flops_utilization, record.peak_teraflops_datasheet),
+            ("measured", record.model_flops_utilization_measured_peak, record.peak_teraflops_measured),
+        )
+        if share is not None and peak is not None
+    ]
+    return f"{record.matrix_precision}: {', '.join(shares)}" if shares else "utilisation n/a"
+
+
+def _waiting(record: RunRecord) -> str:
+    share = record.data_wait_share
+    if share is None:
+        return ""
+    if share <= MUCH_WAITING:
+        return f"{share:.1%} of the time"
+    who = "the GPU" if record.device_type == "cuda" else "the loop"
+    return f"{who} waits for data {share:.0%} of the time: more task.data.num_workers?"
+
+
+def _skipped(record: RunRecord) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count)
+
+
+def _number(value: float | None, form: str = "{:.4g}") -> str:
+    return "n/a" if value is None else form.format(value)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+def _recompiles(record: RunRecord) -> str:
+    validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
+    return _number(record.recompiles) + (f" ({validating} of them validation's own graphs)" if validating else "")
+
+
+def _fallbacks(record: RunRecord) -> str:
+    fallbacks = [event for event in record.events if event.kind == "fallback"]
+    return f"{len(fallbacks)} times; first: {fallbacks[0].reason.splitlines()[0]}" if fallbacks else ""
+
+
+def _parity(record: RunRecord) -> str:
+    facts = record.report.get("parity")
+    if facts is None or facts["verdict"] == "skipped":
+        return "" if facts is None else f"not compared: {facts['reason']}"
+    if "outputs" in facts:
+        outputs = facts["outputs"]
+        return f"{facts['verdict']} (outputs {outputs['difference']:.1e} apart, tolerance {outputs['tolerance']:.1e})"
+    loss = facts["loss"]
+    before = f" in the run of {facts['compared']}" if "compared" in facts else ""
+    return f"{facts['verdict']}{before} (loss {loss['difference']:.1e} apart, tolerance {loss['tolerance']:.1e})"
+
+
+def _cache(record: RunRecord) -> str:
+    return f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
