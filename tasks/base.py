@@ -68,6 +68,10 @@ class Task:
         """Floating-point operations of forward and backward for this batch (matrix products, 2 per multiply-add)."""
         return None
 
+    def inference_flops(self, batch: Any) -> int | None:
+        """Floating-point operations of forward alone for this batch, counted like those of ``training_flops``."""
+        return None
+
     def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
         """Items of the user's data left out so far, by reason; empty when nothing was skipped."""
         return {}

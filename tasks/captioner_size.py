@@ -57,6 +57,15 @@ class CaptionerSize:
         input needs none. Causal attention counts in full, and nothing that a kernel computes again counts twice:
         the convention of ``torch.utils.flop_counter`` and of PaLM's appendix B (https://arxiv.org/abs/2204.02311).
         """
+        convolution, rest = self._forward_products(positions)
+        return 2 * images * (2 * convolution + 3 * rest)
+
+    def inference_flops(self, *, images: int, positions: int) -> int:
+        """The same of forward alone."""
+        return 2 * images * sum(self._forward_products(positions))
+
+    def _forward_products(self, positions: int) -> tuple[int, int]:
+        """Multiply-adds of forward for one image: those of its first convolution, and the others."""
         patches = (self.image_size // self.patch_size) ** 2
         tokens, width, text_width = patches + 1, self.encoder_width, self.decoder_width
         convolution = patches * width * 3 * self.patch_size**2
@@ -71,5 +80,5 @@ class CaptionerSize:
             + 2 * positions * tokens * text_width
         )
         head = positions * text_width * self.vocabulary_size
-        forward = self.encoder_layers * encoder_block + bridge + self.decoder_layers * decoder_block + head
-        return 2 * images * (2 * convolution + 3 * forward)
+        rest = self.encoder_layers * encoder_block + bridge + self.decoder_layers * decoder_block + head
+        return convolution, rest

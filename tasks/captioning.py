@@ -80,3 +80,7 @@ class Captioning(TrainedTask):
     def training_flops(self, batch: Any) -> int:
         """Floating-point operations of matrix products in forward and backward, from the batch's shapes."""
         return self.size.training_flops(images=batch.tokens.shape[0], positions=batch.tokens.shape[1] - 1)
+
+    def inference_flops(self, batch: Any) -> int:
+        """The same of forward alone."""
+        return self.size.inference_flops(images=batch.tokens.shape[0], positions=batch.tokens.shape[1] - 1)

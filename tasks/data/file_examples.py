@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tasks.data.captions import Examples
+from tasks.data.hold_out import held_out
 
 
 class FileCaption(NamedTuple):
@@ -43,13 +43,5 @@ def hold_out(items: Sequence[FileCaption], *, share: float) -> tuple[list[FileCa
     All captions of an image fall on one side, and an image stays on its side when others are added or
     the folder moves.
     """
-    ranks = {
-        path: hashlib.blake2b(path.name.encode(), digest_size=8).digest() for path in {item.path for item in items}
-    }
-    limit = int(share * 2**64).to_bytes(9, "big")[1:]
-    held = {path for path, rank in ranks.items() if rank < limit}
-    if not held and len(ranks) > 1:
-        held = {min(ranks, key=lambda path: ranks[path])}
-    if len(held) == len(ranks) > 1:
-        held.discard(max(ranks, key=lambda path: ranks[path]))
+    held = held_out({item.path: item.path.name for item in items}, share=share)
     return [item for item in items if item.path not in held], [item for item in items if item.path in held]

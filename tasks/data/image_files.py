@@ -36,17 +36,25 @@ def read_image(path: Path, *, image_size: int) -> Tensor:
 
     Raises ImageError, naming the file, for one that is missing, broken or cut short.
     """
-    size = (image_size, image_size)
     try:
         with Image.open(path) as image:
             # A JPEG decodes at a half, a quarter or an eighth of its size for little more than that share of the time.
             image.draft("RGB", (2 * image_size, 2 * image_size))
-            fitted = ImageOps.fit(_to_rgb(image), size, method=Image.Resampling.BILINEAR)
+            return fit_image(image, image_size=image_size)
     except (
         Exception
     ) as error:  # PIL's plug-ins raise many kinds on broken files, struct.error and SyntaxError included.
         raise ImageError(f"{path} does not decode ({type(error).__name__})") from None
-    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous()
+
+
+def fit_image(image: Image.Image, *, image_size: int) -> Tensor:
+    """Resize the shorter side and crop the centre of an image of any mode; returns uint8 RGB [3, H, W]."""
+    return to_tensor(ImageOps.fit(_to_rgb(image), (image_size, image_size), method=Image.Resampling.BILINEAR))
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """An RGB image as uint8 [3, H, W]."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -5,6 +5,8 @@ Shape letters: B batch, C colour channels, H height, W width, N image tokens, E 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,17 +59,16 @@ class CaptionNet(nn.Module):
         )
         self.tail = LanguageTail(decoder_width, vocabulary_size)
 
-    def forward(self, images_BCHW: Tensor, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, images_BCHW: Tensor, tokens_BS: Tensor, *, score: bool = True) -> Any:
         """Score captions: uint8 images [B, 3, H, W]; int64 tokens [B, S], beginning ... end, then padding.
 
         Returns (mean loss in nats a target, right predictions, targets), 0-D, over targets that are not padding; the
-        last two are None in training mode.
+        last two are None in training mode. ``score=False``: logits [B, S - 1, V] of the next token at each position.
         """
         image_BNE = self.encoder(images_BCHW)
         # Contiguous, so that no compiled region sees strides that depend on the length of the batch's longest caption.
         x_BSD = self.decoder(tokens_BS[:, :-1].contiguous(), image_BNE)
-        scores: tuple[Tensor, Tensor | None, Tensor | None] = self.tail(x_BSD, tokens_BS[:, 1:].contiguous())
-        return scores
+        return self.tail(x_BSD, tokens_BS[:, 1:].contiguous() if score else None)
 
     @torch.no_grad()
     def generate(self, images_BCHW: Tensor, *, begin: int, end: int, max_new_tokens: int) -> Tensor:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import lightning as L
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from tasks.data.batch import CaptionBatch
@@ -13,51 +10,51 @@ from tasks.data.caption_data_module import CaptionDataModule
 from tasks.data.tokenizer import BEGIN, END
 from tasks.models.caption_strip import caption_table, draw_strip
 from tasks.models.captioner import CaptionNet
+from tasks.models.class_scores import Scores
 from tasks.models.recipe import Recipe
+from tasks.models.scored_module import ScoredModule
 
 STRIP_IMAGES = 8
 """Validation images drawn with their captions."""
 
 
-class Captioner(L.LightningModule):
-    """Trains a CaptionNet with AdamW under a linear warm-up and a cosine."""
+class Captioner(ScoredModule):
+    """Trains a CaptionNet; every validation draws captions."""
+
+    accuracy = "val/token_accuracy"
+
+    net: CaptionNet
 
     def __init__(self, net: CaptionNet, recipe: Recipe) -> None:
-        super().__init__()
-        self.net = net
-        self._recipe = recipe
-        self._sums: Tensor | None = None
+        super().__init__(net, recipe)
         self._strip: tuple[Tensor, Tensor] | None = None
 
-    def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
-        """Mean loss in nats a target, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
-        loss: Tensor = self.net(batch.images, batch.tokens)[0]
-        return loss
+    def scores(self, batch: CaptionBatch) -> Scores:
+        """Loss in nats a target; the network takes the targets from the tokens."""
+        scores: Scores = self.net(batch.images, batch.tokens)
+        return scores
+
+    def predict_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
+        """Logits [B, S - 1, V] of the next token at each position of the given captions."""
+        logits: Tensor = self.net(batch.images, batch.tokens, score=False)
+        return logits
 
     def on_validation_epoch_start(self) -> None:
         """Forget the last validation."""
-        self._sums = self._strip = None
+        super().on_validation_epoch_start()
+        self._strip = None
 
     def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
-        """Add up loss, right predictions and targets on the device."""
-        loss, correct, count = self.net(batch.images, batch.tokens)
-        # float64: float32 counts exactly to 16.7 million only. MPS has none.
-        precise = torch.float32 if loss.device.type == "mps" else torch.float64
-        sums = torch.stack((loss.to(precise) * count, correct.to(precise), count.to(precise)))
-        self._sums = sums if self._sums is None else self._sums + sums
+        """Add up scores, and keep the first images to draw."""
+        super().validation_step(batch, batch_idx)
         if batch_idx == 0:
             self._strip = (batch.images[:STRIP_IMAGES], batch.tokens[:STRIP_IMAGES])
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/loss`` and ``val/token_accuracy`` over all ranks; draw captions where there is a TensorBoard."""
-        if self._sums is None:
-            return
-        # The sums are added over ranks before dividing: a rank with more tokens weighs more.
-        loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
-        self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
-        self.log("val/token_accuracy", (correct / count).float(), sync_dist=True)
+        super().on_validation_epoch_end()
         self._write_captions()
-        self._sums = self._strip = None
+        self._strip = None
 
     def _write_captions(self) -> None:
         data = getattr(self.trainer, "datamodule", None)
@@ -76,7 +73,3 @@ class Captioner(L.LightningModule):
         strip = draw_strip(images.cpu(), true_texts, texts)
         logger.experiment.add_image("captions/strip", strip, self.global_step, dataformats="HWC")
         logger.experiment.add_text("captions/table", caption_table(true_texts, texts), self.global_step)
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW and its schedule, by the recipe."""
-        return self._recipe.configure(self.parameters())

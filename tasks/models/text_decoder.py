@@ -147,11 +147,16 @@ class LanguageTail(nn.Module):
         logits_V: Tensor = self.head(self.norm(x_BSD))
         return logits_V
 
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, x_BSD: Tensor, targets_BS: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (mean loss in nats, right predictions, targets), 0-D, over targets that are not padding.
 
         In training mode the last two are None: an argmax over the vocabulary is not paid for on the training path.
+        Without targets, return logits [B, S, V].
         """
+        if targets_BS is None:
+            return self.logits(x_BSD)
         logits_TV = self.logits(x_BSD).flatten(0, 1)
         targets_T = targets_BS.flatten()
         loss = F.cross_entropy(logits_TV, targets_T, ignore_index=PAD)

@@ -145,6 +145,10 @@ def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_wi
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(size))[0].backward()
     assert size.training_flops(images=4, positions=11) == counter.get_total_flops()
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        logits = net(*example(size), score=False)
+    assert logits.shape == (4, 11, size.vocabulary_size)
+    assert size.inference_flops(images=4, positions=11) == counter.get_total_flops()
 
 
 def test_generation_leaves_mode_and_random_state_and_compiles_nothing(net: CaptionNet, size: CaptionerSize) -> None:

@@ -26,7 +26,45 @@ SMALLEST: dict[str, tuple[str, ...]] = {
         "task.data.max_objects=2",
         # One shape, so that nothing is compiled again for symbolic ones.
         "task.data.pad_to=48",
-    )
+    ),
+    "image_classification": (
+        "task.model=timm/test_vit",
+        "task.image_size=32",
+        "task.data.batch_size=2",
+        "task.data.train_images=64",
+        "task.data.val_images=2",
+        "task.data.num_workers=0",
+    ),
+    "language_modelling": (
+        "task.network.layers=2",
+        "task.network.width=16",
+        "task.network.vocabulary_size=512",
+        "task.network.max_tokens=64",
+        "task.data.batch_size=2",
+        "task.data.max_documents=96",
+        "task.data.packing=documents",
+        "task.data.pad_to=64",
+    ),
+    "masked_lm": (
+        "task.network.layers=2",
+        "task.network.width=16",
+        "task.network.vocabulary_size=512",
+        "task.network.max_tokens=64",
+        "task.data.batch_size=2",
+        "task.data.max_documents=96",
+        "task.data.pad_to=64",
+    ),
+    # The ragged one, so that every strategy applies; tests/tasks/test_micro.py holds the others.
+    "micro": (
+        "task.model=ragged",
+        "task.batch_size=2",
+        "task.width=16",
+        "task.positions=32",
+        "task.pad_to=32",
+        "task.layers=2",
+        "task.train_examples=64",
+        "task.val_examples=2",
+    ),
 }
 """Overrides by task; a task that is not here runs at its default size."""
 
@@ -38,21 +76,37 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "compile.optimizer.backend=aot_eager",
         "compile.buckets.count=2",
     ),
-    "modular": tuple(
-        f"+compile.modular.parts.{part}={{how:{how},backend:aot_eager}}"
-        for part, how in (("encoder", "whole"), ("decoder", "regional"), ("tail", "whole"))
-    ),
 }
 """Overrides by strategy or composite: what it cannot run without, or is too slow without, in a test."""
+
+MODULAR_PARTS: dict[str, dict[str, str]] = {
+    "captioning": {"encoder": "whole", "decoder": "regional", "tail": "whole"},
+    "image_classification": {"stem": "whole", "patch_embed": "whole", "blocks": "regional", "tail": "whole"},
+    "language_modelling": {"blocks": "regional", "tail": "whole"},
+    "masked_lm": {"embed": "whole", "blocks": "regional", "tail": "whole"},
+    "micro": {"blocks": "regional", "tail": "whole"},
+}
+"""How ``modular`` compiles each part, by task: every part that it declares."""
+
+NOT_FOR: dict[str, dict[str, str]] = {
+    "image_classification": dict.fromkeys(("buckets", "dynamic"), "no tensor of the batch is declared ragged")
+}
+"""What the error says, by task and by strategy that cannot be applied to it."""
 
 STEPS = 4
 MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
 """Strategies that hand modules to the compiler."""
 
 
-def order_of(arm: str) -> str:
-    """The arm that trains eager on the examples in the order of ``arm``."""
+def refusal(task: str, arm: str) -> str | None:
+    """What the error says where ``arm`` cannot be applied to ``task``; None where it can."""
+    return next((NOT_FOR[task][name] for name in arm.strip("[]").split(",") if name in NOT_FOR.get(task, {})), None)
+
+
+def order_of(arm: str, task: str = "captioning") -> str:
+    """The arm that trains ``task`` eager on the examples in the order of ``arm``."""
     names = ["buckets"] if arm == "full_stack" else arm.strip("[]").split(",")
+    names = [name for name in names if not refusal(task, name)]
     reordering = [name for name in names if name in STRATEGIES and STRATEGIES[name].reorders_data]
     return reordering[0] if reordering else "eager"
 
@@ -66,6 +120,11 @@ def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str
         if kind is not None and "backend" in kind.__dataclass_fields__:
             given.append(f"compile.{name}.backend={backend}")
         given.extend(NEEDS.get(name, ()))
+        if name == "modular":
+            given.extend(
+                f"+compile.modular.parts.{part}={{how:{how},backend:{backend}}}"
+                for part, how in MODULAR_PARTS.get(task, {}).items()
+            )
     return [*given, f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=0", "trainer.progress=none"]
 
 

@@ -1,0 +1,184 @@
+"""Micro: small networks on generated data, for what compiling gains or costs where little or nothing repeats."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tasks.base import BatchCounts, Declaration
+from tasks.checks import require_at_least
+from tasks.micro_kinds import CLASSES, DEFAULTS, MicroSize, heads, multiply_adds
+from tasks.trained import TrainedTask
+
+if TYPE_CHECKING:
+    import lightning
+
+OPTIONAL = {"image_size": "image_size", "positions": "positions", "layers": "layers", "pad_to": "layers"}
+"""Options that only models with some dimension have, and that dimension."""
+BATCHES = {"train_examples": 16, "val_examples": 2}
+"""Batches of examples where their number is left open."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Micro(TrainedTask):
+    """One small network, by name: classes of random inputs, learned from generated data."""
+
+    name: ClassVar[str] = "micro"
+    monitor: ClassVar[str | None] = "val/loss"
+
+    model: str = "simple_linear"
+    """``simple_linear``, ``large_linear``, ``convnet``, ``transformer_block``, ``complex_mixed``, ``graph_breaker`` or
+    ``ragged``; see docs/tasks/micro.md."""
+    batch_size: int | None = None
+    """Examples in a batch on each device; None: the model's own, 64 for ``large_linear`` and 32 for the others."""
+    width: int | None = None
+    """Features of every layer; of ``convnet`` and ``complex_mixed`` channels of the first convolution. None: the
+    model's own, 512 for ``simple_linear``, ``graph_breaker`` and ``transformer_block``, 2048 for ``large_linear``,
+    256 for ``ragged``, 64 for images."""
+    image_size: int | None = None
+    """Rows and columns of an image, pixels. None: 224 for ``convnet``, 32 for ``complex_mixed``."""
+    positions: int | None = None
+    """Positions of a sequence, for ``ragged`` of the longest one. None: 128 for ``transformer_block``, 512 for
+    ``ragged``, whose median is a quarter of it."""
+    layers: int | None = None
+    """Blocks of ``ragged``; None: 4."""
+    pad_to: int | None = None
+    """Positions of every batch of ``ragged``; None: as many as the longest sequence of the batch has."""
+    train_examples: int | None = None
+    """Generated training examples, all in the device's memory; None: 16 batches."""
+    val_examples: int | None = None
+    """Generated validation examples, none of them a training example; None: 2 batches."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range and for options that the model does not have."""
+        TrainedTask.__post_init__(self)  # A slotted dataclass is a new class: super() without arguments fails.
+        if self.model not in DEFAULTS:
+            close = difflib.get_close_matches(self.model, DEFAULTS, n=3)
+            raise ValueError(
+                f"task.model={self.model!r} is not one of {tuple(DEFAULTS)}"
+                + (f"; near: {', '.join(close)}" if close else "")
+            )
+        for name, dimension in OPTIONAL.items():
+            if getattr(self, name) is not None and getattr(DEFAULTS[self.model], dimension) is None:
+                having = ", ".join(model for model, size in DEFAULTS.items() if getattr(size, dimension) is not None)
+                raise ValueError(f"task.{name}={getattr(self, name)}: task.model={self.model} has none ({having} do)")
+        for name in ("batch_size", "width", "layers", "train_examples", "val_examples"):
+            require_at_least(f"task.{name}", getattr(self, name), 1)
+        require_at_least("task.image_size", self.image_size, 8)
+        require_at_least("task.positions", self.positions, 4)
+        if self.pad_to is not None and self.size.positions is not None:
+            require_at_least("task.pad_to", self.pad_to, self.size.positions)
+        if self.train_examples is not None and self.train_examples < self.size.batch_size:
+            raise ValueError(
+                f"task.train_examples={self.train_examples} must be at least task.batch_size={self.size.batch_size}"
+            )
+
+    @property
+    def size(self) -> MicroSize:
+        """The model's dimensions: its own, but for those that are set."""
+        default = DEFAULTS[self.model]
+        given = {name: getattr(self, name) for name in MicroSize.__dataclass_fields__}
+        return replace(default, **{name: value for name, value in given.items() if value is not None})
+
+    def build_data(self, *, seed: int) -> lightning.LightningDataModule:
+        """Build the data module."""
+        from tasks.data.generated_sequences import GeneratedSequences
+        from tasks.data.generated_tensors import GeneratedTensors
+        from tasks.data.loading import Loading
+        from tasks.models.class_scores import IGNORED
+
+        size = self.size
+        counts = {
+            name: batches * size.batch_size if (given := getattr(self, name)) is None else given
+            for name, batches in BATCHES.items()
+        }
+        # No worker processes: what is in memory already would only be copied between them.
+        loading = Loading(batch_size=size.batch_size, num_workers=0)
+        train_count, val_count = counts["train_examples"], counts["val_examples"]
+        if self.model == "ragged":
+            assert size.positions is not None
+            return GeneratedSequences(
+                loading,
+                longest=size.positions,
+                pad_to=self.pad_to,
+                classes=CLASSES,
+                ignored=IGNORED,
+                train_count=train_count,
+                val_count=val_count,
+                seed=seed,
+            )
+        shape: tuple[int, ...] = (size.width,)
+        if size.image_size is not None:
+            shape = (3, size.image_size, size.image_size)
+        elif size.positions is not None:
+            shape = (size.positions, size.width)
+        return GeneratedTensors(
+            loading, shape=shape, classes=CLASSES, train_count=train_count, val_count=val_count, seed=seed
+        )
+
+    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
+        """Build the module; its weights are drawn from torch's global generator."""
+        import torch
+
+        from tasks.models.micro_images import ComplexMixed, ConvNet
+        from tasks.models.micro_module import MicroModule
+        from tasks.models.micro_sequences import RaggedLabeller, SingleBlock
+        from tasks.models.micro_vectors import GraphBreaker, LargeLinear, SimpleLinear
+
+        size = self.size
+        net: torch.nn.Module
+        if self.model == "transformer_block":
+            net = SingleBlock(size.width, heads(size.width), CLASSES)
+        elif self.model == "ragged":
+            assert size.layers is not None
+            net = RaggedLabeller(layers=size.layers, width=size.width, heads=heads(size.width), classes=CLASSES)
+        else:
+            plain = {
+                "simple_linear": SimpleLinear,
+                "large_linear": LargeLinear,
+                "graph_breaker": GraphBreaker,
+                "convnet": ConvNet,
+                "complex_mixed": ComplexMixed,
+            }
+            net = plain[self.model](size.width, CLASSES)
+        if size.image_size is not None:
+            # What cuDNN is fast with; a compiler would choose it by itself, and eager should not lose by that.
+            net = net.to(memory_format=torch.channels_last)
+        # Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
+        return MicroModule(net, self.recipe(default_learning_rate=min(3e-3, 0.5 / size.width), max_steps=max_steps))
+
+    def declare(self) -> Declaration:
+        """The whole network as one part, as hardly anything repeats; of ``ragged`` its blocks, and the tail apart."""
+        if self.model != "ragged":
+            return Declaration(whole=("net",), parts=("net",))
+        from tasks.data.generated_sequences import PAD
+        from tasks.models.class_scores import IGNORED
+
+        return Declaration(
+            whole=("net",),
+            blocks=("net.blocks",),
+            parts=("net.tail",),
+            ragged=(("inputs", 1, PAD, 0), ("targets", 1, IGNORED, 0)),
+        )
+
+    def count(self, batch: Any) -> BatchCounts:
+        """Count a GeneratedBatch: examples, and positions where there are any."""
+        tokens = batch.targets.numel() if batch.targets.ndim == 2 else None
+        return BatchCounts(samples=batch.targets.shape[0], tokens=tokens, useful_tokens=batch.useful_tokens)
+
+    def training_flops(self, batch: Any) -> int:
+        """Operations of matrix products and convolutions in forward and backward, 2 for each multiply-add.
+
+        Backward costs twice forward, but once for layers that read the input, which needs no gradient.
+        """
+        first, others = self._multiply_adds(batch)
+        return 2 * len(batch.targets) * (2 * first + 3 * others)
+
+    def inference_flops(self, batch: Any) -> int:
+        """Operations of matrix products and convolutions in forward, 2 for each multiply-add."""
+        return 2 * len(batch.targets) * sum(self._multiply_adds(batch))
+
+    def _multiply_adds(self, batch: Any) -> tuple[int, int]:
+        positions = batch.targets.shape[1] if batch.targets.ndim == 2 else 0
+        return multiply_adds(self.model, self.size, positions=positions)

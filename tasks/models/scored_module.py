@@ -1,0 +1,77 @@
+"""ScoredModule: a LightningModule around a network that holds its loss; validation sums and logs once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+
+from tasks.models.class_scores import Scores
+from tasks.models.recipe import Recipe
+
+
+class ScoredModule(L.LightningModule):
+    """Trains ``net`` by the recipe.
+
+    ``net(*inputs, targets)`` returns the ``Scores`` of ``tasks.models.class_scores``, ``net(*inputs)`` the logits.
+    """
+
+    accuracy = "val/accuracy"
+    """Key of the share of targets that were predicted right."""
+
+    def __init__(self, net: nn.Module, recipe: Recipe) -> None:
+        super().__init__()
+        self.net = net
+        self._recipe = recipe
+        self._sums: Tensor | None = None
+
+    def inputs(self, batch: Any) -> tuple[Tensor | None, ...]:
+        """What of ``batch`` the network reads beside the targets."""
+        raise NotImplementedError
+
+    def scores(self, batch: Any) -> Scores:
+        """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
+        scores: Scores = self.net(*self.inputs(batch), batch.targets)
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
+        return self.scores(batch)[0]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Logits of the batch."""
+        logits: Tensor = self.net(*self.inputs(batch))
+        return logits
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last validation."""
+        self._sums = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add up loss, right predictions and targets on the device."""
+        loss, correct, count = self.scores(batch)
+        assert correct is not None, "validation runs in eval mode"
+        assert count is not None
+        # float64: float32 counts exactly to 16.7 million only. MPS has none.
+        precise = torch.float32 if loss.device.type == "mps" else torch.float64
+        # A batch without a target has no mean loss (nan) and weighs nothing.
+        weighted = torch.where(count > 0, loss.to(precise), 0.0) * count
+        sums = torch.stack((weighted, correct.to(precise), count.to(precise)))
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/loss`` and the accuracy over all ranks."""
+        if self._sums is None:
+            return
+        # The sums are added over ranks before dividing: a rank with more targets weighs more.
+        loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
+        self.log(self.accuracy, (correct / count).float(), sync_dist=True)
+        self._sums = None
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW and its schedule, by the recipe."""
+        return self._recipe.configure(self.parameters())

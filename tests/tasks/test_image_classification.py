@@ -1,0 +1,101 @@
+"""The image classification task: what it trains, validates and predicts, and its named experiments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+
+from tasks.data.labelled_data import LabelledData
+from tasks.data.labelled_shapes import LabelledShapes
+from tasks.image_classification import ImageClassification
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
+
+
+def fit(task: ImageClassification, steps: int) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
+    torch.manual_seed(0)
+    data, module = task.build_data(seed=0), task.build_module(max_steps=steps)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=data)
+    return trainer, module, data
+
+
+def test_the_plain_base_stands_for_the_embedded_data() -> None:
+    assert ImageClassification(data=LabelledData(batch_size=3)).data == LabelledShapes(batch_size=3)
+
+
+def test_the_network_has_an_output_for_each_class_or_as_many_as_are_asked_for() -> None:
+    for asked, outputs in ((None, 30), (1000, 1000)):
+        task = ImageClassification(model="timm/test_vit", image_size=32, classes=asked)
+        module = task.build_module(max_steps=1)
+        batch = next(iter_batches(task))
+        assert module.predict_step(batch, 0).shape == (16, outputs)
+    with pytest.raises(ValueError, match=r"^task\.classes=10 must be at least 30, the classes of the data$"):
+        ImageClassification(classes=10).build_module(max_steps=1)
+
+
+def iter_batches(task: ImageClassification) -> object:
+    data = task.build_data(seed=0)
+    data.setup("fit")
+    return iter(data.val_dataloader())
+
+
+def test_validation_logs_the_exact_mean_over_batches_of_different_sizes() -> None:
+    data = LabelledShapes(batch_size=8, train_images=16, val_images=13, num_workers=0)
+    trainer, module, module_data = fit(ImageClassification(model="timm/test_vit", image_size=32, data=data), 2)
+    module.eval()
+    with torch.no_grad():
+        batches = list(module_data.val_dataloader())
+        logits = torch.cat([module.predict_step(batch, 0) for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    mean = torch.nn.functional.cross_entropy(logits, targets)
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(mean), rel=1e-5)
+    accuracy = (logits.argmax(-1) == targets).float().mean()
+    assert float(trainer.callback_metrics["val/accuracy"]) == pytest.approx(float(accuracy))
+
+
+def test_it_learns_the_embedded_data_within_a_few_steps() -> None:
+    data = LabelledShapes(batch_size=16, train_images=1600, val_images=64, num_workers=0)
+    task = ImageClassification(
+        model="timm/test_efficientnet", image_size=48, warmup_steps=10, learning_rate=5e-3, data=data
+    )
+    trainer, module, module_data = fit(task, 80)
+    (result,) = trainer.validate(module, datamodule=module_data, verbose=False)
+    assert result["val/loss"] < 2.7, "the logarithm of 30 classes is 3.4"
+    assert result["val/accuracy"] > 0.12, "chance is 0.03"
+
+
+def test_networks_without_batch_norm_learn_at_a_lower_rate() -> None:
+    rates = []
+    for model in ("timm/test_resnet", "timm/test_vit"):
+        module = ImageClassification(model=model, image_size=32, warmup_steps=0).build_module(max_steps=10)
+        rates.append(module.configure_optimizers()["optimizer"].param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-3, 3e-4])
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet50", "vit_l_16"])
+def test_an_experiment_is_the_published_network_and_its_smoke_run_trains(name: str) -> None:
+    full, smoke = (
+        yaml.safe_load((EXPERIMENTS / f"{file}.yaml").read_text())["task"] for file in (name, f"{name}_smoke")
+    )
+    assert (full["model"], full["image_size"], full["classes"]) == (name, 224, 1000)
+    data = LabelledShapes(**{**smoke.pop("data"), "train_images": 4})
+    task = ImageClassification(**smoke, data=data)
+    module, batch = task.build_module(max_steps=1), next(iter_batches(task))
+    module.training_step(batch, 0).backward()
+    assert all(weight.grad is not None for weight in module.parameters())
+    flops = task.training_flops(batch)
+    assert flops is not None
+    assert flops > 2 * (task.inference_flops(batch) or 0)

@@ -1,0 +1,265 @@
+"""The classifier network: the numbers of the models themselves, one graph, published sizes and operations."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import get_model, list_models
+from torchvision.transforms.functional import normalize
+
+from tasks.image_classification import ImageClassification
+from tasks.models.image_classifier import MEAN, STD, ClassifierNet
+from tasks.models.image_classifier_flops import count_flops
+from tasks.models.image_classifier_library import build_model, skeleton
+from tasks.models.stochastic_depth import SharedStochasticDepth
+
+KINDS = ("resnet18", "vit_ti_16", "mobilenet_v3_small", "timm/test_vit")
+"""A network whose stem and tail are taken apart, another one, and two of which only blocks and parts are known."""
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def example(size: int = 64, *, images: int = 4, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8, generator=generator)
+    return pixels, torch.randint(0, classes, (images,), generator=generator)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_loss_are_those_of_the_model_itself(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, classes=7, image_size=64).eval()
+    images, labels = example()
+    expected = model(normalize(images.float() / 255, list(MEAN), list(STD)))
+    net = ClassifierNet(model).eval()
+    torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-4)
+    loss, correct, count = net(images, labels)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(expected, labels), rtol=1e-4, atol=1e-4)
+    assert (int(correct), int(count)) == (int((expected.argmax(-1) == labels).sum()), 4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_weight_has_the_models_own_name_once(name: str) -> None:
+    model = build_model(name, classes=7, image_size=64)
+    keys = [f"model.{key}" for key in model.state_dict()]
+    net = ClassifierNet(model)
+    assert list(net.state_dict()) == keys
+    assert sorted(name for name, _ in net.named_parameters(remove_duplicate=False)) == sorted(
+        f"model.{name}" for name, _ in model.named_parameters()
+    )
+
+
+def test_training_returns_the_smoothed_loss_alone() -> None:
+    torch.manual_seed(0)
+    model = build_model("timm/test_vit", classes=7, image_size=32)
+    images, labels = example(32)
+    logits = ClassifierNet(model)(images)
+    loss, *nothing = ClassifierNet(model, label_smoothing=0.1)(images, labels)
+    torch.testing.assert_close(loss, nn.CrossEntropyLoss(label_smoothing=0.1)(logits, labels))
+    assert nothing == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected"),
+    [("resnet18", None, True), ("vit_ti_16", None, False), ("resnet18", False, False), ("vit_ti_16", True, True)],
+)
+def test_convolutional_networks_are_channels_last(name: str, asked: bool | None, expected: bool) -> None:
+    net = ClassifierNet(build_model(name, classes=7, image_size=64), channels_last=asked)
+    seen: list[torch.Tensor] = []
+    stem = net.model.conv1 if name == "resnet18" else net.model.conv_proj
+    stem.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    net(example()[0])
+    assert seen[0].is_contiguous(memory_format=torch.channels_last) is expected
+    weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1]
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) is expected for weight in weights)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_ti_16", "timm/test_vit"])
+def test_forward_and_loss_compile_as_one_graph(name: str) -> None:
+    counter = CompileCounter()
+    net = ClassifierNet(build_model(name, classes=7, image_size=64))
+    net.compile(backend=counter, fullgraph=True)
+    net(*example())[0].backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "autocast"),
+    [("vit_ti_16", 1, False), ("vit_ti_16", 1, True), ("resnet18", 7, True), ("timm/test_vit", 1, True)],
+)
+def test_blocks_of_one_size_share_one_compile(name: str, graphs: int, autocast: bool) -> None:
+    # ResNet-18: one for the first stage, two for each further one, whose first block changes the width.
+    counter = CompileCounter()
+    net = ClassifierNet(build_model(name, classes=7, image_size=64))
+    for path in ImageClassification(model=name).declare().blocks:
+        for block in net.get_submodule(path.removeprefix("net.")).children():
+            block.compile(backend=counter, fullgraph=True, dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            net(*example())[0].backward()
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_ti_16", "shufflenet_v2_x0_5", "timm/test_convnext", "alexnet"])
+def test_what_is_declared_is_there_and_nothing_lies_in_something_else(name: str) -> None:
+    declared = ImageClassification(model=name).declare()
+    module = nn.ModuleDict({"net": ClassifierNet(skeleton(name, classes=1, image_size=64))})
+    regions = list(declared.parts)
+    for path in declared.blocks:
+        container = module.get_submodule(path)
+        is_list = isinstance(container, nn.Sequential | nn.ModuleList)
+        regions += [f"{path}.{child}" for child, _ in container.named_children()] if is_list else [path]
+    assert all(module.get_submodule(path) is not None for path in regions)
+    assert not [(one, other) for one in regions for other in regions if other.startswith(f"{one}.")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("resnet50", "Bottleneck", 16),
+        ("vit_l_16", "EncoderBlock", 24),
+        ("regnet_y_400mf", "ResBottleneckBlock", 16),
+        ("efficientnet_b0", "MBConv", 16),
+        ("mobilenet_v2", "InvertedResidual", 17),
+        ("swin_t", "SwinTransformerBlock", 12),
+        ("timm/convnext_atto", "ConvNeXtBlock", 12),
+    ],
+)
+def test_repeated_blocks_are_found_whatever_holds_them(name: str, kind: str, count: int) -> None:
+    model = skeleton(name, classes=1, image_size=224)
+    blocks: list[nn.Module] = []
+    for path in ImageClassification(model=name, image_size=224).declare().blocks:
+        found = model.get_submodule(path.removeprefix("net.model."))
+        blocks += found.children() if isinstance(found, nn.Sequential | nn.ModuleList) else [found]
+    assert [type(block).__name__ for block in blocks] == [kind] * count
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg11", "googlenet", "inception_v3", "densenet121", "squeezenet1_1"])
+def test_a_network_in_which_nothing_repeats_is_one_region(name: str) -> None:
+    declared = ImageClassification(model=name, image_size=224).declare()
+    assert declared.whole == declared.blocks == declared.parts == ("net",)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "giga_multiply_adds"),
+    [
+        # torchvision's own table (docs: "Table of all available classification weights").
+        ("alexnet", 61_100_840, 0.71),
+        ("resnet50", 25_557_032, 4.09),
+        ("vit_l_16", 304_326_632, 61.55),
+        # DeiT's, table 1 of https://arxiv.org/abs/2012.12877 (5 M and 22 M), counted by timm.
+        ("vit_ti_16", 5_717_416, 1.25),
+        ("vit_s_16", 22_050_664, 4.60),
+    ],
+)
+def test_parameters_and_operations_are_as_published(name: str, parameters: int, giga_multiply_adds: float) -> None:
+    assert sum(weight.numel() for weight in skeleton(name, classes=1000, image_size=224).parameters()) == parameters
+    flops = count_flops(name, classes=1000, image_size=224, batch_size=2, training=False)
+    assert flops == pytest.approx(2 * 2 * giga_multiply_adds * 1e9, rel=0.01)
+
+
+def test_operations_of_a_resnet_are_twice_as_many_backward_but_for_the_first_convolution() -> None:
+    forward, training = (
+        count_flops("resnet50", classes=1000, image_size=224, batch_size=1, training=training)
+        for training in (False, True)
+    )
+    assert forward is not None
+    # Nobody asks for the gradient of the image.
+    assert training == 3 * forward - 2 * 64 * 3 * 7 * 7 * 112 * 112
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_ti_16", "timm/test_vit"])
+def test_counting_agrees_with_the_network_that_trains_and_leaves_it_alone(name: str) -> None:
+    task = ImageClassification(model=name)
+    torch.manual_seed(3)
+    module = task.build_module(max_steps=1)
+    state = torch.get_rng_state()
+    count_flops.cache_clear()
+    batch = type("Batch", (), {"targets": torch.zeros(4)})
+    counted = task.training_flops(batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(weight.grad is None for weight in module.parameters())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module.net(*example(classes=30))[0].backward()
+    assert counted == counter.get_total_flops()
+
+
+def test_every_classification_network_of_torchvision_can_be_built_without_memory() -> None:
+    # One of each family and every one that needs an argument of its own; the others differ in sizes.
+    for name in ("googlenet", "inception_v3", "maxvit_t", "regnet_x_400mf", "swin_v2_t", "vgg11_bn", "vit_b_32"):
+        assert name in list_models()
+        assert skeleton(name, classes=5, image_size=224).training
+
+
+@pytest.mark.parametrize(("name", "size"), [("googlenet", 64), ("inception_v3", 80)])
+def test_networks_with_auxiliary_heads_train_without_them(name: str, size: int) -> None:
+    torch.manual_seed(0)
+    net = ClassifierNet(build_model(name, classes=5, image_size=size))
+    loss = net(*example(size, images=2, classes=5))[0]
+    loss.backward()
+    assert all(weight.grad is not None for weight in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet5", "task.model='resnet5' is no classification network that torchvision has (timm's are written "),
+        ("resnet5", "; near: resnet50"),
+        ("deeplabv3_resnet50", "is no classification network"),
+        ("timm/resnet50000", "task.model='timm/resnet50000' is no classification network that timm has; near: timm/"),
+    ],
+)
+def test_an_unknown_network_is_answered_with_near_ones(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        build_model(name, classes=5, image_size=64)
+    assert "\n" not in str(caught.value)
+
+
+def test_timms_networks_need_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"timm/resnet50 needs timm: pip install 'crucible-train\[models\]'"):
+        build_model("timm/resnet50", classes=5, image_size=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("alexnet", 32, "task.image_size=32 with task.data.batch_size=16: alexnet cannot take it ("),
+        ("vit_ti_16", 50, "task.image_size=50: vit_ti_16 cannot be built for it ("),
+    ],
+)
+def test_images_that_a_network_cannot_take_are_refused_before_training(name: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        ImageClassification(model=name, image_size=size).build_module(max_steps=1)
+
+
+def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    module = SharedStochasticDepth(0.25)
+    dropped = module(torch.ones(4000, 2, 3))
+    kept = dropped[:, 0, 0] != 0
+    assert kept.float().mean() == pytest.approx(0.75, abs=0.03)
+    torch.testing.assert_close(dropped[kept], torch.full((int(kept.sum()), 2, 3), 4 / 3))
+    assert (dropped[~kept] == 0).all()
+    assert torch.equal(module.eval()(torch.ones(5, 2)), torch.ones(5, 2))
+
+
+def test_blocks_share_one_compile_whatever_their_rate_of_stochastic_depth() -> None:
+    counter = CompileCounter()
+    model = build_model("convnext_tiny", classes=3, image_size=32)
+    assert list(model.state_dict()) == list(get_model("convnext_tiny", weights=None, num_classes=3).state_dict())
+    stage = model.features[5]
+    for block in stage:
+        block.compile(backend=counter, fullgraph=True)
+    # As the convolution before the stage leaves it.
+    images = torch.randn(2, 384, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    stage(images).sum().backward()
+    assert (len(stage), counter.frame_count) == (9, 1)

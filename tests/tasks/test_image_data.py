@@ -1,0 +1,261 @@
+"""Labelled images: drawn, of a folder, of torchvision's data sets; what is left out, what stops in one line."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchvision import datasets
+
+from tasks.data.image_folder import ImageFolder
+from tasks.data.labelled_data import LabelledData
+from tasks.data.labelled_dataset import LabelledDataModule
+from tasks.data.labelled_shapes import LabelledShapes
+from tasks.data.torchvision_dataset import TorchvisionDataset
+from tasks.image_classification import ImageClassification
+
+Write = Callable[..., Path]
+
+
+def load(data: LabelledData, *, image_size: int = 16, classes: int | None = None) -> LabelledDataModule:
+    module = ImageClassification(image_size=image_size, classes=classes, data=data).build_data(seed=0)
+    assert isinstance(module, LabelledDataModule)
+    module.setup("fit")
+    return module
+
+
+def test_a_drawn_image_and_its_class_depend_on_seed_split_and_index_alone() -> None:
+    (one, val), (more, _) = (LabelledShapes(train_images=n).splits(seed=1, image_size=48) for n in (8, 30))
+    other, _ = LabelledShapes().splits(seed=2, image_size=48)
+    image, label = one.item(5)
+    assert torch.equal(image, more.item(5)[0])
+    assert (image.dtype, tuple(image.shape), image.is_contiguous()) == (torch.uint8, (3, 48, 48), True)
+    for split in (other, val):
+        assert not torch.equal(image, split.item(5)[0])
+    assert label == more.item(5)[1]
+
+
+def test_the_class_is_the_colour_and_kind_that_are_drawn() -> None:
+    data = LabelledShapes()
+    names = data.class_names()
+    assert (len(names), len(set(names))) == (30, 30)
+    train, _ = data.splits(seed=0, image_size=96)
+    for index in range(40):
+        image, label = train.item(index)
+        colours = {tuple(colour) for colour in image.flatten(1).T.tolist()}
+        assert ((220, 40, 40) in colours) is names[label].startswith("red ")
+    assert {train.item(index)[1] for index in range(400)} == set(range(30))
+
+
+def test_distinct_images_are_drawn_once_and_repeat() -> None:
+    plain, _ = LabelledShapes(train_images=10).splits(seed=0, image_size=16)
+    kept, val = LabelledShapes(train_images=10, val_images=10, distinct=4).splits(seed=0, image_size=16)
+    assert (kept.count, val.count) == (10, 10)
+    drawn: list[int] = []
+    make = kept.item._item
+    kept.item._item = lambda index: (drawn.append(index), make(index))[1]
+    for index in (*range(10), 1):
+        image, label = kept.item(index)
+        assert torch.equal(image, plain.item(index % 4)[0])
+        assert label == plain.item(index % 4)[1]
+    assert drawn == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_bytes_and_classes(workers: int) -> None:
+    task = ImageClassification(
+        image_size=16,
+        data=LabelledShapes(batch_size=4, train_images=16, val_images=6, num_workers=workers, distinct=3),
+    )
+    data = task.build_data(seed=0)
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        assert (batch.images.dtype, tuple(batch.images.shape)) == (torch.uint8, (4, 3, 16, 16))
+        assert (batch.targets.dtype, tuple(batch.targets.shape)) == (torch.int64, (4,))
+        assert task.count(batch).samples == 4
+        assert task.count(batch).tokens is None
+    assert [len(batch.targets) for batch in data.val_dataloader()] == [4, 2]
+    assert task.skipped_items(data) == {}
+
+
+def fill(write_image: Write, split: str, classes: dict[str, int], **more: object) -> None:
+    for grey, (name, count) in enumerate(classes.items()):
+        for number in range(count):
+            suffix = ("png", "JPG", "jpeg")[number % 3]
+            write_image(f"{split}{name}/deep/{number}.{suffix}", colour=(40 * grey,) * 3, **more)
+
+
+def test_a_folder_is_read_in_the_order_of_torchvisions_image_folder(tmp_path: Path, write_image: Write) -> None:
+    fill(write_image, "train/", {"zebra": 3, "ant": 2, "Bee": 4})
+    fill(write_image, "val/", {"ant": 2, "zebra": 1})
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / ".hidden").mkdir()
+    config = ImageFolder(root=str(tmp_path), batch_size=2, num_workers=0)
+    data = load(config)
+    (tmp_path / "train" / ".hidden").rmdir()
+    reference = datasets.ImageFolder(tmp_path / "train")
+    assert config.class_names() == reference.classes
+    files = data.train_set._examples.item.files
+    assert [(str(path), label) for path, label in files] == reference.samples
+    assert (len(data.train_set), len(data.val_set)) == (9, 3)
+    batch = next(iter(data.val_dataloader()))
+    assert batch.targets.tolist() == [1, 1]
+    assert (batch.images.float().mean(dim=(1, 2, 3)) - 0).abs().max() < 3
+    assert data.skipped == {}
+
+
+def test_without_a_validation_folder_the_same_images_are_held_out(tmp_path: Path, write_image: Write) -> None:
+    fill(write_image, "", {"a": 30, "b": 30}, size=(8, 8))
+    config = ImageFolder(root=str(tmp_path), val_share=0.2)
+    first, second = (config.splits(seed=seed, image_size=8) for seed in (0, 1))
+    assert first[0].item.files == second[0].item.files
+    train, val = (set(split.item.files) for split in first)
+    assert len(train) + len(val) == 60
+    assert not train & val
+    # By class and name, not by name: files of the same names in each class do not all go together.
+    assert {(path.name, label) for path, label in val if label == 0} != {
+        (path.name, 0) for path, label in val if label == 1
+    }
+
+
+def test_broken_images_are_left_out_and_counted(
+    tmp_path: Path, write_image: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fill(write_image, "train/", {"a": 4, "b": 4})
+    (tmp_path / "train" / "a" / "broken.png").write_bytes(b"broken")
+    whole = (tmp_path / "train" / "b" / "deep" / "1.JPG").read_bytes()
+    (tmp_path / "train" / "b" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    task = ImageClassification(
+        image_size=16, data=ImageFolder(root=str(tmp_path), batch_size=2, num_workers=1, val_share=0.01)
+    )
+    data = task.build_data(seed=0)
+    data.setup("fit")
+    for _ in range(2):
+        assert sum(len(batch.targets) for batch in data.train_dataloader()) == 8
+        list(data.val_dataloader())
+    assert task.skipped_items(data) == {"image does not decode": 2}
+    said = capfd.readouterr().err
+    assert (said.count("broken.png"), said.count("cut.jpg")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ([], "has no folder for a class: images belong into"),
+        (["train/"], "train has no folder for a class"),
+        (["a/", "b/1.png"], "a holds no image (.bmp, .gif"),
+        (["train/a/1.png", "val/b/1.png"], "val/b is no class of"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_named(
+    tmp_path: Path, write_image: Write, make: list[str], message: str
+) -> None:
+    for name in make:
+        if name.endswith("/"):
+            (tmp_path / name).mkdir()
+        else:
+            write_image(name)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(ImageFolder(root=str(tmp_path), batch_size=1))
+    assert "\n" not in str(caught.value)
+
+
+def write_mnist(root: Path, counts: dict[str, int]) -> None:
+    """Files in MNIST's own format, image ``i`` of grey ``i`` and class ``i % 10``."""
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, count in counts.items():
+        greys = np.arange(count, dtype=np.uint8)[:, None, None].repeat(28, 1).repeat(28, 2)
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(header + greys.tobytes())
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+
+
+def test_a_torchvision_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
+    write_mnist(tmp_path, {"train": 30, "t10k": 12})
+    config = TorchvisionDataset(dataset="MNIST", root=str(tmp_path), batch_size=4, num_workers=0)
+    assert len(config.class_names()) == 10
+    data = load(config, image_size=20)
+    assert (len(data.train_set), len(data.val_set)) == (30, 12)
+    batch = next(iter(data.val_dataloader()))
+    assert batch.targets.tolist() == [0, 1, 2, 3]
+    assert tuple(batch.images.shape) == (4, 3, 20, 20)
+    assert torch.equal(batch.images[3], torch.full((3, 20, 20), 3, dtype=torch.uint8))
+
+
+def test_without_splits_a_share_of_a_torchvision_data_set_is_held_out() -> None:
+    config = TorchvisionDataset(
+        dataset="FakeData", options={"size": 40, "image_size": [3, 8, 8]}, val_share=0.25, batch_size=4, num_workers=0
+    )
+    data = load(config)
+    assert (len(data.train_set), len(data.val_set)) == (30, 10)
+    assert not set(data.train_set._examples.item.indices) & set(data.val_set._examples.item.indices)
+
+
+def test_splits_of_a_torchvision_data_set_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(datasets.FakeData):
+        def __init__(self, root: str, split: str = "train", download: bool = False) -> None:
+            assert root == str(tmp_path)
+            assert not download
+            if split not in ("train", "test"):
+                raise ValueError(f"Unknown value '{split}' for argument split.")
+            super().__init__(size=12 if split == "train" else 5, image_size=(3, 8, 8))
+
+    monkeypatch.setattr(datasets, "Flowers102", Named)
+    config = TorchvisionDataset(dataset="Flowers102", root=str(tmp_path), batch_size=4, num_workers=0)
+    data = load(config)
+    assert (len(data.train_set), len(data.val_set)) == (12, 5)
+
+
+def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path) -> None:
+    write_mnist(tmp_path, {"train": 30, "t10k": 12})
+    data = load(TorchvisionDataset(dataset="MNIST", root=str(tmp_path), batch_size=4, num_workers=0), classes=3)
+    with pytest.raises(ValueError, match=r"MNIST in .*: example \d+ is of class \d, not below 3"):
+        list(data.train_dataloader())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dataset": "Cifar"}, "task.data.dataset='Cifar' is no class of torchvision.datasets; near: CIFAR10"),
+        ({"dataset": "CIFAR10"}, "task.data.root='' must name the folder of CIFAR10"),
+        (
+            {"dataset": "CIFAR10", "root": "."},
+            "task.data.dataset=CIFAR10 cannot be opened with root='.' download=False",
+        ),
+        ({"dataset": "Flowers102", "root": "."}, "split='train': Dataset not found or corrupted."),
+        ({"dataset": "FakeData", "download": True}, "torchvision cannot download FakeData"),
+        ({"dataset": "FakeData", "options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
+    ],
+)
+def test_a_torchvision_data_set_that_cannot_be_opened_is_one_line(
+    values: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(TorchvisionDataset(**values))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir()), "nothing is downloaded"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (LabelledShapes, {"distinct": 0}, "task.data.distinct=0 must be at least 1"),
+        (LabelledShapes, {"val_images": 0}, "task.data.val_images=0 must be at least 1"),
+        (ImageFolder, {}, "task.data.root='' must name a folder of images"),
+        (ImageFolder, {"root": "x", "val_share": 1.0}, "task.data.val_share=1.0 must be at least 0 and below 1"),
+        (TorchvisionDataset, {}, "task.data.dataset='' must name a class of torchvision.datasets"),
+        (ImageClassification, {"image_size": 0}, "task.image_size=0 must be at least 1"),
+        (ImageClassification, {"label_smoothing": 1.0}, "task.label_smoothing=1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_a_value_out_of_range_is_named(kind: type, values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        kind(**values)

@@ -1,0 +1,246 @@
+"""GPT-2 and Llama: the library's numbers and sizes, one graph, operations counted as torch counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tasks.language_network import Gpt2Network, LanguageNetwork, LlamaNetwork
+from tasks.models.materialise import on_meta
+
+NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"
+GPT2 = Gpt2Network(layers=3, width=32, heads=2, vocabulary_size=300, max_tokens=24)
+LLAMA = LlamaNetwork(
+    layers=3, width=32, heads=2, key_value_heads=2, hidden_width=80, vocabulary_size=300, max_tokens=24
+)
+GROUPED = replace(LLAMA, heads=4, key_value_heads=2)
+EACH = pytest.mark.parametrize("network", [GPT2, LLAMA, GROUPED], ids=["gpt2", "llama", "grouped"])
+
+
+def build(network: LanguageNetwork, *, loss_chunks: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return network.build(loss_chunks=loss_chunks)
+
+
+def example(rows: int = 4, length: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 300, (rows, length + 1), generator=generator)
+    tokens[0, 7:] = 0
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def renamed(state: dict[str, Tensor], names: dict[str, str], *, transposed: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The library's weights under our names; ``transposed``: what it keeps the other way around."""
+    found = {}
+    for name, tensor in state.items():
+        ours = name
+        for theirs, mine in names.items():
+            ours = ours.replace(theirs, mine)
+        turned = tensor.ndim == 2 and any(part in name for part in transposed)
+        found[ours] = tensor.T if turned else tensor
+    return found
+
+
+def library_gpt2(network: Gpt2Network) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=network.layers,
+            n_embd=network.width,
+            n_head=network.heads,
+            vocab_size=network.vocabulary_size,
+            n_positions=network.max_tokens,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+    names = {
+        "transformer.wte.": "embed.token.",
+        "transformer.wpe.weight": "embed.position",
+        "transformer.ln_f.": "tail.norm.",
+        "transformer.h.": "blocks.",
+        "lm_head.": "tail.head.",
+        "ln_1.": "attention_norm.",
+        "ln_2.": "mlp_norm.",
+        "attn.c_attn.": "attention.query_key_value.",
+        "attn.c_proj.": "attention.output.",
+        "mlp.c_fc.": "mlp.0.",
+        "mlp.c_proj.": "mlp.2.",
+    }
+    return model, renamed(model.state_dict(), names, transposed=(".c_",))
+
+
+def library_llama(network: LlamaNetwork) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=network.layers,
+            hidden_size=network.width,
+            num_attention_heads=network.heads,
+            num_key_value_heads=network.key_value_heads,
+            intermediate_size=network.hidden_width,
+            vocab_size=network.vocabulary_size,
+            max_position_embeddings=network.max_tokens,
+            rms_norm_eps=network.norm_epsilon,
+        )
+    )
+    names = {
+        "model.embed_tokens.": "embed.",
+        "model.norm.": "tail.norm.",
+        "model.layers.": "blocks.",
+        "lm_head.": "tail.head.",
+        "input_layernorm.": "attention_norm.",
+        "post_attention_layernorm.": "mlp_norm.",
+        "self_attn.q_proj.": "attention.query.",
+        "self_attn.k_proj.": "attention.key.",
+        "self_attn.v_proj.": "attention.value.",
+        "self_attn.o_proj.": "attention.output.",
+        "mlp.gate_proj.": "mlp.gate.",
+        "mlp.up_proj.": "mlp.up.",
+        "mlp.down_proj.": "mlp.down.",
+    }
+    return model, renamed(model.state_dict(), names)
+
+
+@pytest.mark.parametrize(
+    ("network", "library"),
+    [(GPT2, library_gpt2), (LLAMA, library_llama), (GROUPED, library_llama)],
+    ids=["gpt2", "llama", "grouped"],
+)
+def test_logits_loss_and_gradients_are_the_librarys_with_its_weights(
+    network: LanguageNetwork, library: Callable[[LanguageNetwork], tuple[nn.Module, dict[str, Tensor]]]
+) -> None:
+    torch.manual_seed(0)
+    model, weights = library(network)
+    net = build(network)
+    net.load_state_dict(weights)
+    tokens, targets = example()
+    logits = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(net(tokens), logits, atol=1e-5, rtol=1e-5)
+    reference = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+    loss = net(tokens, targets)[0]
+    torch.testing.assert_close(loss, reference)
+    reference.backward()
+    loss.backward()
+    theirs = model.get_input_embeddings().weight.grad
+    ours = next(module for module in net.modules() if isinstance(module, nn.Embedding)).weight.grad
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "parameters"),
+    [
+        ("gpt2", Gpt2Network, 124_439_808),
+        ("llama_7b", LlamaNetwork, 6_738_415_616),
+        ("llama_3_8b", LlamaNetwork, 8_030_261_248),
+    ],
+)
+def test_shipped_networks_are_as_large_as_published(name: str, kind: type, parameters: int) -> None:
+    values = yaml.safe_load((NETWORKS / f"{name}.yaml").read_text())
+    del values["defaults"]
+    net = on_meta(lambda: kind(**values).build(loss_chunks=1))
+    assert sum(parameter.numel() for parameter in net.parameters()) == parameters
+
+
+@EACH
+def test_evaluation_counts_right_predictions_and_ignores_padding(network: LanguageNetwork) -> None:
+    net = build(network)
+    tokens, targets = example()
+    train_loss, *nothing = net(tokens, targets)
+    assert nothing == [None, None]
+    net.eval()
+    loss, correct, count = net(tokens, targets)
+    assert count == (targets != 0).sum() < targets.numel()
+    assert correct == ((net(tokens).argmax(-1) == targets) & (targets != 0)).sum()
+    torch.testing.assert_close(loss, train_loss)
+    padded = [nn.functional.pad(tensor, (0, 5)) for tensor in (tokens, targets)]
+    torch.testing.assert_close(net(*padded)[0], loss)
+
+
+@EACH
+def test_no_position_sees_a_later_token(network: LanguageNetwork) -> None:
+    net = build(network)
+    tokens, _ = example()
+    before = net(tokens)
+    tokens[:, 6:] = 9
+    after = net(tokens)
+    torch.testing.assert_close(after[:, :6], before[:, :6])
+    assert not torch.allclose(after[:, 6:], before[:, 6:])
+
+
+@EACH
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_a_loss_in_chunks_has_the_loss_and_gradients_of_all_at_once(network: LanguageNetwork, chunks: int) -> None:
+    whole, pieces = build(network), build(network, loss_chunks=chunks)
+    losses = [net(*example())[0] for net in (whole, pieces)]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(pieces.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_under_autocast_logits_are_bf16_and_the_loss_is_float32() -> None:
+    net, seen = build(GPT2), []
+    net.tail.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(*example())[0]
+    assert (seen, loss.dtype) == ([torch.bfloat16], torch.float32)
+    torch.testing.assert_close(loss, net(*example())[0], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("network", "chunks"), [(GPT2, 1), (GROUPED, 1), (GROUPED, 2)], ids=["gpt2", "grouped", "grouped-chunks"]
+)
+def test_forward_and_loss_compile_as_one_graph_in_each_mode(network: LanguageNetwork, chunks: int) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = build(network, loss_chunks=chunks)
+    eager = net(*example())[0].item()
+    net.compile(backend=counter, fullgraph=True)
+    loss = net(*example())[0]
+    loss.backward()
+    assert counter.frame_count == 1
+    assert loss.item() == pytest.approx(eager)
+    net.eval()
+    with torch.no_grad():
+        net(*example())
+        assert counter.frame_count == 2
+        net(example()[0])
+    assert counter.frame_count == 3
+    torch._dynamo.reset()
+
+
+@EACH
+@pytest.mark.parametrize("autocast", [False, True])
+def test_blocks_share_one_compile(network: LanguageNetwork, autocast: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = build(network)
+    for block in net.get_submodule("blocks").children():
+        block.compile(backend=counter, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            net(*example())[0].backward()
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@EACH
+def test_flops_are_those_that_torch_counts(network: LanguageNetwork) -> None:
+    net = build(network)
+    # The plain kernel computes the full square of causal attention, and so it is counted.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net(*example(rows=3, length=11))[0].backward()
+    assert 3 * network.flops(rows=3, positions=11) == counter.get_total_flops()

@@ -1,0 +1,154 @@
+"""Rows of tokens: packed without a gap or a document each, the same in every run, quick to start a second time."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from strategies import Ragged
+from strategies.padding import length_of
+from tasks.data.text import TextData
+from tasks.data.text_data_module import TextDataModule
+from tasks.data.text_files import TextFiles
+from tasks.data.text_stdlib import Stdlib
+from tasks.data.text_tokens import encode
+from tasks.data.tokenizer import BEGIN, END, PAD, train_tokenizer
+
+
+def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:
+    module = TextDataModule(data, vocabulary_size=300, max_tokens=max_tokens, seed=0)
+    module.setup("fit")
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty files of different lengths."""
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(f"file {number} " + "word " * number)
+    return tmp_path
+
+
+def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None:
+    module = load(TextFiles(path=str(folder), batch_size=2))
+    rows = [module.train_set[index] for index in range(len(module.train_set))]
+    assert {len(row) for row in rows} == {17}
+    for row, following in itertools.pairwise(rows):
+        assert row[-1] == following[0], "the last target is the next row's first input"
+    stream = torch.cat([rows[0], *(row[1:] for row in rows[1:])]).tolist()
+    texts = TextFiles(path=str(folder)).documents(seed=0)[0].texts
+    expected = encode(texts, module.tokenizer).tolist()
+    assert stream == expected[: len(stream)]
+    assert len(expected) - len(stream) < 16
+    assert expected.count(END) == len(texts)
+
+
+def test_a_document_row_begins_ends_and_is_cut(folder: Path) -> None:
+    module = load(TextFiles(path=str(folder), batch_size=4, packing="documents"), max_tokens=24)
+    texts = TextFiles(path=str(folder)).documents(seed=0)[0].texts
+    stream = encode(texts, module.tokenizer)
+    whole = [[BEGIN, *ids] for ids in np.split(stream, np.flatnonzero(stream == END) + 1)[:-1]]
+    rows = [module.train_set[index].tolist() for index in range(len(module.train_set))]
+    assert rows == [row[:25] for row in whole]
+    cut = sum(len(row) > 25 for row in whole)
+    assert 0 < cut < len(rows)
+    val_cut = module.val_set.skipped.get("rest of a document that is too long", 0)
+    assert module.skipped == {"rest of a document that is too long": cut + val_cut}
+    ragged = (Ragged("tokens", 1, PAD, 1),)
+    assert module.train_set.lengths.tolist() == [
+        length_of(module.collate([module.train_set[index]]), ragged) for index in range(len(rows))
+    ]
+
+
+@pytest.mark.parametrize("pad_to", [None, 20])
+def test_documents_are_padded_on_the_right(folder: Path, pad_to: int | None) -> None:
+    module = load(TextFiles(path=str(folder), batch_size=4, packing="documents", pad_to=pad_to), max_tokens=24)
+    for batch in module.train_dataloader():
+        assert batch.tokens.dtype == torch.long
+        assert batch.tokens.is_contiguous()
+        assert (batch.tokens[:, 1:] != PAD).sum() == batch.useful_tokens
+        longest = int((batch.tokens != PAD).sum(1).max())
+        assert batch.tokens.shape == (4, longest if pad_to is None else 21)
+
+
+def test_a_text_that_spells_a_special_token_holds_none() -> None:
+    texts = ["a <end> of <pad> and <begin>", "plain", "lone \ud800 surrogate"]
+    ids = encode(texts, train_tokenizer(["some text", "<end>"], vocabulary_size=300))
+    assert (ids == END).sum() == 3
+    assert not np.isin(ids, [PAD, BEGIN]).any()
+
+
+def test_the_embedded_text_is_split_alike_in_every_run_and_order() -> None:
+    first, second = (Stdlib(max_documents=300).documents(seed=seed) for seed in (0, 1))
+    assert first == second
+    train, val = first
+    assert len(train.texts) + len(val.texts) == 300
+    assert 1 <= len(val.texts) <= 30
+    lengths = sorted(map(len, train.texts))
+    assert lengths[-30] > 8 * lengths[30], "ragged, as real documents are"
+    files = Stdlib(max_documents=300, unit="file").documents(seed=0)[0]
+    assert np.median([len(text) for text in files.texts]) > 3 * np.median(lengths)
+
+
+def test_definitions_are_the_files_in_pieces() -> None:
+    text = "import a\n\n@deco\n@other(1)\ndef f():\n    def inner(): ...\n\nclass C:\n    x = 1\nasync def g(): ...\n"
+    parts = Stdlib()._parts(text)
+    assert "".join(parts) == text
+    assert [part.split("\n")[0] for part in parts] == ["import a", "@deco", "class C:", "async def g(): ..."]
+
+
+def test_tokens_are_kept_for_the_next_start(folder: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TextFiles(path=str(folder), batch_size=2)
+    first = load(data)
+    kept = sorted(folder.glob("tokens-*.npy"))
+    assert len(kept) == 2
+    assert not private_cache.exists(), "beside the data, where that can be written"
+    monkeypatch.setattr("tasks.data.text_tokens.encode", lambda *_: pytest.fail("encoded again"))
+    again = load(data)
+    assert all(torch.equal(first.train_set[index], again.train_set[index]) for index in range(len(first.train_set)))
+    monkeypatch.undo()
+    kept[0].write_bytes(b"half a file")
+    assert len(load(data).train_set) == len(first.train_set)
+    (folder / "00.txt").write_text("other text")
+    load(data)
+    assert len(list(folder.glob("tokens-*.npy"))) == 4
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab cd")
+    with pytest.raises(ValueError, match=r"^.*a\.txt holds \d+ tokens: too few for a packed row of 16 positions"):
+        load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
+    (tmp_path / "a.txt").write_text("ab cd " * 40)
+    with pytest.raises(
+        ValueError, match=r"^what is held out of .*a\.txt \(task\.data\.val_share=0\.02\) holds \d+ tok"
+    ):
+        load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(ValueError, match=r"a\.txt holds too little text to train on .*blank document: 1"):
+        load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
+
+
+def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "all.txt").write_text("".join(f"{number} " for number in range(2000)))
+    train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents(seed=0)
+    assert train.texts[0] + val.texts[0] == (tmp_path / "all.txt").read_text()
+    assert len(val.texts[0]) == pytest.approx(0.1 * len(train.texts[0]), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": "tight"}, r"task\.data\.packing='tight' is not one of"),
+        ({"max_tokens": 1}, r"task\.data\.max_tokens=1 must be at least 2"),
+        ({"pad_to": 8}, r"task\.data\.pad_to=8 needs task\.data\.packing=documents"),
+        ({"val_share": 1.0}, r"task\.data\.val_share=1\.0 must be"),
+        ({"unit": "line"}, r"task\.data\.unit='line' is not one of"),
+    ],
+)
+def test_values_out_of_range_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Stdlib(**options)  # type: ignore[arg-type]
