@@ -4,8 +4,8 @@
         'whole compile.whole.mode=reduce-overhead' --warm --out DIR experiment=captioning_base task.data.pad_to=64
 
 An arm is a value of ``compile=``, with further overrides after a blank. Arms take turns, round after round (A B A B);
-the table shows medians over rounds and ratios to the first arm within a round. Cells that are finished in ``--out`` are
-not run again. Arguments that are no flag are overrides of every cell.
+the table shows medians over rounds and ratios to the first arm within a round; under ``run=inference``, of batches.
+Cells that are finished in ``--out`` are not run again. Arguments that are no flag are overrides of every cell.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from trainer.telemetry.record import FILE_NAME, RunRecord
 
 ALWAYS = (
     "trainer.val_every_n_steps=0",
-    "trainer.checkpoint_every_n_steps=0",
+    "trainer.checkpoint_every_n_steps=null",  # gigabytes a cell, and nobody goes on from one
     "trainer.progress=none",
     "trainer.log_every_n_steps=100",  # windows of at least two seconds, which the energy counter needs
 )
+INFERENCE = {"steady_steps_per_second": "batches_per_second", "steady_step_seconds_p95": "latency_seconds_p95"}
+"""Figures of ``run=inference`` that stand where a training has others."""
 COLUMNS = (
     "arm",
     "steps/s",
@@ -150,7 +152,11 @@ def line(record: RunRecord | None) -> str:
     """The figures of one cell as soon as they are there."""
     if record is None:
         return "no figures"
-    named = {"steps/s": "steady_steps_per_second", "useful tokens/s": "useful_tokens_per_second"}
+    named = {
+        "steps/s": "steady_steps_per_second",
+        "samples/s": "samples_per_second",
+        "useful tokens/s": "useful_tokens_per_second",
+    }
     rates = [f"{_median([_of(record, field)], '{:,.2f}')} {unit}" for unit, field in named.items()]
     return " · ".join([*rates, f"warm-up {_median([record.warmup_seconds], '{:.2f}')} s"])
 
@@ -181,7 +187,10 @@ def table(arms: list[str], records: dict[Cell, RunRecord | None]) -> Table:
 
 
 def _of(record: RunRecord | None, name: str) -> float | None:
-    return None if record is None else getattr(record, name)
+    if record is None:
+        return None
+    name = INFERENCE[name] if record.run == "inference" and name in INFERENCE else name
+    return getattr(record, name)
 
 
 def _median(values: list[float | None], form: str, *, scale: float = 1.0) -> str:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, each with threads for all cores, would be in its own way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stand_in"
 
