@@ -195,8 +195,12 @@ class Compile(L.Callback):
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
         if self._guards is not None:
             self._guards.on_exception(exception)
-        with contextlib.suppress(Exception):
-            self._finish(trainer, together=False)
+        for _ in range(2):
+            # Twice: of data workers that a signal to the group has killed, torch says each one's death from a signal
+            # handler, which raises wherever the main thread is, and so perhaps in here.
+            with contextlib.suppress(Exception):
+                self._finish(trainer, together=False)
+                break
         with contextlib.suppress(Exception):
             self._close()  # Lightning calls no teardown after an error
 

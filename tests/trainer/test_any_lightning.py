@@ -16,6 +16,7 @@ from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, Losses, fit
 from trainer.callback import Compile
+from trainer.telemetry.telemetry import Telemetry
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,25 @@ def test_one_callback_serves_two_fits(tmp_path: Path) -> None:
     fit(module, tmp_path, [compile_])
     assert len(backends.graphs) == 1, "what was compiled serves again"
     assert compile_.record.regions == 3
+
+
+def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch raises it from a signal handler, wherever the main thread is.
+    deaths = [RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Terminated.") for pid in (1, 2)]
+    figures = Telemetry.figures
+
+    def dying(self: Telemetry, **named: bool) -> dict[str, object]:
+        if deaths:
+            raise deaths.pop(0)
+        return figures(self, **named)
+
+    monkeypatch.setattr(Telemetry, "figures", dying)
+    compile_ = Compile(warmup_steps=1)
+    with pytest.raises(RuntimeError, match="pid 1"):
+        fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.steps == 6
 
 
 def test_lightnings_own_demo_is_compiled_whole() -> None:
