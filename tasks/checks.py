@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def require_at_least(path: str, value: float | None, minimum: float) -> None:
     """Raise ValueError unless ``value`` is None (automatic) or at least ``minimum``."""
@@ -19,3 +22,9 @@ def require_multiple(path: str, value: int, divisor_path: str, divisor: int) -> 
     """Raise ValueError unless ``value`` is a multiple of ``divisor``."""
     if value % divisor:
         raise ValueError(f"{path}={value} must be a multiple of {divisor_path}={divisor}")
+
+
+def near(given: str, known: Iterable[str]) -> str:
+    """What an error about ``given`` ends with: the names in ``known`` that resemble it."""
+    matches = difflib.get_close_matches(given, list(known), n=3)
+    return f"; near: {', '.join(matches)}" if matches else ""

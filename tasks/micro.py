@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration
-from tasks.checks import require_at_least
+from tasks.checks import near, require_at_least
 from tasks.micro_kinds import CLASSES, DEFAULTS, MicroSize, heads, multiply_adds
 from tasks.trained import TrainedTask
 
@@ -54,11 +53,7 @@ class Micro(TrainedTask):
         """Raise ValueError for values out of range and for options that the model does not have."""
         TrainedTask.__post_init__(self)  # A slotted dataclass is a new class: super() without arguments fails.
         if self.model not in DEFAULTS:
-            close = difflib.get_close_matches(self.model, DEFAULTS, n=3)
-            raise ValueError(
-                f"task.model={self.model!r} is not one of {tuple(DEFAULTS)}"
-                + (f"; near: {', '.join(close)}" if close else "")
-            )
+            raise ValueError(f"task.model={self.model!r} is not one of {tuple(DEFAULTS)}{near(self.model, DEFAULTS)}")
         for name, dimension in OPTIONAL.items():
             if getattr(self, name) is not None and getattr(DEFAULTS[self.model], dimension) is None:
                 having = ", ".join(model for model, size in DEFAULTS.items() if getattr(size, dimension) is not None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.checks import near
 from tasks.language_network import LanguageNetwork
 
 if TYPE_CHECKING:
@@ -103,13 +102,13 @@ class TransformersNetwork(LanguageNetwork):
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(
                 f"{option}: {model_type!r} is no causal language model of this transformers"
-                + _near(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+                + near(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
             )
         kind = CONFIG_MAPPING[model_type]
         known = kind().to_dict()
         for name in self.overrides:
             if name not in known and not hasattr(kind, name) and name not in getattr(kind, "attribute_map", {}):
-                raise ValueError(f"task.network.overrides.{name} is not an option of {model_type}{_near(name, known)}")
+                raise ValueError(f"task.network.overrides.{name} is not an option of {model_type}{near(name, known)}")
         try:
             config = kind.from_dict({**values, **dict(self.overrides)})
         except Exception as error:  # each architecture checks in a way of its own
@@ -131,8 +130,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"task.network.config={str(path)!r}: {file} names no model_type")
     return values
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3)
-    return f"; near: {', '.join(matches)}" if matches else ""

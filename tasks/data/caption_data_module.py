@@ -53,15 +53,3 @@ class CaptionDataModule(ResumableDataModule):
     def decode(self, tokens: list[int]) -> str:
         """Text of token ids up to the first end."""
         return decode(self.tokenizer, tokens)
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Training and validation items left out so far, by reason."""
-        if not self._is_set_up:
-            return {}
-        counts: dict[str, int] = {}
-        for data in (self.train_set, self.val_set):
-            for reason, count in {**data.skipped, "image does not decode": data.undecodable}.items():
-                if count:
-                    counts[reason] = counts.get(reason, 0) + count
-        return counts

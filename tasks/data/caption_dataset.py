@@ -31,7 +31,7 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises ValueError when no example is left.
         """
         self._examples = examples
-        self.skipped = dict(examples.skipped)
+        self._left_out = dict(examples.skipped)
         encodings = tokenizer.encode_batch_fast(examples.captions)
         lengths = np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
         # A caption of n tokens is begin + n + end: n + 1 positions are read, n + 1 predicted.
@@ -40,7 +40,7 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
         self._count("caption too long", int(too_long.sum()))
         self._kept = np.flatnonzero(~(empty | too_long))
         if not len(self._kept):
-            reasons = ", ".join(f"{reason}: {count}" for reason, count in self.skipped.items()) or "it is empty"
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in self._left_out.items()) or "it is empty"
             raise ValueError(f"{examples.place} holds no usable example ({reasons})")
         # Flat arrays instead of a list of lists: forked workers share their pages, because no reference count changes.
         kept = [encodings[index].ids for index in self._kept]
@@ -52,7 +52,7 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _count(self, reason: str, count: int) -> None:
         if count:
-            self.skipped[reason] = self.skipped.get(reason, 0) + count
+            self._left_out[reason] = self._left_out.get(reason, 0) + count
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -60,9 +60,10 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
         return np.diff(self._ends, prepend=0) + 1
 
     @property
-    def undecodable(self) -> int:
-        """Images found so far that do not decode."""
-        return int(self._undecodable.sum())
+    def skipped(self) -> dict[str, int]:
+        """Items left out so far, by reason; images that do not decode are found as they are read."""
+        undecodable = int(self._undecodable.sum())
+        return {**self._left_out, **({"image does not decode": undecodable} if undecodable else {})}
 
     def __len__(self) -> int:
         """Usable examples."""

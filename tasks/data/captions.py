@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.checks import require_at_least
-from tasks.data.loading import Loading, cache_folder
+from tasks.data.cache_files import cache_folder
+from tasks.data.loading import Loading
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -80,14 +80,3 @@ class LabelledDataModule(ResumableDataModule):
         self.train_set = LabelledDataset(train, classes=self._classes)
         self.val_set = LabelledDataset(val, classes=self._classes)
         return train.place
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Training and validation items left out so far, by reason."""
-        if not self._is_set_up:
-            return {}
-        counts: dict[str, int] = {}
-        for data in (self.train_set, self.val_set):
-            for reason, count in data.skipped.items():
-                counts[reason] = counts.get(reason, 0) + count
-        return counts

@@ -119,8 +119,15 @@ class ResumableDataModule(L.LightningDataModule):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Items left out so far, by reason."""
-        return {}
+        """Training and validation items left out so far, by reason: what sets of user data say in their ``skipped``."""
+        if not self._is_set_up:
+            return {}
+        counts: dict[str, int] = {}
+        for data in (self.train_set, self.val_set):
+            skipped: dict[str, int] = getattr(data, "skipped", {})  # generated sets leave nothing out
+            for reason, count in skipped.items():
+                counts[reason] = counts.get(reason, 0) + count
+        return counts
 
     def _replicas(self) -> tuple[int, int]:
         """World size and rank."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.checks import require_at_least, require_share
+from tasks.data.cache_files import cache_folder
 from tasks.data.hold_out import held_out
-from tasks.data.loading import Loading, cache_folder
+from tasks.data.loading import Loading
 
 PACKINGS = ("packed", "documents")
 

@@ -48,14 +48,3 @@ class TextDataModule(ResumableDataModule):
             for documents in (train, val)
         )
         return train.place
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Training and validation items left out, by reason."""
-        if not self._is_set_up:
-            return {}
-        counts: dict[str, int] = {}
-        for data in (self.train_set, self.val_set):
-            for reason, count in data.skipped.items():
-                counts[reason] = counts.get(reason, 0) + count
-        return counts

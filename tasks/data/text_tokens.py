@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.data.loading import cache_folder
+from tasks.data.cache_files import cache_folder, write_atomically
 from tasks.data.tokenizer import END
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ def load_tokens(texts: Sequence[str], tokenizer: Tokenizer, *, folder: Path) -> 
     ids = encode(texts, tokenizer)
     for path in paths:
         with suppress(OSError):
-            _write_atomically(path, ids)
+            write_atomically(path, lambda file: np.save(file, ids))
             break
     return ids
 
@@ -61,18 +59,3 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
     finally:
         tokenizer.encode_special_tokens = before
     return np.concatenate(parts)
-
-
-def _write_atomically(path: Path, ids: NDArray[np.integer]) -> None:
-    """Write beside ``path`` and rename, so that processes that start together never read half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            np.save(file, ids)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads.
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -6,15 +6,13 @@ Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, over bytes as in GPT-2: 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tasks.data.loading import cache_folder
+from tasks.data.cache_files import cache_folder, write_atomically
 
 PAD, BEGIN, END = 0, 1, 2
 """Ids of the special tokens."""
@@ -43,7 +41,7 @@ def load_tokenizer(captions: Sequence[str], *, vocabulary_size: int, folder: Pat
     tokenizer = train_tokenizer(captions, vocabulary_size=vocabulary_size)
     for path in paths:
         with suppress(OSError):
-            _write_atomically(path, tokenizer.to_str())
+            write_atomically(path, lambda file: file.write(tokenizer.to_str().encode()))
             break
     return tokenizer
 
@@ -70,18 +68,3 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
         ids = ids[: ids.index(END)]
     # The decoder would print an id beyond the trained vocabulary as nothing; special tokens are skipped by default.
     return str(tokenizer.decode(ids)).strip()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write beside ``path`` and rename, so that processes that start together never read half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads.
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

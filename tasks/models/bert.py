@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tasks.models.class_scores import Scores, class_scores
+from tasks.models.initialise import draw_weights
 
 NORM_EPSILON = 1e-12
 """Of every norm, as in the original."""
@@ -114,11 +115,7 @@ class Bert(nn.Module):
         self.tail = BertTail(width, self.embed.token.weight)
         # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
         std = 0.02 * math.sqrt(768 / width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        draw_weights(self, std)
         nn.init.normal_(self.embed.position, std=std)
         nn.init.normal_(self.embed.token_type, std=std)
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tasks.models.class_scores import Scores
+from tasks.models.initialise import draw_weights
 from tasks.models.language_tail import NextTokenTail
 from tasks.models.text_decoder import TextEmbedding
 
@@ -86,11 +87,7 @@ class Gpt2(nn.Module):
     def _initialise(self, layers: int, width: int) -> None:
         # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
         std = 0.02 * math.sqrt(768 / width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        draw_weights(self, std)
         nn.init.normal_(self.embed.position, std=std)
         # Two branches a block add to the residual stream; scaled so that its variance does not grow with depth
         # (section 2.3).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ import torchvision
 from torch import nn
 from torchvision.models import VisionTransformer
 
+from tasks.checks import near
 from tasks.models.stochastic_depth import share_stochastic_depth
 
 TIMM = "timm/"
@@ -92,8 +92,5 @@ def _require_among(name: str, names: Iterable[str]) -> None:
     known = sorted(names)
     if name in known:
         return
-    near = difflib.get_close_matches(name, known, n=3)
     library = "timm has" if name.startswith(TIMM) else "torchvision has (timm's are written timm/<name>)"
-    raise ValueError(
-        f"task.model={name!r} is no classification network that {library}" + (f"; near: {', '.join(near)}" * bool(near))
-    )
+    raise ValueError(f"task.model={name!r} is no classification network that {library}{near(name, known)}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.models.class_scores import Scores
+from tasks.models.class_scores import Scores, right_predictions
 from tasks.models.text_decoder import PAD
 
 
@@ -29,8 +29,7 @@ def score(logits_TV: Tensor, targets_T: Tensor, *, training: bool) -> Scores:
     loss = next_token_losses(logits_TV, targets_T, "mean")
     if training:
         return loss, None, None
-    real_T = targets_T != PAD
-    return loss, ((logits_TV.argmax(dim=-1) == targets_T) & real_T).sum(), real_T.sum()
+    return loss, *right_predictions(logits_TV, targets_T, ignored=PAD)
 
 
 class NextTokenTail(nn.Module):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tasks.models.class_scores import Scores
+from tasks.models.initialise import draw_weights
 from tasks.models.language_tail import NextTokenTail
 
 
@@ -142,9 +143,7 @@ class Llama(nn.Module):
     def _initialise(self, layers: int, width: int) -> None:
         # 0.02 at the 4096 of LLaMA-7B, kept in proportion for other widths, which learn slowly otherwise.
         std = 0.02 * math.sqrt(4096 / width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
+        draw_weights(self, std)
         # As in GPT-2: what two branches a block add to the residual stream must not grow with depth.
         for block in self.blocks:
             assert isinstance(block, LlamaBlock)

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tasks.models.class_scores import Scores, class_scores
+from tasks.models.initialise import draw_weights
+
 PAD = 0
 """Token id of padding; never a target and never counted."""
 
@@ -109,11 +112,7 @@ class TextDecoder(nn.Module):
     def _initialise(self, layers: int, width: int) -> None:
         # GPT-2's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
         std = 0.02 * math.sqrt(768 / width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        draw_weights(self, std)
         nn.init.normal_(self.embed.position, std=std)
         # Three branches a block add to the residual stream; scaled so that its variance does not grow with depth
         # (Radford et al. 2019, section 2.3, there for two branches).
@@ -147,21 +146,12 @@ class LanguageTail(nn.Module):
         logits_V: Tensor = self.head(self.norm(x_BSD))
         return logits_V
 
-    def forward(
-        self, x_BSD: Tensor, targets_BS: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
         """Return (mean loss in nats, right predictions, targets), 0-D, over targets that are not padding.
 
-        In training mode the last two are None: an argmax over the vocabulary is not paid for on the training path.
-        Without targets, return logits [B, S, V].
+        In training mode the last two are None. Without targets, return logits [B, S, V].
         """
+        logits_BSV = self.logits(x_BSD)
         if targets_BS is None:
-            return self.logits(x_BSD)
-        logits_TV = self.logits(x_BSD).flatten(0, 1)
-        targets_T = targets_BS.flatten()
-        loss = F.cross_entropy(logits_TV, targets_T, ignore_index=PAD)
-        if self.training:
-            return loss, None, None
-        real_T = targets_T != PAD
-        correct = ((logits_TV.argmax(dim=-1) == targets_T) & real_T).sum()
-        return loss, correct, real_T.sum()
+            return logits_BSV
+        return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)
