@@ -1,13 +1,18 @@
-"""Summary: the table at the end of a sweep, a row for each cell, from the cells' records."""
+"""Summary: the table at the end of a sweep, a row for each cell, from the cells' records, and what they come to."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.evidence.comparison import compare
+from trainer.evidence.crossings import break_even_steps, cost_of, step_seconds
+from trainer.evidence.runs import Run
+from trainer.evidence.workloads import workload_of
 from trainer.telemetry.record import RunRecord
 
 COLUMNS = ("cell", "status", "steps/s", "vs eager", "pays back", "compile s", "first step s", "warm-up s", "final loss")
@@ -48,18 +53,9 @@ class Cell:
             return self.record.status
         return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
-    @property
-    def arm(self) -> tuple[str, ...]:
-        """What a cell shares with the eager cell that it is compared with."""
-        return tuple(override for override in self.overrides if not override.startswith("compile="))
-
 
 def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path) -> str:
-    """The sweep's table as text, with the reasons of cells that did not finish and how to see more."""
-    eager: dict[tuple[str, ...], RunRecord] = {}
-    for cell in cells:
-        if cell.record is not None and cell.record.label == "eager" and _speed(cell.record):
-            eager.setdefault(cell.arm, cell.record)
+    """The sweep's table as text, with the reasons of cells that did not finish, the verdict and how to see more."""
     lines = []
     inferring = [cell for cell in cells if cell.record is not None and cell.record.run == "inference"]
     for columns, row, chosen in (
@@ -67,34 +63,44 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path) -> str:
         (INFERENCE_COLUMNS, _inference_row, inferring),
     ):
         if chosen:
-            lines += ["", *_table([columns, *(row(cell, eager.get(cell.arm)) for cell in chosen)])]
+            lines += ["", *_table([columns, *(row(cell, _eager_beside(cell, cells)) for cell in chosen)])]
     for cell in cells:
         if cell.exit_code != 0 and cell.record is not None and cell.record.reason:
             lines.append(f"{_name(cell)}: {cell.record.reason.splitlines()[0]}")
     if len(cells) < planned:
         lines.append(f"stopped after {len(cells)} of {planned} cells")
-    lines.append(f"tensorboard --logdir {sweep_dir}")
+    lines += _verdicts(cells)
+    folder = shlex.quote(str(sweep_dir))
+    lines += [f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"]
     return "\n".join(lines)
 
 
-def break_even_steps(record: RunRecord, eager: RunRecord) -> float | None:
-    """Steps (batches, in inference) after which a compiled run has caught up with an eager one; infinite when it is not
-    the faster of the two.
+def _verdicts(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each workload that ran under several arms."""
+    runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
+    compared = [found for found in compare(runs) if len(found.rows) > 1] if runs else []
+    return [f"{found.workload}: {found.verdict}" for found in compared]
 
-    What compiling cost is the larger of the extra warm-up and the time in the compiler, which includes validation's
-    graphs. None when a figure is missing.
-    """
-    speed, eager_speed = _speed(record), _speed(eager)
-    if not speed or not eager_speed or record.warmup_seconds is None or eager.warmup_seconds is None:
+
+def _eager_beside(cell: Cell, cells: Sequence[Cell]) -> RunRecord | None:
+    """The eager run of the same workload that is most like a cell's: in seed, then round, then start."""
+    record = cell.record
+    if record is None:
         return None
-    gained = 1 / eager_speed - 1 / speed
-    cost = max(record.warmup_seconds - eager.warmup_seconds, record.compile_seconds or 0.0)
-    return cost / gained if gained > 0 else math.inf
+    workload = workload_of(record)
+    eager = [
+        other.record
+        for other in cells
+        if other.record is not None
+        and other.record.label == "eager"
+        and step_seconds(other.record)
+        and workload_of(other.record) == workload
+    ]
 
+    def likeness(other: RunRecord) -> tuple[bool, bool, bool]:
+        return (other.seed == record.seed, other.round == record.round, other.start == record.start)
 
-def _speed(record: RunRecord) -> float | None:
-    """Steps or batches a second."""
-    return record.batches_per_second if record.run == "inference" else record.steady_steps_per_second
+    return max(eager, key=likeness, default=None)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -145,13 +151,15 @@ def _inference_row(cell: Cell, eager: RunRecord | None) -> tuple[str, ...]:
 
 def _against(record: RunRecord, eager: RunRecord | None, unit: str) -> tuple[str, str]:
     """How much faster than eager, and after how many steps or batches that has paid for compiling."""
-    speed, eager_speed = _speed(record), _speed(eager) if eager is not None else None
-    ratio = speed / eager_speed if speed and eager_speed else None
-    back = break_even_steps(record, eager) if eager is not None and record.label != "eager" else None
-    return (
-        _figure(ratio, ".2f") + ("x" if ratio is not None else ""),
-        "never" if back == math.inf else "-" if back is None else f"{back:,.0f} {unit}",
-    )
+    if eager is None:
+        return "-", "-"
+    seconds, eager_seconds = step_seconds(record), step_seconds(eager)
+    ratio = "-" if seconds is None or eager_seconds is None else f"{eager_seconds / seconds:.2f}x"
+    cost, eager_cost = cost_of(record), cost_of(eager)
+    if record.label == "eager" or cost is None or eager_cost is None:
+        return ratio, "-"
+    back = break_even_steps(cost, eager_cost)
+    return ratio, "never" if back == math.inf else f"{back:,.0f} {unit}"
 
 
 def _name(cell: Cell) -> str:

@@ -1,0 +1,135 @@
+"""``python -m scripts.compare``: what it prints and writes, what it refuses, and that it starts at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.compare import main
+from tests.conftest import ROOT
+from tests.evidence.records import ragged, record, save, static
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(static(), tmp_path_factory.mktemp("sweep"))
+
+
+def test_a_sweep_comes_to_a_table_and_a_verdict(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep), "--steps", "700"]) == 0
+    text, errors = capsys.readouterr()
+    assert errors == ""
+    assert "whole (mode=reduce-overhead)" in text
+    assert "verdict: use cuda_graph for any number of steps (regional+cuda_graph from " in text
+    assert "700" in text
+    assert "20,000" not in text
+
+
+def test_files_are_written_whole_and_one_format_can_go_to_the_output(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "new" / "table.md"
+    assert main([str(sweep), "--markdown", str(target), "--json", "-"]) == 0
+    output = capsys.readouterr().out
+    assert json.loads(output)[0]["workload"] == "captioning"
+    assert target.read_text().startswith("## captioning\n")
+    assert main([str(sweep), "--csv", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("step", "cached+"), ("total", "cached+"), ("memory", "whole"), ("given", "regional")]
+)
+def test_arms_are_sorted_with_the_baseline_first(
+    order: str, first: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(sweep), "--sort", order, "--json", "-"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["rows"][0]["arm"] == "eager"
+    assert found["rows"][1]["arm"].startswith(first)
+
+
+def test_unlike_runs_are_refused_in_one_line_that_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save([record("eager"), record("whole", device="NVIDIA A100")], tmp_path)
+    assert main([str(tmp_path)]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.count("\n") == 1
+    assert "captioning are unlike: device: NVIDIA H200 (1 run), NVIDIA A100 (1 run)" in errors
+    assert "--allow-unlike" in errors
+    assert main([str(tmp_path), "--allow-unlike"]) == 0
+    assert "unlike the baseline: device NVIDIA A100, there NVIDIA H200" in capsys.readouterr().out
+
+
+def test_runs_of_which_no_two_are_of_one_workload_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save([record("eager"), record("whole", batch_size=64)], tmp_path)
+    assert main([str(tmp_path)]) == 2
+    assert "captioning (batch_size=32), captioning (batch_size=64)" in capsys.readouterr().err
+    assert main([str(tmp_path), "--allow-unlike"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "error: nowhere: no such file or folder"),
+        ([], "error: outputs: no such file or folder"),
+        (["SWEEP", "--baseline", "hole"], "error: baseline='hole' is not one of the arms: eager, regional"),
+        (["--steps", "0", "SWEEP"], "error: steps=0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    said: str,
+    sweep: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(sweep) if word == "SWEEP" else word for word in arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(said)
+    assert errors.count("\n") == 1
+
+
+def test_a_broken_record_in_a_folder_is_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(ragged(), tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "record.json").write_text("{}")
+    assert main([str(tmp_path)]) == 0
+    assert "left out: " in capsys.readouterr().err
+
+
+def test_fifty_records_take_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
+    save(static(rounds=4), tmp_path)
+    code = (
+        "import sys; from scripts.compare import main; code = main(sys.argv[1:]); "
+        "unwanted = {'torch', 'lightning', 'hydra', 'omegaconf', 'matplotlib'}; "
+        "sys.exit(code or len(unwanted & {*sys.modules}))"
+    )
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    # A busy machine is given some rope; alone it takes a third of a second.
+    assert time.monotonic() - began < 5
+
+
+def test_a_reader_that_closes_early_is_no_error(sweep: Path) -> None:
+    command = [sys.executable, "-m", "scripts.compare", str(sweep), "--json", "-"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (0, b"")

@@ -1,0 +1,156 @@
+"""Flags: what a reader must know of a cell before believing its figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from trainer.evidence.cells import Cell
+from trainer.evidence.crossings import step_seconds
+from trainer.evidence.likeness import conditions
+from trainer.evidence.runs import Run
+from trainer.telemetry.record import RunRecord
+
+FEW_STEPS = 20
+"""Steady steps, or timed batches, below which a run's figures are thin."""
+LARGE_SPREAD = 0.15
+"""Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
+MUCH_SETUP = (1.0, 0.25)
+"""Seconds and share of the baseline's by which building data and module must differ to be told."""
+NOTHING_COMPILED = "nothing compiled"
+"""Reason for which a comparison with eager is left out that nobody misses."""
+THIN = "thin"
+UNLIKE = "unlike"
+"""First words of the flags that say so."""
+ALL_EAGER = ("the run is eager", "all of it runs eager")
+"""How records say that nothing is left that is compiled."""
+
+
+def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
+    """All that there is to say of ``cell``, the gravest first."""
+    return [
+        *_not_finished(cell),
+        *_rolled_back(cell),
+        *_unlike(cell, baseline),
+        *_parity(cell),
+        *_thin(cell),
+        *_resumed(cell),
+        *_caches(cell),
+        *_setup(cell, baseline),
+    ]
+
+
+def ended_eager(record: RunRecord) -> bool:
+    """Whether a run with strategies had nothing compiled in the end, so that its figures are mostly eager's."""
+    told = [*record.notes, *(event.reason for event in record.events if event.kind == "fallback")]
+    return bool(record.report.get("watchdog", {}).get("rolled_back")) or any(
+        words in line for line in told for words in ALL_EAGER
+    )
+
+
+def parity_of(cell: Cell) -> str | None:
+    """The worst verdict over the cell's runs, of the gate before the first step and of replayed CUDA graphs."""
+    found: list[str] = []
+    for run in cell.finished:
+        report = run.record.report
+        for facts in (report.get("parity"), report.get("cuda_graph", {}).get("parity")):
+            if facts and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
+                verdict, reason = str(facts["verdict"]), facts.get("reason")
+                found.append(f"{verdict}: {reason}" if reason and verdict == "skipped" else verdict)
+    grave = [verdict for verdict in found if verdict == "failed"]
+    passed = [verdict for verdict in found if verdict == "passed"]
+    return next(iter([*grave, *passed, *found]), None)
+
+
+def _not_finished(cell: Cell) -> Iterator[str]:
+    for run in cell.failed:
+        record = run.record
+        said = "still running, or killed while it was" if record.status == "running" else record.status
+        if record.status == "interrupted" and record.steps is not None:
+            said += f" after {record.steps:,} steps"
+        if record.reason:
+            said += f": {record.reason.splitlines()[0]}"
+        yield f"{said} ({run.directory})"
+
+
+def _rolled_back(cell: Cell) -> Iterator[str]:
+    affected = [run.record for run in cell.finished if any(event.kind == "fallback" for event in run.record.events)]
+    eager = [record for record in affected if ended_eager(record)]
+    partly = [record for record in affected if record not in eager]
+    for records, what in ((eager, "ended in eager"), (partly, "ran eager in part")):
+        if records:
+            reason = next(event.reason for event in records[0].events if event.kind == "fallback").splitlines()[0]
+            yield f"{what}{_of(records, cell)}: {reason}"
+
+
+def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
+    if baseline is None or baseline is cell or not cell.finished or not baseline.finished:
+        return
+    theirs = [conditions(run.record) for run in baseline.finished]
+    for name, values in _values([conditions(run.record) for run in cell.finished]).items():
+        others = _values(theirs).get(name, [])
+        if others and set(values) != set(others):
+            yield f"{UNLIKE} the baseline: {name} {' and '.join(values)}, there {' and '.join(others)}"
+
+
+def _parity(cell: Cell) -> Iterator[str]:
+    verdict = parity_of(cell)
+    if verdict is not None and verdict != "passed":
+        yield f"comparison with eager before the first step: {verdict}"
+
+
+def _thin(cell: Cell) -> Iterator[str]:
+    records = [run.record for run in cell.finished]
+    found = []
+    few = [count for record in records if (count := _steady_count(record)) is not None and count < FEW_STEPS]
+    if few:
+        unit = "timed batches" if records[0].run == "inference" else "steady steps"
+        found.append(f"{min(few)} {unit}")
+    seconds = [value for record in records if (value := step_seconds(record)) is not None]
+    spread = (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else 0.0
+    if spread > LARGE_SPREAD:
+        found.append(f"its runs differ by {spread:.0%}")
+    within = max((record.repeat_spread or 0.0 for record in records), default=0.0)
+    if within > LARGE_SPREAD:
+        found.append(f"timed runs within a run differ by {within:.0%}")
+    if found:
+        yield f"{THIN}: {', '.join(found)}"
+
+
+def _resumed(cell: Cell) -> Iterator[str]:
+    resumed = [run.record for run in cell.finished if run.record.resumed_from]
+    if resumed:
+        yield f"resumed from {resumed[0].resumed_from}{_of(resumed, cell)}"
+
+
+def _caches(cell: Cell) -> Iterator[str]:
+    if cell.compiles and cell.others and not cell.cold:
+        yield "cache state unknown: its warm-up is counted as a cold start's"
+
+
+def _setup(cell: Cell, baseline: Cell | None) -> Iterator[str]:
+    ours, theirs = (_median_setup(one.finished) if one is not None else None for one in (cell, baseline))
+    if ours is None or theirs is None:
+        return
+    seconds, share = MUCH_SETUP
+    if abs(ours - theirs) > max(seconds, share * theirs):
+        yield f"setup took {ours:.1f} s, the baseline's {theirs:.1f} s; total times take the same for all arms"
+
+
+def _median_setup(runs: Sequence[Run]) -> float | None:
+    seconds = [run.record.setup_seconds for run in runs if run.record.setup_seconds is not None]
+    return statistics.median(seconds) if seconds else None
+
+
+def _steady_count(record: RunRecord) -> int | None:
+    return record.batches if record.run == "inference" else record.steady_steps
+
+
+def _values(told: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    names = dict.fromkeys(name for each in told for name in each)
+    return {name: list(dict.fromkeys(each[name] for each in told if name in each)) for name in names}
+
+
+def _of(records: Sequence[RunRecord], cell: Cell) -> str:
+    """`` (1 of 3 runs)`` where not all of them are meant."""
+    return "" if len(records) == len(cell.finished) else f" ({len(records)} of {len(cell.finished)} runs)"

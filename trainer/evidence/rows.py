@@ -1,0 +1,236 @@
+"""Rows: one cell's figures beside the baseline's."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trainer.evidence.cells import Cell
+from trainer.evidence.crossings import Cost, break_even_steps, overhead_seconds, step_seconds
+from trainer.evidence.flags import flags_of, parity_of
+from trainer.evidence.runs import Run
+from trainer.evidence.statistics import NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
+from trainer.telemetry.record import RunRecord
+
+SAME_WORK = 0.01
+"""Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One cell's figures, medians over its finished runs. None = not measured; all None but the flags when none
+    finished. In inference a step is a batch."""
+
+    cell: Cell
+    step_seconds: Estimate | None = None
+    """Mean seconds of a steady step, of each run: what total time is made of, and the ratio."""
+    median_step_seconds: Estimate | None = None
+    """Median seconds of a steady step, of each run."""
+    p95_seconds: Estimate | None = None
+    samples_per_second: Estimate | None = None
+    useful_tokens_per_second: Estimate | None = None
+    padded_share: float | None = None
+    cold_warmup_seconds: Estimate | None = None
+    """Rehearsal and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
+    warm_warmup_seconds: Estimate | None = None
+    """Of warm starts; of what compiles nothing, any. None, like all that is warm, when the workload has no warm run."""
+    first_step_seconds: Estimate | None = None
+    """Of cold starts, as above; so is the next one."""
+    compile_seconds: Estimate | None = None
+    peak_device_memory_gib: float | None = None
+    """Largest over the runs."""
+    peak_process_memory_gib: float | None = None
+    joules_per_sample: Estimate | None = None
+    graphs: int | None = None
+    """Largest over the runs; so are the next two."""
+    graph_breaks: int | None = None
+    recompiles: int | None = None
+    parity: str | None = None
+    """``passed``, ``failed`` or ``skipped: <reason>``; None when it was not asked for or nothing was compiled."""
+    ratio: Ratio | None = None
+    """To the baseline; None for the baseline itself and without one."""
+    break_even_steps: float | None = None
+    """Steps after which a cold start has caught up with the baseline; infinite when the arm is slower, None when no
+    difference is shown or a figure is missing."""
+    break_even_steps_warm: float | None = None
+    total_seconds: dict[int, float] = field(default_factory=dict)
+    """From the start of the process to the end of step N, by N, started cold; validation and checkpoints left out."""
+    total_seconds_warm: dict[int, float] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    """What the reader must know before believing the row."""
+    cost: Cost | None = None
+    """What break-even and total times of cold starts are made of; None when a figure is missing. Its steps are the
+    baseline's over the ratio."""
+    cost_warm: Cost | None = None
+    start_seconds: float = 0.0
+    """Imports and setup, the median over all runs of the workload: the same for all arms."""
+
+    def total_at(self, steps: float, *, baseline: Row | None, warm: bool = False) -> float | None:
+        """Total seconds of ``steps`` steps, as in ``total_seconds``; for curves."""
+        cost = self.cost_warm if warm else self.cost
+        if cost is None:
+            return None
+        other = None if baseline is None or baseline is self else baseline.cost_warm if warm else baseline.cost
+        return self.start_seconds + overhead_seconds(cost, other) + steps * cost.step_seconds
+
+
+def rows_of(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int]) -> list[Row]:
+    """A row for each cell, the baseline's first."""
+    start = _start_seconds([run for cell in cells for run in cell.finished])
+    ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
+    rows = [_figures(cell, start) for cell in ordered]
+    any_warm = any(cell.warm and cell.compiles for cell in cells)
+    base = rows[0] if baseline is not None else None
+    for row in rows:
+        row.flags = flags_of(row.cell, baseline)
+        _set_costs(row, base, any_warm=any_warm)
+        for totals, warm in ((row.total_seconds, False), (row.total_seconds_warm, True)):
+            for steps in at_steps:
+                total = row.total_at(steps, baseline=base, warm=warm)
+                if total is not None:
+                    totals[steps] = total
+    return rows
+
+
+def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
+    """Ratio, costs and break-even of a row; the baseline's own come first."""
+    work = 1.0 if base is None else _work(row, base)
+    if work != 1.0:
+        row.flags.append(
+            f"its steps hold {1 / work:.2f} times the samples of the baseline's: ratio, break-even and total times "
+            "are for steps of the baseline's size"
+        )
+    step = None if row.step_seconds is None else row.step_seconds.median * work
+    if base is not None and row is not base:
+        row.ratio = ratio(_samples(row.cell, work), _samples(base.cell, 1.0))
+        if row.ratio is not None and base.step_seconds is not None:
+            # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
+            step = base.step_seconds.median / row.ratio.value
+    row.cost = _cost(_cold(row.cell), step, work)
+    if any_warm:
+        row.cost_warm = _cost(_warm(row.cell), step, work)
+        row.warm_warmup_seconds = _over(_warm(row.cell), lambda record: record.warmup_seconds)
+    if base is not None and row is not base:
+        row.break_even_steps = _break_even(row.ratio, row.cost, base.cost)
+        row.break_even_steps_warm = _break_even(row.ratio, row.cost_warm, base.cost_warm)
+
+
+def _figures(cell: Cell, start_seconds: float) -> Row:
+    runs, cold = cell.finished, _cold(cell)
+    latency = bool(runs) and runs[0].record.run == "inference"
+    median, p95 = (
+        (lambda record: record.latency_seconds_median, lambda record: record.latency_seconds_p95)
+        if latency
+        else (lambda record: record.steady_step_seconds_median, lambda record: record.steady_step_seconds_p95)
+    )
+    padded = [run.record.padded_share for run in runs if run.record.padded_share is not None]
+    return Row(
+        cell=cell,
+        step_seconds=_over(runs, step_seconds),
+        median_step_seconds=_over(runs, median),
+        p95_seconds=_over(runs, p95),
+        samples_per_second=_over(runs, lambda record: record.samples_per_second),
+        useful_tokens_per_second=_over(runs, lambda record: record.useful_tokens_per_second),
+        padded_share=statistics.median(padded) if padded else None,
+        cold_warmup_seconds=_over(cold, lambda record: record.warmup_seconds),
+        first_step_seconds=_over(cold, lambda record: record.first_step_seconds),
+        compile_seconds=_over(cold, lambda record: record.compile_seconds),
+        peak_device_memory_gib=_largest(runs, lambda record: record.peak_device_memory_gib),
+        peak_process_memory_gib=_largest(runs, lambda record: record.peak_process_memory_gib),
+        joules_per_sample=_over(runs, lambda record: record.joules_per_sample),
+        graphs=_count(runs, lambda record: record.graphs),
+        graph_breaks=_count(runs, lambda record: record.graph_breaks),
+        recompiles=_count(runs, lambda record: record.recompiles),
+        parity=parity_of(cell),
+        start_seconds=start_seconds,
+    )
+
+
+def _cold(cell: Cell) -> list[Run]:
+    """Runs whose warm-up stands for a cold start; eager compiles nothing, so that any of its runs does."""
+    return cell.cold or cell.others or ([] if cell.compiles else cell.warm)
+
+
+def _warm(cell: Cell) -> list[Run]:
+    return cell.warm or ([] if cell.compiles else cell.others or cell.cold)
+
+
+def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | None:
+    """The warm-up of runs that started in one way, with steps of ``seconds``; ``work`` as in ``_work``."""
+    warmup = _over(started, lambda record: record.warmup_seconds)
+    if seconds is None or warmup is None:
+        return None
+    steps = _over(started, lambda record: record.warmup_steps)
+    compiling = _over(started, lambda record: record.compile_seconds)
+    return Cost(
+        step_seconds=seconds,
+        warmup_seconds=warmup.median,
+        warmup_steps=0.0 if steps is None else steps.median / work,
+        compile_seconds=0.0 if compiling is None else compiling.median,
+    )
+
+
+def _break_even(found: Ratio | None, cost: Cost | None, baseline: Cost | None) -> float | None:
+    if found is None or found.verdict == NOT_SHOWN or cost is None or baseline is None:
+        return None
+    return break_even_steps(cost, baseline)
+
+
+def _samples(cell: Cell, work: float) -> list[Sample]:
+    samples = []
+    for run in cell.finished:
+        record = run.record
+        seconds = step_seconds(record)
+        if seconds is not None:
+            key = (record.seed, record.round, record.start)
+            samples.append(Sample(seconds * work, _relative_error(record), key))
+    return samples
+
+
+def _relative_error(record: RunRecord) -> float | None:
+    """Standard error of the mean step over that mean, as if steps varied independently."""
+    if record.run == "inference":
+        mean, deviation, count = record.latency_seconds_mean, record.latency_seconds_deviation, record.batches
+    else:
+        mean, deviation = record.steady_step_seconds_mean, record.steady_step_seconds_deviation
+        count = record.steady_steps
+    if not mean or deviation is None or not count or count < 2:
+        return None
+    return deviation / mean / math.sqrt(count)
+
+
+def _work(row: Row, base: Row) -> float:
+    """Samples a step of the baseline over samples a step of the row; 1 when they are alike or not known."""
+    ours, theirs = (_over(each.cell.finished, _samples_per_step) for each in (row, base))
+    if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
+        return 1.0
+    return theirs.median / ours.median
+
+
+def _samples_per_step(record: RunRecord) -> float | None:
+    seconds = step_seconds(record)
+    return None if seconds is None or not record.samples_per_second else record.samples_per_second * seconds
+
+
+def _start_seconds(runs: Sequence[Run]) -> float:
+    parts = (
+        _over(runs, lambda record: record.import_seconds),
+        _over(runs, lambda record: record.setup_seconds),
+    )
+    return sum(part.median for part in parts if part is not None)
+
+
+def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> Estimate | None:
+    return estimate([figure(run.record) for run in runs])
+
+
+def _largest(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> float | None:
+    found = _over(runs, figure)
+    return None if found is None else max(found.values)
+
+
+def _count(runs: Sequence[Run], figure: Callable[[RunRecord], int | None]) -> int | None:
+    found = _largest(runs, figure)
+    return None if found is None else int(found)

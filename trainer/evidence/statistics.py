@@ -1,0 +1,157 @@
+"""Statistics of repeated runs: estimates with their range, ratios with a 95% interval and what it shows.
+
+Times are compared by their logarithms, so that a ratio and its inverse are judged alike. The interval of a ratio is
+
+- over **pairs** (runs of both arms with the same seed, round and start) from three on: Student's t over their ratios;
+- over **runs** otherwise (at least two a side): Welch's t, which for two runs is the narrower of the two. A bootstrap
+  over three or four runs would promise 95% and hold far less;
+- over **steps** where a side has one run: the spread of step times within that run, widened by ``BETWEEN_RUNS`` both
+  ways, because one run does not show what differs from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+FASTER, SLOWER, NOT_SHOWN = "faster", "slower", "no difference shown"
+FEWEST_PAIRS = 3
+BETWEEN_RUNS = 1.05
+"""Factor by which an interval from within single runs is widened; less is taken to be noise between runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure over repeated runs."""
+
+    median: float
+    low: float | None
+    """The smallest and the largest: a range, which for n runs holds the true median with 1 - 2 ** (1 - n) confidence.
+    None for one run."""
+    high: float | None
+    count: int
+    """Runs."""
+    values: tuple[float, ...]
+    """Of each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times faster than the baseline an arm is: the baseline's seconds over the arm's."""
+
+    value: float
+    low: float | None
+    """95% interval; None when there is nothing to make it from."""
+    high: float | None
+    pairs: int
+    """Pairs that the ratio is taken over; 0 when it is not taken over pairs."""
+    verdict: str
+    """``faster``, ``slower`` or ``no difference shown`` (the interval holds 1, or there is none)."""
+    basis: str
+    """What the interval is made of: ``pairs``, ``runs``, ``steps`` (within single runs) or ``none``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of one run that a ratio is taken of."""
+
+    seconds: float
+    """Mean seconds of a step, or of the same amount of work."""
+    relative_error: float | None
+    """Standard error of that mean from the spread of the run's own steps, over the mean."""
+    key: Hashable
+    """What a run of the other arm has to share to be its pair."""
+
+
+def estimate(values: Sequence[float | None]) -> Estimate | None:
+    """The estimate over the values that are there; None without any."""
+    there = tuple(value for value in values if value is not None)
+    if not there:
+        return None
+    several = len(there) > 1
+    return Estimate(
+        median=statistics.median(there),
+        low=min(there) if several else None,
+        high=max(there) if several else None,
+        count=len(there),
+        values=there,
+    )
+
+
+def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
+    """How many times faster ``arm`` is than ``baseline``; None when a side has no run."""
+    if not arm or not baseline:
+        return None
+    pairs = _pairs(arm, baseline)
+    if len(pairs) >= FEWEST_PAIRS:
+        logs = [math.log(other.seconds / one.seconds) for one, other in pairs]
+        error = statistics.stdev(logs) / math.sqrt(len(logs))
+        return _judged(statistics.fmean(logs), t_quantile(len(logs) - 1) * error, "pairs", pairs=len(pairs))
+    ours, theirs = ([math.log(sample.seconds) for sample in side] for side in (arm, baseline))
+    if len(ours) > 1 and len(theirs) > 1:
+        return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), "runs")
+    difference = statistics.fmean(theirs) - statistics.fmean(ours)
+    halves = [_half_width(side) for side in (arm, baseline)]
+    if halves[0] is None or halves[1] is None:
+        return _judged(difference, None, "none")
+    return _judged(difference, math.hypot(halves[0], halves[1]) + math.log(BETWEEN_RUNS), "steps")
+
+
+def t_quantile(degrees: float) -> float:
+    """The 97.5% quantile of Student's t; fractions of a degree of freedom are rounded down, to the wider interval."""
+    whole = max(1, math.floor(degrees))
+    if whole <= len(_T):
+        return _T[whole - 1]
+    # Cornish-Fisher expansion around the normal quantile; beyond the table it is right to four digits.
+    z = _NORMAL
+    return (
+        z
+        + (z**3 + z) / (4 * whole)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * whole**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * whole**3)
+    )
+
+
+_NORMAL = statistics.NormalDist().inv_cdf(0.975)
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788)
+"""97.5% quantiles of Student's t for 1, 2, ... degrees of freedom."""
+
+
+def _pairs(arm: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Runs of both arms that share a key; none when a key is no name of one run."""
+    for side in (arm, baseline):
+        if max(Counter(sample.key for sample in side).values()) > 1:
+            return []
+    others = {sample.key: sample for sample in baseline}
+    return [(sample, others[sample.key]) for sample in arm if sample.key in others]
+
+
+def _half_width(side: Sequence[Sample]) -> float | None:
+    """Half the width of one side's own 95% interval: between its runs, or between the steps of the only one."""
+    if len(side) == 1:
+        error = side[0].relative_error
+        return None if error is None else _NORMAL * error
+    logs = [math.log(sample.seconds) for sample in side]
+    return t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+
+
+def _welch(first: Sequence[float], second: Sequence[float]) -> float:
+    """Half the width of Welch's 95% interval of the difference of two means."""
+    shares = [(statistics.variance(side) / len(side), len(side) - 1) for side in (first, second)]
+    total = sum(share for share, _ in shares)
+    if total == 0:
+        return 0.0
+    degrees = total**2 / sum(share**2 / freedom for share, freedom in shares)
+    return t_quantile(degrees) * math.sqrt(total)
+
+
+def _judged(logarithm: float, half_width: float | None, basis: str, *, pairs: int = 0) -> Ratio:
+    value = math.exp(logarithm)
+    if half_width is None:
+        return Ratio(value, None, None, pairs, NOT_SHOWN, basis)
+    low, high = math.exp(logarithm - half_width), math.exp(logarithm + half_width)
+    verdict = FASTER if low > 1 else SLOWER if high < 1 else NOT_SHOWN
+    return Ratio(value, low, high, pairs, verdict, basis)
