@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from trainer.launcher import _directory_name, _quoted, _varied
 
 SWEEP = ["-m", "hydra.sweep.dir=sweep"]
 
@@ -38,96 +37,124 @@ def test_every_cell_is_a_process_of_its_own_and_the_table_compares_with_eager(
     assert len({cell["config"]["pid"] for cell in cells.values()}) == 2
     assert all(cell["config"]["max_steps"] == 7 for cell in cells.values())
     assert "[2/2] compile=whole -> sweep/1-compile=whole" in output
-    table = output.splitlines()[-4:]
-    assert table[1].split()[:4] == ["compile=eager", "finished", "1.00", "1.00x"]
-    assert table[2].split()[:4] == ["compile=whole", "finished", "2.00", "2.00x"]
-    assert table[3] == "tensorboard --logdir sweep"
+    assert "[1/2] compile=eager: finished · 1.00 steps/s · " in output
+    assert "(1 left, about " in output
+    assert "[2/2] compile=whole: finished · 2.00 steps/s · 2.00x eager · " in output
+    table = [line.split()[:4] for line in output.splitlines() if line.startswith("compile=")]
+    assert table == [["compile=eager", "finished", "1.00", "1.00x"], ["compile=whole", "finished", "2.00", "2.00x"]]
+    assert output.splitlines()[-1] == "tensorboard --logdir sweep"
 
 
-def test_failing_crashing_killed_and_refused_cells_do_not_end_the_sweep(start_trainer: Any, tmp_path: Path) -> None:
+def test_failing_crashing_killed_and_refused_cells_leave_records_and_do_not_end_the_sweep(
+    start_trainer: Any, tmp_path: Path
+) -> None:
     process = start_trainer([*SWEEP, "seed=1,2,3,4,0"], cwd=tmp_path)
     output, errors = process.communicate(timeout=90)
     assert process.returncode == 1
-    statuses = {line.split()[0]: line for line in output.splitlines() if line.startswith("seed=")}
-    assert "failed" in statuses["seed=1:"] or "failed" in statuses["seed=1"]
-    assert "crashed (exit code 7)" in statuses["seed=2"]
-    assert "killed (SIGKILL)" in statuses["seed=3"]
-    assert "refused" in statuses["seed=4"]
-    assert "finished" in statuses["seed=0"]
-    assert "seed=1: RuntimeError: loss is not finite" in output
-    assert "error: task.data.root='' must name a folder" in errors
-    assert "Traceback" not in errors
+    cells = {name.partition("-")[2]: cell for name, cell in records(tmp_path / "sweep").items()}
+    assert {name: (cell["status"], cell["reason"]) for name, cell in cells.items()} == {
+        "seed=0": ("finished", None),
+        "seed=1": ("failed", "RuntimeError: loss is not finite"),
+        "seed=2": ("failed", "crashed (exit code 7)"),
+        "seed=3": ("failed", "killed (SIGKILL), as a system does that runs out of memory"),
+        "seed=4": ("failed", "refused: task.data.root='' must name a folder"),
+    }
+    assert all(cell["label"] == "eager" and cell["task"] == "captioning" for cell in cells.values())
+    assert all(f"{name}" in cell["command"] for name, cell in cells.items())
+    for name, cell in cells.items():
+        assert cell["reason"] is None or f"{name}: {cell['reason']}" in output
+    assert "killed (SIGKILL)" in output
+    assert "Traceback" not in errors + output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_running_cell_end_and_starts_no_other(
     start_trainer: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start_trainer([*SWEEP, "seed=0,5,0", "trainer.max_steps=1,2"], cwd=tmp_path)
-    wait_for(tmp_path / "sweep" / "2-seed=5,trainer.max_steps=1" / "waiting")
+    process = start_trainer([*SWEEP, "seed=5,0", "trainer.max_steps=1,2"], cwd=tmp_path)
+    wait_for(tmp_path / "sweep" / "0-seed=5,trainer.max_steps=1" / "waiting")
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # Ctrl-C reaches every process of the terminal
     else:
         process.send_signal(number)  # a job manager's SIGTERM only the sweep's
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
-    assert records(tmp_path / "sweep")["2-seed=5,trainer.max_steps=1"]["reason"] == number.name
-    assert "stopped after 3 of 6 cells" in output
+    assert records(tmp_path / "sweep")["0-seed=5,trainer.max_steps=1"]["reason"] == number.name
+    assert "stopped after 1 of 4 cells" in output
+    assert output.splitlines()[-1] == "go on with: python -m trainer -m sweep=sweep"
     assert "Traceback" not in errors
 
 
-def test_a_sweep_directory_used_again_shows_no_figures_of_the_sweep_before(start_trainer: Any, tmp_path: Path) -> None:
-    old = tmp_path / "sweep" / "0-seed=2" / "record.json"
-    old.parent.mkdir(parents=True)
-    old.write_text(json.dumps({"schema": 1, "task": "old", "events": [], "steady_steps_per_second": 99.0}))
-    process = start_trainer([*SWEEP, "seed=2,0"], cwd=tmp_path)
+def test_a_cell_whose_time_is_up_is_stopped_and_in_the_end_killed(start_trainer: Any, tmp_path: Path) -> None:
+    limits = ["hydra.launcher.timeout_seconds=4", "hydra.launcher.grace_seconds=0.5"]
+    process = start_trainer([*SWEEP, *limits, "seed=5,6"], cwd=tmp_path)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "99.00" not in output
+    cells = records(tmp_path / "sweep")
+    for cell in cells.values():
+        assert (cell["status"], cell["reason"]) == ("failed", "given up after 4 s (hydra.launcher.timeout_seconds)")
+    assert "killed (SIGKILL)" in output
 
 
-def test_overrides_reach_the_cells_as_they_were_written(start_trainer: Any, tmp_path: Path) -> None:
-    text = "a b, c=[d] 'e'"
-    process = start_trainer([*SWEEP, "task/data=coco", f'task.data.root="{text}"', "seed=7,8"], cwd=tmp_path)
+def test_cold_starts_on_empty_caches_and_warm_on_those_of_its_twin(start_trainer: Any, tmp_path: Path) -> None:
+    process = start_trainer([*SWEEP, "repeat=warm,cold"], cwd=tmp_path)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    for cell in records(tmp_path / "sweep").values():
-        assert f'task.data.root="{text}"' in cell["command"]
+    cold, warm = records(tmp_path / "sweep").values()
+    assert (cold["start"], cold["config"]["found"]) == ("cold", [])
+    assert (warm["start"], warm["config"]["found"]) == ("warm", [str(cold["config"]["pid"])])
+    assert not list((tmp_path / "sweep" / "caches").iterdir())
 
 
-def test_a_sweep_named_in_an_experiment_runs_its_cells_once(start_trainer: Any, tmp_path: Path) -> None:
-    experiment = tmp_path / "mine" / "experiment" / "arms.yaml"
-    experiment.parent.mkdir(parents=True)
-    experiment.write_text(
-        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweep: {dir: sweep}\n  sweeper: {params: {seed: '7,8'}}\n"
-    )
-    process = start_trainer(["--config-dir", "mine", "experiment=arms"], cwd=tmp_path)
+def test_a_cold_single_run_has_caches_of_its_own_and_leaves_none(start_trainer: Any, tmp_path: Path) -> None:
+    process = start_trainer(["repeat=cold", "hydra.run.dir=run"], cwd=tmp_path)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert list(records(tmp_path / "sweep")) == ["0-seed=7", "1-seed=8"]
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["start"], record["config"]["found"]) == ("cold", [])
+    assert not (tmp_path / "run" / "caches").exists()
 
 
-def test_a_misspelt_option_stops_the_sweep_before_the_first_cell(start_trainer: Any, tmp_path: Path) -> None:
-    process = start_trainer([*SWEEP, "compile=eager,hole"], cwd=tmp_path)
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a process of its parent's death on Linux only")
+def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: Any, tmp_path: Path) -> None:
+    process = start_trainer([*SWEEP, "seed=5"], cwd=tmp_path)
+    cell = tmp_path / "sweep" / "0-seed=5"
+    wait_for(cell / "waiting")
+    process.kill()
+    wait_for(cell / "record.json")  # of the cell, told by the kernel
+    assert records(tmp_path / "sweep")["0-seed=5"]["status"] == "interrupted"
+    process.communicate(timeout=60)
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["cells"][0]["state"] == "running"
+    process = start_trainer(["-m", "sweep=sweep"], cwd=tmp_path)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "Could not find 'compile/hole'" in errors
+    assert process.returncode == 0, errors
+    assert records(tmp_path / "sweep")["0-seed=5"]["resumed_from"] == str(cell)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compile=eager,hole"], "Could not find 'compile/hole'"),
+        (["repeat=warm", "seed=7,8"], "repeat='warm' of seed=7 has no cold twin in this sweep; use repeat=cold,warm"),
+        (["hydra.launcher.rounds=0"], "error: hydra.launcher.rounds=0 must be at least 1"),
+        (["hydra.launcher.rounds=few"], "error: hydra.launcher: Value 'few' of type 'str' could not be converted"),
+        (["hydra.launcher.output=terminal", "hydra.launcher.parallel=2"], "needs hydra.launcher.output=file"),
+        (["hydra.launcher.arms=[eager]", "compile=whole"], "hydra.launcher.arms and compile=whole both name"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_run_stops_the_sweep_before_the_first_cell(
+    command_line: Any, called: Any, capfd: Any, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    assert command_line(*SWEEP, *arguments) == 2
+    assert said in capfd.readouterr().err
     assert not records(tmp_path / "sweep")
 
 
-def test_cells_are_named_by_what_differs() -> None:
-    cells = [["seed=1", "compile=eager", "a=b"], ["seed=1", "compile=[regional,mine]", "a=b"]]
-    assert _varied(cells) == {"compile=eager", "compile=[regional,mine]"}
-    assert _varied([["seed=1"]]) == {"seed=1"}
-    assert _directory_name(["compile=[regional,mine]", "task.data.root='/a b'"]) == (
-        "compile=regional+mine,task.data.root=_a_b"
+def test_a_warm_single_run_is_refused_with_the_reason(command_line: Any, called: Any, capfd: Any) -> None:
+    assert command_line("repeat=warm") == 2
+    assert capfd.readouterr().err == (
+        "error: repeat='warm' starts on the caches that a cold run of the same command has filled: "
+        "use -m repeat=cold,warm\n"
     )
-    assert len(_directory_name(["x" * 500])) == 120
-
-
-@pytest.mark.parametrize("value", ["plain", "with space", "it's", "a,b=[c]{d}", "back\\slash", "end\\"])
-def test_quoted_values_survive_hydras_grammar(value: str) -> None:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    override = OverridesParser.create().parse_override(f"key={_quoted(value)}")
-    assert override.value() == value
+    assert called == []

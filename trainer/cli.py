@@ -32,6 +32,14 @@ REFUSED = 2
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
+    from trainer.sweep import cell_environment, go_on
+
+    cell_environment.end_with_parent()
+    try:
+        sys.argv[1:] = go_on.expanded(sys.argv[1:])
+    except ValueError as error:
+        errors.report(error)
+        sys.exit(REFUSED)
     claim_packages()
     from trainer import config, launcher, plugins
 
@@ -80,15 +88,18 @@ def _call(func: Callable[[], Any]) -> Any:
 def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
-    from trainer.launcher import flags
+    from trainer.sweep.cell_environment import starting_caches
+    from trainer.sweep.composing import flags
 
     settings = HydraConfig.get()
     config = to_config(cfg, settings.overrides.task)
-    # Only now: torch takes seconds to import.
-    from trainer.run import run
-
+    run_dir = Path(settings.runtime.output_dir)
     command = [*flags(sys.argv[1:]), *settings.overrides.task]
-    record = run(config, run_dir=Path(settings.runtime.output_dir), command=command)
+    with starting_caches(config.repeat, run_dir):
+        # Only now: torch takes seconds to import, and reads where its caches are.
+        from trainer.run import run
+
+        record = run(config, run_dir=run_dir, command=command)
     return record.exit_code, record.final_loss
 
 

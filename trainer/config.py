@@ -1,12 +1,13 @@
 """Config: registers the dataclasses as Hydra's schemas, and turns a composed configuration into them.
 
-Beside ``cli``, ``launcher`` and ``plugins`` this is the only module that knows Hydra and OmegaConf.
+Hydra and OmegaConf are known here and in the other modules of the edge, which CONTRIBUTING.md lists.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_type_hints
 
@@ -147,7 +148,13 @@ def strategy_names(compile: DictConfig | None) -> str:
 
 
 def option_list() -> str:
-    """Lines ``group=option|option`` for the help text, plug-ins included."""
+    """Lines ``group=option|option`` for the help text, plug-ins included; empty where nobody asks for help.
+
+    OmegaConf resolves the help text whenever it merges it, in every composition, and the lists take longer than all
+    the rest.
+    """
+    if not any(argument == "-h" or argument.startswith("--h") for argument in sys.argv[1:]):
+        return ""
     loader = GlobalHydra.instance().config_loader()
     rows = [(group, sorted(loader.get_group_options(group))) for group in _groups(loader.list_groups, "")]
     width = max(len(group) for group, _ in rows) + 2

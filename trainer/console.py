@@ -5,9 +5,7 @@ The view polls the telemetry from a thread of its own twice a second, so that th
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,16 +30,6 @@ ERROR_LOG = "error.log"
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
-
-
-class RunConsole(Console):
-    """A console whose reader may leave: ``python -m trainer | tee log`` loses its tee at a Ctrl-C, and the run should
-    still write its checkpoint and record instead of ending where it prints."""
-
-    def on_broken_pipe(self) -> None:
-        """Go on without output; rich would exit."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class ProgressView:

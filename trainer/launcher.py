@@ -1,42 +1,43 @@
-"""Launcher: ``python -m trainer -m compile=eager,whole,regional`` runs every cell of the sweep in a fresh process.
+"""Launchers: ``python -m trainer -m compile=eager,whole,regional`` runs every cell of the sweep in a fresh process.
 
 In one process the second cell would find the first one's compiled code, memory and compiler state, and be measured
-with them. Compile caches on disk are left as they are: a cell may find there what an earlier one compiled.
+with them. Compile caches on disk are left as they are, unless ``repeat=cold,warm`` gives each cell its own.
+This is Hydra's edge; what a sweep does is in ``trainer.sweep``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import re
 import shlex
-import signal
-import subprocess
+import statistics
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import ClassVar
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-import __main__
+from trainer.run_console import RunConsole
 from trainer.summary import Cell, summarize
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.sweep.composing import Composer
+from trainer.sweep.devices import places, visible_gpus
+from trainer.sweep.ledger import Ledger, alone
+from trainer.sweep.objectives import value_of
+from trainer.sweep.options import LocalOptions, SubmititOptions, SweepOptions
+from trainer.sweep.plan import PlannedCell, lanes
+from trainer.sweep.pool import Signals, run_lanes
+from trainer.sweep.sweep import Sweep
+from trainer.sweep.view import SweepView
+from trainer.sweep_pages import write_summary
 
-OURS = re.compile(r"^[+~]*hydra([./](mode|launcher|sweep|sweeper)\b|\.run\.dir\b)")
-"""Hydra's own overrides that belong to the sweep, not to its cells."""
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""
-LONGEST_NAME = 120
-"""Characters of a cell's directory name; file systems take 255 bytes."""
 
 
 class CellFailed(RuntimeError):
@@ -44,183 +45,182 @@ class CellFailed(RuntimeError):
 
 
 def register() -> None:
-    """Make the launcher known to Hydra, under the one package name that Hydra 1.3 takes launchers from.
+    """Make launchers and sweeper known to Hydra, under the one package name that Hydra 1.3 takes plug-ins from.
 
     A real ``hydra_plugins`` directory would have to be a top-level package of ours; other plug-ins share that name.
     """
+    from trainer import optuna_sweeper
+
     plugins = Plugins.instance()
     if "hydra_plugins" not in sys.modules and importlib.util.find_spec("hydra_plugins") is None:
         package = types.ModuleType("hydra_plugins")
         package.__path__ = []
         sys.modules["hydra_plugins"] = package
     sys.modules[PLUGIN_MODULE] = sys.modules[__name__]
-    plugins.register(IsolatedLauncher)
-
-
-@dataclass(kw_only=True, slots=True)
-class Signals:
-    """Signals that arrived while the sweep ran; the running cell decides how it ends."""
-
-    received: int | None = None
-    child: subprocess.Popen[bytes] | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal. Ctrl-C reaches the cell through the terminal, SIGTERM only through us."""
-        self.received = number
-        if number == signal.SIGTERM and self.child is not None:
-            self.child.send_signal(number)
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM, and put the former handlers back."""
-        before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    sys.modules[optuna_sweeper.PLUGIN_MODULE] = optuna_sweeper
+    for plugin in (IsolatedLauncher, SubmititLauncher, optuna_sweeper.OptunaSweeper):
+        plugins.register(plugin)
 
 
 class IsolatedLauncher(Launcher):
-    """Hydra launcher: one process for each cell, one after the other, in the terminal of the sweep."""
+    """Hydra launcher: one process for each cell, on this machine."""
 
     __module__ = PLUGIN_MODULE
 
-    config: DictConfig
-    hydra_context: HydraContext
+    kind: ClassVar[type[SweepOptions]] = LocalOptions
+    trials: int | None = None
+    """How many cells a sweeper will have launched in the end that launches them a few at a time, and prints the table
+    itself; None for one that launches all at once."""
+    fixed: frozenset[str] = frozenset()
+    """Overrides that all cells of such a sweeper share."""
+
+    def __init__(self, **options: object) -> None:
+        self._given = options
+        self._told: dict[int, tuple[PlannedCell, Cell | None]] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra hands over; the task function is left to the processes."""
-        self.hydra_context = hydra_context
-        self.config = config
+        """Take what Hydra hands over; the task function is left to the processes. Raises ValueError for bad options."""
+        self.options = _options(self.kind, self._given)
+        self._composer = Composer(hydra_context.config_loader, config)
+        self._prepare()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
-        sweep_dir = Path(str(self.config.hydra.sweep.dir))
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        varied = _varied(job_overrides)
+        directory = self._composer.sweep_dir
         signals = Signals()
-        cells: list[Cell] = []
-        returns: list[JobReturn] = []
-        with signals.watch():
-            for position, overrides in enumerate(job_overrides):
-                if signals.received is not None:
-                    break
-                number = initial_job_idx + position
-                chosen = [override for override in overrides if override in varied]
-                config = self._compose(overrides, number, _directory_name(chosen))
-                directory = sweep_dir / str(config.hydra.sweep.subdir)
-                title = " ".join(chosen) or "one cell"
-                print(f"[{position + 1}/{len(job_overrides)}] {title} -> {directory}", flush=True)
-                stale = _written(directory)
-                exit_code = _run_cell(self._command(overrides, number, directory), signals)
-                # A sweep directory that is used again holds the records of the sweep before.
-                record = _read_record(directory) if _written(directory) != stale else None
-                cell = Cell(overrides=chosen, directory=directory, exit_code=exit_code, record=record)
-                cells.append(cell)
-                returns.append(_job_return(cell, overrides, config))
-        print(summarize(cells, planned=len(job_overrides), sweep_dir=sweep_dir), flush=True)
+        with alone(directory), signals.watch():
+            ledger = Ledger.load(directory) or Ledger(directory=directory)
+            ledger.arguments, ledger.working_directory = sys.argv[1:], str(Path.cwd())
+            ledger.state = "running"
+            self._check(ledger)
+            cells = self._composer.cells(job_overrides, self.options, ledger, fixed=self.fixed)
+            ledger.save()
+            view = SweepView(
+                cells, parallel=self._at_once(), live=self._live(), before=initial_job_idx, total=self.trials
+            )
+            sweep = Sweep(cells, ledger, self.options, view)
+            for entry in ledger.unplanned(cells) if self.trials is None else []:
+                view.say(f"left alone, not part of this command: {entry.directory} ({entry.state})")
+            try:
+                self._run(sweep, signals)
+            finally:
+                view.close()
+                sweep.close(stopped=signals.received is not None)
+        self._told.update({cell.number: (cell, sweep.result_of(cell)) for cell in cells})
+        if self.trials is None or signals.received is not None:
+            self.tell()
         if signals.received is not None:
+            self._say(f"go on with: {ledger.go_on_with()}")
             sys.exit(128 + signals.received)
-        return returns
+        if self.trials is None and any(result.exit_code != 0 for result in sweep.results):
+            self._say(f"run what failed again with: {ledger.go_on_with()}")
+        return [self._job_return(job, cells, sweep) for job in range(len(job_overrides))]
 
-    def _compose(self, overrides: Sequence[str], number: int, name: str) -> DictConfig:
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-        with open_dict(config):
-            config.hydra.job.id = str(number)
-            config.hydra.job.num = number
-            config.hydra.job.override_dirname = name
-        return config
+    def tell(self) -> None:
+        """Print the table of all cells so far, and write it for TensorBoard."""
+        results = [result for _, result in self._told.values() if result is not None]
+        planned = len(self._told) if self.trials is None else len(results)
+        self._say(summarize(results, planned=planned, sweep_dir=self._composer.sweep_dir))
+        if told := write_summary(self._composer.sweep_dir):
+            self._say(told)
 
-    def _command(self, overrides: Sequence[str], number: int, directory: Path) -> list[str]:
-        """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
-        return [
-            *own_command(),
-            *flags(sys.argv[1:]),
-            *(override for override in self.config.hydra.overrides.hydra if not OURS.match(override)),
-            *overrides,
-            # An experiment may ask for a sweep by itself; a cell never starts another one.
-            "hydra.mode=RUN",
-            f"hydra.job.num={number}",
-            f"hydra.run.dir={_quoted(str(directory.resolve()))}",
+    def _say(self, text: str) -> None:
+        """Print, to a reader that may have left."""
+        RunConsole().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _prepare(self) -> None:
+        """Look for what the sweep needs, before anything runs. Raises ValueError when it is not there."""
+        options = self.options
+        assert isinstance(options, LocalOptions)
+        self._places = places(options.parallel, options.gpus_per_cell, visible_gpus() if options.parallel != 1 else [])
+        if len(self._places) > 1 and not self._places[0]:
+            self._say("cells that run at once share this machine's processors: their times are no measure")
+
+    def _check(self, ledger: Ledger) -> None:
+        """Whether the sweep can be gone on with now. Raises ValueError when something else still runs its cells."""
+
+    def _at_once(self) -> int:
+        return len(self._places)
+
+    def _live(self) -> bool | None:
+        assert isinstance(self.options, LocalOptions)
+        return None if self.options.output == "file" else False
+
+    def _run(self, sweep: Sweep, signals: Signals) -> None:
+        assert isinstance(self.options, LocalOptions)
+        groups = lanes(sweep.cells, take_turns=self.options.takes_turns)
+        run_lanes(groups, sweep, signals, places=self._places, to_file=self.options.output == "file")
+
+    def _job_return(self, job: int, cells: Sequence[PlannedCell], sweep: Sweep) -> JobReturn:
+        """What a sweeper gets: the objective (of several cells, the median), or the failure, which Optuna's counts and
+        Hydra's own raises."""
+        mine = [cell for cell in cells if cell.job == job]
+        config = self._composer.config_of(mine[0])
+        result = JobReturn(
+            overrides=list(mine[0].overrides),
+            cfg=config,
+            hydra_cfg=config,
+            working_dir=str(mine[0].directory),
+            task_name="trainer",
+        )
+        ends = [end for cell in mine if (end := sweep.result_of(cell)) is not None]
+        failed = [end for end in ends if end.exit_code != 0]
+        if failed:
+            result.status = JobStatus.FAILED
+            result.return_value = CellFailed(f"{shlex.join(failed[0].overrides)}: {failed[0].outcome}")
+            return result
+        known = [
+            value
+            for end in ends
+            if end.record is not None
+            and (value := value_of(end.record, self.options.objective, steps=self.options.objective_steps)) is not None
         ]
-
-
-def own_command() -> list[str]:
-    """How this program was started: the console script, or ``python -m trainer``."""
-    started_by_module = getattr(__main__, "__spec__", None) is not None
-    script = Path(sys.argv[0])
-    if started_by_module or script.suffix == ".py" or not script.is_file():
-        return [sys.executable, "-m", "trainer"]
-    return [sys.executable, str(script.resolve())]
-
-
-def flags(arguments: Sequence[str]) -> list[str]:
-    """Hydra's flags that say where configuration comes from, as absolute paths."""
-    given = get_args_parser().parse_known_args(list(arguments))[0]
-    flags: list[str] = []
-    if given.config_dir is not None:
-        flags += ["--config-dir", os.path.abspath(given.config_dir)]
-    if given.config_path is not None:
-        flags += ["--config-path", given.config_path]
-    if given.config_name is not None:
-        flags += ["--config-name", given.config_name]
-    return flags
-
-
-def _quoted(value: str) -> str:
-    """A value in quotes for Hydra's override grammar: backslashes count only before a quote, and are doubled there."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
-
-
-def _varied(job_overrides: Sequence[Sequence[str]]) -> set[str]:
-    """Overrides that not all cells share: what names a cell. All of them when there is one cell only."""
-    if len(job_overrides) == 1:
-        return set(job_overrides[0])
-    shared = set(job_overrides[0]).intersection(*job_overrides[1:])
-    return {override for overrides in job_overrides for override in overrides} - shared
-
-
-def _directory_name(overrides: Sequence[str]) -> str:
-    """A readable, short file name from overrides: ``compile=[regional,mine]`` becomes ``compile=regional+mine``."""
-    text = ",".join(re.sub(r"[\[\]{}'\"]", "", override).replace(",", "+") for override in overrides)
-    return re.sub(r"[^\w.=+,-]+", "_", text)[:LONGEST_NAME] or "run"
-
-
-def _run_cell(command: list[str], signals: Signals) -> int:
-    """Run one cell to its end; its exit code, negative when a signal killed it."""
-    with subprocess.Popen(command) as child:
-        signals.child = child
-        if signals.received == signal.SIGTERM:  # it came between our looking and the start
-            child.terminate()
-        try:
-            return child.wait()
-        finally:
-            signals.child = None
-
-
-def _written(directory: Path) -> int | None:
-    """When the cell's record was last written, nanoseconds; None without one."""
-    file = directory / FILE_NAME
-    return file.stat().st_mtime_ns if file.is_file() else None
-
-
-def _read_record(directory: Path) -> RunRecord | None:
-    try:
-        return RunRecord.load(directory)
-    except ValueError:
-        return None  # refused before any work, or killed before the first record
-
-
-def _job_return(cell: Cell, overrides: Sequence[str], config: DictConfig) -> JobReturn:
-    """What a sweeper gets: the final loss, or the failure (which Optuna's counts, and Hydra's own raises)."""
-    result = JobReturn(
-        overrides=list(overrides), cfg=config, hydra_cfg=config, working_dir=str(cell.directory), task_name="trainer"
-    )
-    if cell.exit_code == 0:
         result.status = JobStatus.COMPLETED
-        result.return_value = cell.record.final_loss if cell.record is not None else None
-    else:
-        result.status = JobStatus.FAILED
-        result.return_value = CellFailed(f"{shlex.join(overrides)}: {cell.outcome}")
-    return result
+        result.return_value = statistics.median(known) if known else None
+        return result
+
+
+class SubmititLauncher(IsolatedLauncher):
+    """Hydra launcher: a job of a SLURM cluster for each cell, or for each group of cells that belong together."""
+
+    __module__ = PLUGIN_MODULE
+
+    kind = SubmititOptions
+
+    def _prepare(self) -> None:
+        if importlib.util.find_spec("submitit") is None:
+            raise ValueError("hydra/launcher=submitit_* needs submitit: pip install 'crucible-train[slurm]'")
+
+    def _check(self, ledger: Ledger) -> None:
+        from trainer.sweep.submitted import refuse_unfinished
+
+        assert isinstance(self.options, SubmititOptions)
+        refuse_unfinished(ledger, self.options, self._folder)
+
+    def _at_once(self) -> int:
+        assert isinstance(self.options, SubmititOptions)
+        return self.options.jobs_at_once
+
+    def _live(self) -> bool | None:
+        return None
+
+    def _run(self, sweep: Sweep, signals: Signals) -> None:
+        from trainer.sweep.submitted import run_jobs
+
+        assert isinstance(self.options, SubmititOptions)
+        groups = lanes(sweep.cells, take_turns=self.options.takes_turns)
+        run_jobs(groups, sweep, signals, options=self.options, folder=self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        return self._composer.sweep_dir / "submitit"
+
+
+def _options(kind: type[SweepOptions], given: dict[str, object]) -> SweepOptions:
+    """The launcher's options with their types. Raises ValueError for a wrong one, a line each."""
+    try:
+        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
+    assert isinstance(options, kind)
+    return options

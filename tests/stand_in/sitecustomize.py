@@ -1,6 +1,7 @@
 """Stand-in for ``trainer.run`` in fresh processes: Python imports this file at start when it is on PYTHONPATH.
 
-What a run does is chosen by its seed, so that tests of the sweep need no torch and take no time.
+What a run does is chosen by its seed, so that tests of the sweep need no torch and take no time. The version of the
+code is what ``STAND_IN_COMMIT`` says, so that nobody who edits a file meanwhile changes what is tested.
 """
 
 from __future__ import annotations
@@ -13,37 +14,55 @@ import types
 from pathlib import Path
 from typing import Any
 
+from trainer.sweep import code_version
+
 FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 """Seeds of runs that do not simply finish."""
+DEAF = 6
+"""Seed of a run that hears no SIGTERM."""
 
 
 def run(config: Any, *, run_dir: Path, command: list[str]) -> Any:
     """Do what the seed says, and leave a record as a real run would."""
-    from trainer.telemetry.record import RunRecord
+    from trainer.described import described
 
     if config.seed == REFUSED:
         raise ValueError("task.data.root='' must name a folder")
     speed = 2.0 if config.compile else 1.0
-    record = RunRecord(task=config.task.name, label="+".join(config.compile) or "eager", command=command)
+    record = described(config, command)
     record.status, record.final_loss, record.steady_steps_per_second = "finished", 0.25, speed
-    record.config = {"cwd": os.getcwd(), "pid": os.getpid(), "max_steps": config.trainer.max_steps}
+    record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, config.trainer.max_steps
+    record.resumed_from = config.resume
+    record.config |= {"cwd": os.getcwd(), "pid": os.getpid(), "max_steps": config.trainer.max_steps}
+    record.config |= {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "found": leave_in_caches()}
     if config.seed == FAILS:
         record.status, record.reason = "failed", "RuntimeError: loss is not finite"
     if config.seed == EXITS:
         os._exit(7)
     if config.seed == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
-    if config.seed == WAITS:
-        wait_for_signal(record, run_dir)
+    if config.seed in (WAITS, DEAF) and config.resume is None:
+        wait_for_signal(record, run_dir, deaf=config.seed == DEAF)
     record.save(run_dir)
     return record
 
 
-def wait_for_signal(record: Any, run_dir: Path) -> None:
-    """End as interrupted once a signal comes, the way the real loop stops after its step."""
+def leave_in_caches() -> list[str] | None:
+    """What an earlier process left in Inductor's caches; leaves something there too. None where they are not set."""
+    if (named := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is None:
+        return None
+    Path(named).mkdir(parents=True, exist_ok=True)
+    found = sorted(os.listdir(named))
+    (Path(named) / str(os.getpid())).touch()
+    return found
+
+
+def wait_for_signal(record: Any, run_dir: Path, *, deaf: bool) -> None:
+    """End as interrupted, with a checkpoint, once a signal comes, the way the real loop stops after its step."""
 
     def note(number: int, frame: object) -> None:
-        record.status, record.signal, record.reason = "interrupted", number, signal.Signals(number).name
+        if not deaf:
+            record.status, record.signal, record.reason = "interrupted", number, signal.Signals(number).name
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
@@ -51,8 +70,12 @@ def wait_for_signal(record: Any, run_dir: Path) -> None:
     deadline = time.monotonic() + 60
     while record.status != "interrupted" and time.monotonic() < deadline:
         time.sleep(0.02)
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints" / "last.ckpt").touch()
 
 
+code_version.git_commit = lambda: os.environ.get("STAND_IN_COMMIT", "0" * 40)
+code_version.code_version = lambda: {"commit": str(code_version.git_commit())}
 module = types.ModuleType("trainer.run")
 module.run = run  # type: ignore[attr-defined]
 sys.modules["trainer.run"] = module

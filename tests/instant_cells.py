@@ -1,0 +1,73 @@
+"""Cells that end at once and start no process, for tests of what a sweep does around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.plugins.sweeper import Sweeper
+
+from trainer import launcher
+from trainer.sweep import sweep as sweep_module
+from trainer.sweep.cell_process import CellEnd
+from trainer.sweep.plan import PlannedCell
+
+SPEEDS = {"eager": 1.0, "regional": 2.0, "whole": 4.0}
+"""Steps per second by label."""
+
+
+class InstantCells:
+    """Stands in for ``CellProcess``; lists what ran and can be told what fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[PlannedCell] = []
+        self.places: list[dict[str, str]] = []
+        self.fails: Callable[[PlannedCell], bool] = lambda cell: False
+        self.code = {"commit": "0" * 40}
+        monkeypatch.setattr(sweep_module, "code_version", lambda: dict(self.code))
+        monkeypatch.setattr(sweep_module, "CellProcess", self._process)
+        monkeypatch.setattr(launcher, "write_summary", lambda sweep_dir: None)  # pictures take seconds
+        # Hydra composes each cell once to see whether it can be; the launcher does so again.
+        monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)
+
+    @property
+    def titles(self) -> list[str]:
+        return [cell.title for cell in self.ran]
+
+    def _process(self, *, cell: PlannedCell, variables: dict[str, str], **options: Any) -> _Instant:
+        return _Instant(self, cell, variables)
+
+
+class _Instant:
+    def __init__(self, cells: InstantCells, cell: PlannedCell, variables: dict[str, str]) -> None:
+        self._cells, self.cell, self._variables = cells, cell, variables
+
+    def start(self) -> int:
+        self._cells.ran.append(self.cell)
+        self._cells.places.append(self._variables)
+        if self.cell.caches is not None:
+            self.cell.caches.mkdir(parents=True, exist_ok=True)
+        return 0
+
+    def poll(self) -> CellEnd:
+        record, failed = self.cell.described, self._cells.fails(self.cell)
+        record.status, record.reason = ("failed", "RuntimeError: no") if failed else ("finished", None)
+        record.steady_steps_per_second = speed = SPEEDS[record.label]
+        record.final_loss, record.useful_tokens_per_second = 1.0 / speed, 100.0 * speed
+        record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, 105
+        record.save(self.cell.directory)
+        return CellEnd(exit_code=int(failed), record=record, seconds=1.0)
+
+    def send(self, number: int) -> None:
+        raise AssertionError("nothing signals an instant cell")
+
+    def last_line(self) -> str:
+        return ""
+
+
+def ledger_of(sweep: Path) -> dict[str, Any]:
+    """The contents of ``sweep.json``."""
+    return json.loads((sweep / "sweep.json").read_text())

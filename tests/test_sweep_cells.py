@@ -1,0 +1,193 @@
+"""What a sweep does around its cells: rounds, twins, going on, several at once; the cells themselves are stand-ins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.instant_cells import InstantCells, ledger_of
+from trainer.sweep.cell_process import set_aside
+
+SWEEP = ("-m", "hydra.sweep.dir=sweep")
+
+
+@pytest.fixture
+def cells(called: Any, monkeypatch: pytest.MonkeyPatch) -> InstantCells:
+    """Instant cells, in an empty working directory."""
+    return InstantCells(monkeypatch)
+
+
+def test_rounds_take_turns_and_say_which_turn_it_was(command_line: Any, cells: InstantCells) -> None:
+    assert command_line(*SWEEP, "compile=eager,whole", "repeat=cold,warm", "hydra.launcher.rounds=2") == 0
+    expected = [
+        f"compile={arm} repeat={start} round={number}"
+        for number in (1, 2)
+        for arm in ("eager", "whole")
+        for start in ("cold", "warm")
+    ]
+    assert cells.titles == expected
+    records = [json.loads((cell.directory / "record.json").read_text()) for cell in cells.ran]
+    assert [(record["round"], record["start"]) for record in records] == [
+        (number, start) for number in (1, 2) for _ in range(2) for start in ("cold", "warm")
+    ]
+
+
+def test_arms_with_options_of_their_own_are_cells_of_one_sweep(command_line: Any, cells: InstantCells) -> None:
+    arms = "hydra.launcher.arms=[eager,'whole compile.whole.mode=max-autotune']"
+    assert command_line(*SWEEP, arms, "seed=0,1", "hydra.launcher.interleave=true") == 0
+    whole = "compile=whole compile.whole.mode=max-autotune"
+    assert cells.titles == [f"seed={seed} {arm}" for seed in (0, 1) for arm in ("compile=eager", whole)]
+    assert all(cell.described.strategies[0]["mode"] == "max-autotune" for cell in cells.ran[1::2])
+
+
+def test_twins_share_caches_that_are_removed_when_both_have_finished(command_line: Any, cells: InstantCells) -> None:
+    assert command_line(*SWEEP, "compile=eager,whole", "repeat=cold,warm") == 0
+    first, second, third, fourth = (cell.caches for cell in cells.ran)
+    assert first == second != third == fourth
+    assert not list(Path("sweep/caches").iterdir())
+    assert command_line("-m", "sweep=kept", "repeat=cold,warm", "hydra.launcher.keep_caches=true") == 0
+    assert len(list(Path("kept/caches").iterdir())) == 1
+
+
+def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line: Any, cells: InstantCells) -> None:
+    cells.fails = lambda cell: cell.start == "cold" and cell.described.label == "whole"
+    assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
+    assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
+    record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
+    assert (record["status"], record["reason"]) == ("failed", "not run: its cold twin failed")
+    assert [cell["state"] for cell in ledger_of(Path("sweep"))["cells"]] == ["failed"] * 2 + ["finished"] * 2
+
+
+def test_a_sweep_gone_on_with_runs_what_is_not_finished(
+    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cells.fails = lambda cell: "seed=1" in cell.overrides
+    assert command_line(*SWEEP, "seed=0,1,2") == 1
+    assert ledger_of(Path("sweep"))["state"] == "failed"
+    cells.ran.clear()
+    cells.fails = lambda cell: False
+    assert command_line("-m", "sweep=sweep") == 0
+    assert cells.titles == ["seed=1"]
+    assert "finished before, not run again: 2 of 3 cells\n  seed=0\n  seed=2\n" in capfd.readouterr().out
+    assert ledger_of(Path("sweep"))["state"] == "finished"
+
+
+def test_a_sweep_gone_on_with_takes_further_cells(
+    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line(*SWEEP, "seed=0,1") == 0
+    assert command_line("-m", "sweep=sweep", "seed=1,2") == 0
+    assert cells.titles == ["seed=0", "seed=1", "seed=2"]
+    assert "left alone, not part of this command: 0-seed=0 (finished)" in capfd.readouterr().out
+    assert [cell["directory"] for cell in ledger_of(Path("sweep"))["cells"]] == ["0-seed=0", "1-seed=1", "2-seed=2"]
+
+
+def test_finished_cells_of_other_code_run_again_and_are_named(
+    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line(*SWEEP, "seed=0") == 0
+    cells.code = {"commit": "1" * 40}
+    assert command_line("-m", "sweep=sweep") == 0
+    assert len(cells.ran) == 2
+    said = "runs again, because the code has changed since: seed=0 (commit 0000000000, now 1111111111)"
+    assert said in capfd.readouterr().out
+
+
+def test_a_cold_cell_runs_again_for_its_warm_twin_when_the_caches_are_gone(
+    command_line: Any, cells: InstantCells
+) -> None:
+    cells.fails = lambda cell: cell.start == "warm"
+    assert command_line(*SWEEP, "repeat=cold,warm") == 1
+    Path("sweep/caches/0-repeat=cold").rmdir()
+    cells.ran.clear()
+    cells.fails = lambda cell: False
+    assert command_line("-m", "sweep=sweep") == 0
+    assert cells.titles == ["repeat=cold", "repeat=warm"]
+
+
+def test_cells_that_run_at_once_keep_twins_on_one_gpu(
+    command_line: Any, cells: InstantCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert command_line(*SWEEP, "hydra/launcher=joblib", "compile=eager,whole", "repeat=cold,warm") == 0
+    places = [place["CUDA_VISIBLE_DEVICES"] for place in cells.places]
+    gpus = dict(zip([(cell.arm, cell.start) for cell in cells.ran], places, strict=True))
+    for arm in ("eager", "whole"):
+        assert gpus[(f"compile={arm}",), "cold"] == gpus[(f"compile={arm}",), "warm"]
+    assert set(gpus.values()) == {"4", "6"}
+
+
+def test_cells_that_share_processors_are_no_measure(
+    command_line: Any, cells: InstantCells, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command_line(*SWEEP, "hydra.launcher.parallel=2", "seed=0,1,2") == 0
+    assert "share this machine's processors: their times are no measure" in capfd.readouterr().out
+    assert command_line(*SWEEP, "hydra/launcher=joblib") == 2
+
+
+def test_a_sweep_directory_used_again_shows_no_figures_of_the_sweep_before(
+    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
+) -> None:
+    old = {"schema": 1, "task": "old", "events": [], "status": "finished", "steady_steps_per_second": 99.0}
+    Path("sweep/0-seed=2").mkdir(parents=True)
+    Path("sweep/0-seed=2/record.json").write_text(json.dumps(old))
+    assert command_line(*SWEEP, "seed=2,0") == 0
+    assert cells.titles == ["seed=2", "seed=0"]
+    assert "99.00" not in capfd.readouterr().out
+
+
+def test_what_an_earlier_attempt_left_is_set_aside(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "sweep" / "0-seed=2").mkdir(parents=True)
+        (tmp_path / "sweep" / "0-seed=2" / "record.json").write_text(str(number))
+        set_aside(tmp_path / "sweep" / "0-seed=2")
+    aside = tmp_path / "sweep-set-aside"
+    assert [(aside / name / "record.json").read_text() for name in ("0-seed=2", "0-seed=2-2")] == ["1", "2"]
+    assert not list((tmp_path / "sweep").iterdir())
+
+
+def test_overrides_reach_the_cells_as_they_were_written(command_line: Any, cells: InstantCells) -> None:
+    given = ("task/data=coco", "task.data.root=\"a b, c=[d] 'e'\"")
+    assert command_line(*SWEEP, *given, "seed=7,8") == 0
+    for cell in cells.ran:
+        assert set(given) < set(cell.command)
+        assert cell.described.config["task"]["data"]["root"] == "a b, c=[d] 'e'"
+
+
+def test_tasks_with_other_options_go_into_one_sweep(command_line: Any, cells: InstantCells) -> None:
+    assert command_line(*SWEEP, "task=captioning,micro", "compile=eager,regional") == 0
+    assert [(cell.described.task, cell.described.label) for cell in cells.ran] == [
+        (task, label) for task in ("captioning", "micro") for label in ("eager", "regional")
+    ]
+
+
+def test_a_sweep_named_in_an_experiment_runs_its_cells_once(
+    command_line: Any, cells: InstantCells, tmp_path: Path
+) -> None:
+    experiment = tmp_path / "mine" / "experiment" / "arms.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text(
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweep: {dir: sweep}\n  sweeper: {params: {seed: '7,8'}}\n"
+    )
+    assert command_line("--config-dir", "mine", "experiment=arms") == 0
+    assert cells.titles == ["seed=7", "seed=8"]
+    assert all(cell.command[-3] == "hydra.mode=RUN" for cell in cells.ran)
+
+
+@pytest.mark.parametrize("name", ["isolated", "submitit_slurm"])
+def test_a_launchers_yaml_holds_every_option_with_its_default(name: str) -> None:
+    import dataclasses
+
+    import yaml
+
+    from trainer.cli import CONF
+    from trainer.sweep.options import LocalOptions, SubmititOptions
+
+    kind = LocalOptions if name == "isolated" else SubmititOptions
+    written = yaml.safe_load((CONF / "hydra" / "launcher" / f"{name}.yaml").read_text())
+    del written["_target_"]
+    assert written == dataclasses.asdict(kind()) | ({"gpus_per_node": 1} if name == "submitit_slurm" else {})

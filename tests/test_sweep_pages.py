@@ -1,0 +1,116 @@
+"""The ``summary`` run of a sweep: what TensorBoard finds in it, and that a sweep never fails for want of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from scripts import compare as script
+from tests.conftest import ROOT
+from tests.evidence.records import ragged, record, save, static
+from tests.instant_cells import InstantCells
+from trainer import launcher
+from trainer.evidence.comparison import compare
+from trainer.evidence.runs import find
+from trainer.sweep_pages import FOLDER, WITHOUT_CURVES, write, write_summary
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def events_in(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0, "images": 0})
+    events.Reload()
+    return events
+
+
+def page(events: EventAccumulator) -> str:
+    (text,) = events.Tensors("comparison/tables")
+    return str(text.tensor_proto.string_val[0].decode())
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two workloads, and their summary."""
+    directory = save([*static(rounds=1), *ragged()], tmp_path_factory.mktemp("sweep"))
+    assert write_summary(directory) is None
+    return directory
+
+
+def test_it_holds_verdicts_tables_and_a_curve_for_each_workload(sweep: Path) -> None:
+    events = events_in(sweep / FOLDER)
+    text = page(events)
+    compared = compare(find([sweep]))
+    for found in compared:
+        assert found.verdict in text.replace("\\", "")
+        for row in found.rows:
+            assert f"| {row.cell.arm} |" in text
+    curves = events.Tags()["images"]
+    assert [tag.rpartition("/")[2][0] for tag in curves] == ["1", "2"]
+    (image,) = events.Images(curves[0])
+    assert image.encoded_image_string.startswith(PNG)
+    width = int.from_bytes(image.encoded_image_string[16:20], "big")
+    assert width == image.width, "as the picture itself says"
+
+
+def test_a_later_comparison_replaces_the_one_before(tmp_path: Path) -> None:
+    for records in (static(rounds=1), ragged()):
+        folder = save(records, tmp_path / str(len(records)))
+        assert write(compare(find([folder])), tmp_path / "log") is None
+    text = page(events_in(tmp_path / "log"))
+    assert "buckets" in text
+    assert "reduce-overhead" not in text
+
+
+def test_without_matplotlib_curves_are_left_out_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    folder = save(static(rounds=1), tmp_path / "runs")
+    assert write_summary(folder) == WITHOUT_CURVES
+    events = events_in(folder / FOLDER)
+    assert "reduce-overhead" in page(events)
+    assert not events.Tags()["images"]
+
+
+def test_where_nothing_can_be_compared_there_is_no_summary(tmp_path: Path) -> None:
+    folder = save([record("eager"), record("eager", seed=1)], tmp_path / "runs")
+    assert write_summary(folder) is None
+    assert not (folder / FOLDER).exists()
+
+
+def test_what_cannot_be_written_is_said_and_fails_nothing(tmp_path: Path) -> None:
+    assert write_summary(tmp_path) == f"no summary for TensorBoard: {tmp_path}: no record.json in it or below"
+    folder = save(static(rounds=1), tmp_path / "runs")
+    (folder / FOLDER).write_text("in the way")
+    assert (write_summary(folder) or "").startswith("no summary for TensorBoard: ")
+
+
+def test_a_sweep_ends_with_its_summary(command_line: Any, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    InstantCells(monkeypatch)
+    monkeypatch.setattr(launcher, "write_summary", write_summary)  # which it leaves out
+    assert command_line("-m", "hydra.sweep.dir=sweep", "compile=eager,whole") == 0
+    assert "| whole |" in page(events_in(Path("sweep", FOLDER)))
+
+
+def test_compare_writes_the_same_for_any_runs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "log"
+    assert script.main([str(sweep), "--tensorboard", str(target)]) == 0
+    assert f"wrote {target}" in capsys.readouterr().err
+    assert page(events_in(target)) == page(events_in(sweep / FOLDER))
+    (tmp_path / "file").touch()
+    assert script.main([str(sweep), "--tensorboard", str(tmp_path / "file")]) == 2
+    assert f"error: {tmp_path / 'file'}: " in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(sweep: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainer.sweep_pages import write_summary; "
+        f"assert write_summary(Path({str(sweep)!r})) is None; "
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'lightning', 'hydra', 'tensorflow')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

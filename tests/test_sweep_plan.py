@@ -1,0 +1,152 @@
+"""The plan of a sweep: order, pairs, names, what runs at once; no process is started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.sweep.code_version import difference
+from trainer.sweep.devices import places
+from trainer.sweep.go_on import expanded
+from trainer.sweep.ledger import Ledger, alone
+from trainer.sweep.objectives import value_of
+from trainer.sweep.plan import PlannedCell, directory_name, in_order, lanes, name_by_difference, with_arms
+from trainer.sweep.quoting import quoted
+from trainer.telemetry.record import RunRecord
+
+
+def planned(text: str) -> PlannedCell:
+    ((overrides, arm),) = with_arms(text.split(), [])
+    start = next((word.partition("=")[2] for word in overrides if word.startswith("repeat=")), None)
+    return PlannedCell(overrides=overrides, arm=arm, job=0, start=start, described=RunRecord(task="toy"))
+
+
+def texts(cells: list[PlannedCell]) -> list[str]:
+    return [" ".join(cell.overrides) for cell in cells]
+
+
+SEEDS = [planned(f"compile={arm} seed={seed}") for arm in ("a", "b") for seed in (0, 1)]
+
+
+def test_a_cold_cell_comes_right_before_its_warm_twin_however_they_were_asked_for() -> None:
+    cells = [planned(f"repeat={start} compile={arm}") for start in ("warm", "cold") for arm in ("a", "b")]
+    ordered = in_order(cells, rounds=1, take_turns=False)
+    assert [(cell.arm, cell.start) for cell in ordered] == [
+        ((f"compile={arm}",), start) for arm in ("a", "b") for start in ("cold", "warm")
+    ]
+    assert [len(lane) for lane in lanes(ordered, take_turns=False)] == [2, 2]
+
+
+def test_arms_take_turns_within_each_seed_when_asked_to() -> None:
+    assert texts(in_order(SEEDS, rounds=1, take_turns=False)) == texts(SEEDS)
+    turns = in_order(SEEDS, rounds=1, take_turns=True)
+    assert texts(turns) == ["compile=a seed=0", "compile=b seed=0", "compile=a seed=1", "compile=b seed=1"]
+    assert [texts(lane) for lane in lanes(turns, take_turns=True)] == [texts(turns[:2]), texts(turns[2:])]
+
+
+def test_every_cell_has_a_turn_in_each_round() -> None:
+    ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3, take_turns=True)
+    assert [(cell.arm[0][-1], cell.round, cell.described.round) for cell in ordered] == [
+        (arm, number, number) for number in (1, 2, 3) for arm in "ab"
+    ]
+    name_by_difference(ordered)
+    assert ordered[-1].title == "compile=b round=3"
+    assert len({cell.key for cell in ordered}) == 6
+    assert len(lanes(ordered, take_turns=True)) == 3
+
+
+def test_an_arm_is_a_value_of_compile_with_further_overrides() -> None:
+    arms = ["eager", "[whole,cached] compile.whole.mode=max-autotune task.data.pad_to=64"]
+    (eager, _), (overrides, arm) = with_arms(["seed=1"], arms)
+    assert eager == ("seed=1", "compile=eager")
+    assert overrides == ("seed=1", *arm)
+    assert arm == ("compile=[whole,cached]", "compile.whole.mode=max-autotune", "task.data.pad_to=64")
+
+
+def test_cells_are_named_by_what_differs() -> None:
+    cells = [planned(text) for text in ("seed=1 compile=eager a=b", "seed=1 compile=[regional,mine] a=b")]
+    name_by_difference(cells)
+    assert [cell.chosen for cell in cells] == [["compile=eager"], ["compile=[regional,mine]"]]
+    name_by_difference(cells[:1])
+    assert cells[0].title == "seed=1 compile=eager a=b"
+    name_by_difference(cells[:1], frozenset({"seed=1"}))
+    assert cells[0].title == "compile=eager a=b"
+    assert directory_name(["compile=[regional,mine]", "task.data.root='/a b'"]) == (
+        "compile=regional+mine,task.data.root=_a_b"
+    )
+    assert len(directory_name(["x" * 500])) == 120
+
+
+@pytest.mark.parametrize("value", ["plain", "with space", "it's", "a,b=[c]{d}", "back\\slash", "end\\"])
+def test_quoted_values_survive_hydras_grammar(value: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    override = OverridesParser.create().parse_override(f"key={quoted(value)}")
+    assert override.value() == value
+
+
+def test_cells_that_run_at_once_have_gpus_of_their_own() -> None:
+    assert places(1, 1, ["0", "1"]) == [{}]
+    assert places(2, 1, ["3", "5", "7"]) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    assert places(-1, 2, list("01234")) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert places(3, 1, []) == [{}, {}, {}]
+    with pytest.raises(ValueError, match=r"^hydra\.launcher\.parallel=3 must be at most 2: "):
+        places(3, 1, ["0", "1"])
+    with pytest.raises(ValueError, match=r"^hydra\.launcher\.parallel=-1 .* it has 0"):
+        places(-1, 1, [])
+
+
+def test_a_directory_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(ValueError, match="another process is running this sweep"), alone(tmp_path):
+        pass
+    with alone(tmp_path):
+        pass
+
+
+def test_the_command_of_a_sweep_is_taken_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = tmp_path / "sweep"
+    before = ["-m", "compile=eager,whole", "seed=0", "hydra.sweep.dir=elsewhere"]
+    Ledger(directory=sweep, arguments=before, working_directory=str(tmp_path)).save()
+    monkeypatch.chdir(Path("/"))
+    assert expanded(["-m", f"sweep={sweep}", "seed=0,1"]) == [
+        "-m",
+        "compile=eager,whole",
+        "seed=0,1",
+        "hydra.sweep.dir='sweep'",
+    ]
+    assert Path.cwd() == tmp_path
+    assert expanded(["seed=1"]) == ["seed=1"]
+    assert expanded(["-m", "sweep=new", "seed=1"]) == ["-m", "seed=1", "hydra.sweep.dir='new'"]
+    with pytest.raises(ValueError, match=r"^sweep=none: no sweep\.json in it, and nothing else to run$"):
+        expanded(["-m", "sweep=none"])
+    (sweep / "sweep.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a sweep of ours"):
+        expanded([f"sweep={sweep}"])
+
+
+def test_what_changed_in_the_code_is_named() -> None:
+    before = {"commit": "a" * 40, "torch": "2.11.0"}
+    assert difference(before, dict(before)) == ""
+    assert difference(before, {"commit": "b" * 40, "torch": "2.15.0"}) == (
+        "commit aaaaaaaaaa, now bbbbbbbbbb; torch 2.11.0, now 2.15.0"
+    )
+    assert difference(before, before | {"changes": "x"}) == "files that are not committed"
+
+
+def test_time_to_n_steps_is_start_warm_up_and_steady_steps() -> None:
+    record = RunRecord(
+        task="toy",
+        import_seconds=3.0,
+        setup_seconds=2.0,
+        warmup_seconds=20.0,
+        warmup_steps=10,
+        steps=110,
+        steady_steps_per_second=4.0,
+        useful_tokens_per_second=7.0,
+    )
+    assert value_of(record, "seconds_to_steps") == pytest.approx(3 + 2 + 20 + 100 / 4)
+    assert value_of(record, "seconds_to_steps", steps=2010) == pytest.approx(3 + 2 + 20 + 2000 / 4)
+    assert value_of(record, "useful_tokens_per_second") == 7.0
+    record.warmup_steps = None
+    assert value_of(record, "seconds_to_steps") is None

@@ -1,0 +1,152 @@
+"""Ledger: ``sweep.json``, what a sweep planned and how far it got, so that a sweep that was killed goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from trainer.atomic import written_whole
+from trainer.sweep.plan import Key, PlannedCell
+
+FILE_NAME = "sweep.json"
+LOCK_NAME = ".sweep.lock"
+SCHEMA = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Entry:
+    """One cell, as far as it got."""
+
+    number: int
+    overrides: list[str]
+    round: int | None = None
+    copy: int = 0
+    start: str | None = None
+    directory: str
+    """Relative to the sweep's."""
+    state: str = "planned"
+    """``planned``, ``running``, ``finished``, ``failed`` or ``interrupted``."""
+    exit_code: int | None = None
+    reason: str | None = None
+    seconds: float | None = None
+    code: dict[str, str] = field(default_factory=dict)
+    """Version of the code that ran it."""
+    host: str | None = None
+    pid: int | None = None
+    """Of the cell's process, while it runs."""
+    job_id: str | None = None
+    """Of the cluster's job that runs it."""
+
+    @property
+    def key(self) -> Key:
+        """See ``PlannedCell.key``."""
+        return (tuple(self.overrides), self.round, self.copy)
+
+
+@dataclass(kw_only=True, slots=True)
+class Ledger:
+    """The contents of ``sweep.json``, written whole at every change."""
+
+    directory: Path
+    arguments: list[str] = field(default_factory=list)
+    """The command line of the sweep, without the program."""
+    working_directory: str = ""
+    state: str = "running"
+    """``running``, ``finished`` (all cells did), ``failed`` (some did not) or ``stopped`` (by a signal)."""
+    entries: dict[Key, Entry] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> Ledger | None:
+        """Read the sweep of ``directory``; None when there is none. Raises ValueError for a file that is not ours."""
+        file = directory / FILE_NAME
+        if not file.is_file():
+            return None
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if values["schema"] != SCHEMA:
+                raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
+            entries = [Entry(**entry) for entry in values["cells"]]
+            return cls(
+                directory=directory,
+                arguments=list(values["arguments"]),
+                working_directory=str(values["working_directory"]),
+                state=str(values["state"]),
+                entries={entry.key: entry for entry in entries},
+            )
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}: not a sweep of ours ({error})") from error
+
+    def save(self) -> None:
+        """Write the file so that a reader sees the old one or the new one whole."""
+        values = {
+            "schema": SCHEMA,
+            "go_on_with": self.go_on_with(),
+            "working_directory": self.working_directory,
+            "arguments": self.arguments,
+            "state": self.state,
+            "cells": [asdict(entry) for entry in self.entries.values()],
+        }
+        with written_whole(self.directory / FILE_NAME, "w") as file:
+            json.dump(values, file, indent=1)
+
+    def go_on_with(self) -> str:
+        """The line that goes on with this sweep, for the shell."""
+        return shlex.join(["python", "-m", "trainer", "-m", f"sweep={self.directory}"])
+
+    def enter(self, cell: PlannedCell) -> Entry:
+        """The entry of a planned cell, made when the sweep has none yet; gives the cell its number and directory."""
+        entry = self.entries.get(cell.key)
+        if entry is None:
+            entry = self.entries[cell.key] = Entry(
+                number=cell.number,
+                overrides=list(cell.overrides),
+                round=cell.round,
+                copy=cell.copy,
+                start=cell.start,
+                directory=str(cell.directory.relative_to(self.directory)),
+            )
+        cell.number, cell.directory = entry.number, self.directory / entry.directory
+        return entry
+
+    def next_number(self) -> int:
+        """The first number that no cell has."""
+        return max((entry.number for entry in self.entries.values()), default=-1) + 1
+
+    def note(self, cell: PlannedCell, **changes: Any) -> None:
+        """Change a cell's entry and write the file."""
+        entry = self.entries[cell.key]
+        for name, value in changes.items():
+            setattr(entry, name, value)
+        self.save()
+
+    def unplanned(self, cells: Sequence[PlannedCell]) -> list[Entry]:
+        """Entries that ``cells`` do not ask for: the command has changed since."""
+        keys = {cell.key for cell in cells}
+        return [entry for key, entry in self.entries.items() if key not in keys]
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Keep other sweeps out of ``directory``, until the block ends or the process dies.
+
+    Raises ValueError when one is in it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_NAME).open("w") as lock:
+        _lock(lock, directory)
+        yield
+
+
+def _lock(file: IO[str], directory: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"hydra.sweep.dir={directory}: another process is running this sweep") from error
+    except OSError:
+        return  # a file system without locks
