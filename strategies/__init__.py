@@ -1,5 +1,6 @@
 """Compile strategies: each one is a dataclass in a file of its own; ``STRATEGIES`` names those that ship."""
 
+from strategies.auto import Auto
 from strategies.base import Program, Ragged, Region, Stage, Strategy
 from strategies.buckets import Buckets
 from strategies.cached import Cached
@@ -13,12 +14,13 @@ from strategies.whole import Whole
 
 STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy
-    for strategy in (Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing)
+    for strategy in (Auto, Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing)
 }
 """Shipped strategies by the name they have under ``compile`` in the configuration."""
 
 __all__ = [
     "STRATEGIES",
+    "Auto",
     "Buckets",
     "Cached",
     "Checkpointing",

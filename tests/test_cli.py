@@ -65,7 +65,7 @@ def test_the_records_exit_code_is_the_processs(
         ),
         (["trainer.max_steps=few"], ["Value 'few' of type 'str' could not be converted to Integer"]),
         (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
-        (["compile=hole"], ["error: In 'config': Could not find 'compile/hole'", "'compile': buckets, cached"]),
+        (["compile=hole"], ["error: In 'config': Could not find 'compile/hole'", "'compile': auto, buckets, cached"]),
         (["compile=[whole"], ["error: compile=[whole: "]),
         (["compile=whole", "compile.whole.mode=fastest"], ["error: compile.whole.mode='fastest' is not one of ("]),
         (["compile=whole", "+compile.whole.typo=1"], ["error: compile.whole.typo is not an option"]),
@@ -182,7 +182,7 @@ def test_help_shows_choices_values_and_examples(command_line: Any, capfd: pytest
     assert command_line("compile=regional", "--help") == 0
     text = capfd.readouterr().out
     assert "python -m trainer -m compile=eager,whole,regional" in text
-    assert re.search(r"compile= +buckets \| .*eager \| .*regional \| whole", text)
+    assert re.search(r"compile= +auto \| buckets \| .*eager \| .*regional \| whole", text)
     assert re.search(r"task/data= +.*coco.*shapes", text)
     assert "fullgraph: true" in text
     assert "schema" not in text

@@ -8,6 +8,7 @@ It is one callback on purpose: Lightning spends about 10 microseconds a step on 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,15 +17,20 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from strategies import Program, Ragged, Strategy
+from strategies.auto import Auto
 from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
 from strategies.prepare import Preparation
+from trainer.auto.chooser import Chooser
+from trainer.filled_record import fill_in
 from trainer.guards import CompiledNothing, Guards, refuse_accumulation
 from trainer.loaders import pad_loaders
 from trainer.rehearsal import Guarding
+from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+from trainer.watchdog import Sample
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -40,6 +46,8 @@ class Compile(L.Callback):
         warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
         measure_peak: Whether to time a product of large matrices first; None = on a CUDA device.
         record: Filled in as the run goes; a plain one is made when None.
+        profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
+            ``<default_root_dir>/profile``; they are left out of the steady figures.
         parity, on_compile_error, on_slower: What to do when the compiled program is not eager's, does not compile or is
             slower than eager, see ``trainer.settings.Config``.
 
@@ -63,10 +71,13 @@ class Compile(L.Callback):
         parity: str = "on",
         on_compile_error: str = "fail",
         on_slower: str = "warn",
+        profile: str = "off",
+        profile_steps: int = 5,
     ) -> None:
         self._guarding = Guarding(parity=parity, on_compile_error=on_compile_error, on_slower=on_slower)
         self.strategies = ordered(strategies)
         check(self.strategies)
+        self._auto = next((strategy for strategy in self.strategies if isinstance(strategy, Auto)), None)
         self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
         self.record = record or RunRecord(task="", label=label(self.strategies))
         self.program: Program | None = None
@@ -76,13 +87,26 @@ class Compile(L.Callback):
             "parts": tuple(parts),
             "ragged": tuple(Ragged(*entry) for entry in ragged),
         }
-        self._measured: dict[str, Any] = {"count": count, "warmup_steps": warmup_steps, "measure_peak": measure_peak}
+        complaints = profile_complaints(profile, profile_steps)
+        if complaints:
+            raise ValueError("\n".join(complaints))
+        self._measured: dict[str, Any] = {
+            "count": count,
+            "warmup_steps": warmup_steps,
+            "measure_peak": measure_peak,
+            "profile_steps": profile_steps if profile == "on" else None,
+        }
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
         self._guards: Guards | None = None
         self._capture: StepCapture | None = None
         self._open, self._told = False, 0
         self.telemetry = Telemetry(**self._measured, log_every_n_steps=50)
+
+    @property
+    def profile_steps(self) -> int | None:
+        """Steps or batches that the profiler records; None without."""
+        return self._measured["profile_steps"]
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -124,21 +148,43 @@ class Compile(L.Callback):
         self.program.optimizers = tuple(trainer.optimizers)
         begin(self.strategies, self.program)
         self._tell(self.program)
-        if self.program.step is not None:
-            self._capture = capture_steps(trainer, self.program, parity=self._guarding.parity)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
-        self._guards = Guards(
-            self._guarding, trainer, self.program, self.telemetry, self.record, cuda_graphs=self._cuda_graphs
-        )
+        if self._auto is None:
+            self._guard(trainer, self.program)
         self.telemetry.start(trainer, self._pages)
+
+    def _choose(self, auto: Auto, trainer: L.Trainer, program: Program, batch: Any) -> None:
+        """Put the strategies that take the least time in the place of ``auto``."""
+        with self.telemetry.rehearsal():
+            chooser = Chooser(auto, trainer, program, self.telemetry, self._settings)
+            chosen = chooser.choose(batch)
+        begin(chosen, program)
+        self._auto = None  # chosen for good: another fit goes on with it
+        self.strategies = ordered([*(strategy for strategy in self.strategies if strategy is not auto), *chosen])
+        program.strategies = tuple(self.strategies)
+        self.record.chosen_strategies = [
+            {"name": strategy.name, **dataclasses.asdict(strategy)} for strategy in ordered(chosen)
+        ]
+        self.record.regions = len(program.regions) if self.strategies else None
+        self._guard(trainer, program, chooser.sample)
+
+    def _guard(self, trainer: L.Trainer, program: Program, sample: Sample | None = None) -> None:
+        """The strategies are final: capture steps where one of them says so, and guard what they do."""
+        if program.step is not None:
+            self._capture = capture_steps(trainer, program, parity=self._guarding.parity)
+        self._guards = Guards(
+            self._guarding, trainer, program, self.telemetry, self.record, cuda_graphs=self._cuda_graphs, sample=sample
+        )
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Rehearse on the first batch; tell the telemetry that a step begins."""
+        """Choose strategies and rehearse on the first batch; tell the telemetry that a step begins."""
+        if self._auto is not None and self.program is not None:
+            self._choose(self._auto, trainer, self.program, batch)
         if self._guards is not None and self.program is not None:
             self._guards.before_batch(batch)
             self._tell(self.program)
@@ -238,15 +284,6 @@ class Compile(L.Callback):
         if self._pages is None:  # it failed before training started
             return
         self.telemetry.finish()
-        for name, value in self.telemetry.figures(together=together).items():
-            setattr(self.record, name, value)
-        if self.program is not None:
-            self.record.report = self.program.report
-        if self.strategies:
-            for name, value in self.telemetry.compiler.figures().items():
-                setattr(self.record, name, value)
-            self.record.events = list(self.telemetry.compiler.events)
+        fill_in(self.record, trainer, self.telemetry, self.program, together=together)
+        if self.strategies or "auto" in self.record.report:
             self._pages.events(self.record.events, self.telemetry.steps_done)
-        if self.telemetry.ready_seconds is not None and self.record.import_seconds is not None:
-            self.record.setup_seconds = self.telemetry.ready_seconds - self.record.import_seconds
-        self.record.final_metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -34,10 +34,11 @@ class Guards:
         record: RunRecord,
         *,
         cuda_graphs: bool,
+        sample: Sample | None = None,
     ) -> None:
         self._guarding, self._trainer, self._program, self._telemetry = guarding, trainer, program, telemetry
         self._record = record
-        self._rehearsal = Rehearsal(guarding, trainer, program, telemetry, cuda_graphs=cuda_graphs)
+        self._rehearsal = Rehearsal(guarding, trainer, program, telemetry, cuda_graphs=cuda_graphs, sample=sample)
         self._begun = self._stepped = False
         self._rollback: Rollback | None = None
         self._watchdog: Watchdog | None = None
@@ -73,6 +74,7 @@ class Guards:
                 self._verify()
             if self._lock is not None:
                 self._lock.close()
+                self._telemetry.teller.recompiles = False
         elif self._lock is not None:
             self._lock.look(lambda: f"in training step {self._trainer.global_step}")
         if stepped and self._watchdog is not None and self._reads_clock():

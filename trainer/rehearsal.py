@@ -7,13 +7,11 @@ numbers are put back. The loader is not touched.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-import torch
 
 from strategies import Program, Stage
 from strategies.compile_errors import is_out_of_memory
@@ -25,6 +23,7 @@ from trainer.passes import Passes, SkippedStep, why_not
 from trainer.rollback import Rollback
 from trainer.settings import ON_COMPILE_ERROR, ON_SLOWER, PARITY
 from trainer.snapshot import Snapshot
+from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
 from trainer.warming import shapes
 from trainer.watchdog import Sample, take_sample
@@ -58,6 +57,7 @@ class Rehearsal:
     Args:
         guarding: What is asked for.
         cuda_graphs: Whether Inductor replays what it compiled from CUDA graphs.
+        sample: Seconds of steps that were timed already, if they were.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class Rehearsal:
         telemetry: Telemetry,
         *,
         cuda_graphs: bool,
+        sample: Sample | None = None,
     ) -> None:
         self._guarding, self._trainer, self._program, self._telemetry = guarding, trainer, program, telemetry
         self._passes = Passes(trainer, cuda_graphs=cuda_graphs)
         self._cuda_graphs = cuda_graphs
-        self.sample: Sample | None = None
+        self.sample = sample
         """Seconds of steps of eager and compiled, when they were timed."""
         self.warmed = False
         """Whether every shape has been compiled."""
@@ -151,9 +152,11 @@ class Rehearsal:
                 self._telemetry.phase = "comparing with eager"
                 self._within_memory("parity", lambda: self._compare(batch, snapshot))
             restore()
-            if self._times:
+            if self._times and self.sample is None:
                 self._telemetry.phase = "timing eager"
                 self._within_memory("watchdog", lambda: self._time(batch))
+            elif self.sample is not None:
+                self._report("watchdog", {"before_the_first_step": self.sample.facts()})
             known.keep()
         if self._warms:
             self._warm(batch, restore, rollback)
@@ -215,6 +218,4 @@ class Rehearsal:
         self._program.report.setdefault(name, {}).update(facts)
 
     def _free(self) -> None:
-        gc.collect()
-        if self._trainer.strategy.root_device.type == "cuda":
-            torch.cuda.empty_cache()  # eager's blocks have other sizes than compiled's
+        memory.give_back(self._trainer.strategy.root_device)

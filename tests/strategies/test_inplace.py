@@ -18,7 +18,9 @@ from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients
 from tests.strategies.modules import Block, Holder, Stack
 
-MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
+MODULE_STRATEGIES = sorted(
+    name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE and name != "auto"
+)
 
 
 def applied(name: str, module: nn.Module, declared: Declaration) -> Program:

@@ -70,6 +70,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "buckets": ("compile.buckets.count=2",),
+    "auto": ("compile.auto.remember=false",),
     "cuda_graph": ("compile.cuda_graph.required=false",),
     "full_stack": (
         "compile.regional.backend=aot_eager",
@@ -94,7 +95,9 @@ NOT_FOR: dict[str, dict[str, str]] = {
 """What the error says, by task and by strategy that cannot be applied to it."""
 
 STEPS = 4
-MODULE_STRATEGIES = sorted(name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE)
+MODULE_STRATEGIES = sorted(
+    name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE and name != "auto"
+)
 """Strategies that hand modules to the compiler."""
 
 

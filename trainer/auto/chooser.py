@@ -1,0 +1,173 @@
+"""Chooser: times eager, tries what the steps to come could pay for, and says which strategies take the least time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import lightning as L
+
+from strategies import STRATEGIES, Program, Strategy
+from strategies.artifact_fingerprint import facts_of, fingerprint_of
+from strategies.auto import Auto
+from trainer.auto.candidates import Candidate, prepare
+from trainer.auto.decision import best, next_trial
+from trainer.auto.estimates import EAGER, Estimates, Module, Row
+from trainer.auto.remembered import Remembered, directory
+from trainer.auto.trial import Trials
+from trainer.auto.words import say
+from trainer.findings import shapes_of
+from trainer.host_effects import reasons_against
+from trainer.passes import SkippedStep, why_not
+from trainer.reasons import one_line
+from trainer.telemetry.telemetry import Telemetry
+from trainer.watchdog import Sample
+
+ENDLESS = 1_000_000
+"""Steps that are planned for a run whose length nobody knows."""
+
+
+class Chooser:
+    """Chooses once, on the first batch of a training; everything is restored, and what was compiled is not lost.
+
+    Args:
+        auto: What is asked for.
+        settings: Takes the compiler settings of what is compiled; closed when the run ends.
+    """
+
+    def __init__(
+        self, auto: Auto, trainer: L.Trainer, program: Program, telemetry: Telemetry, settings: contextlib.ExitStack
+    ) -> None:
+        self._auto, self._trainer, self._program = auto, trainer, program
+        self.sample: Sample | None = None
+        """Seconds of an eager step and of one as chosen, where modules were compiled and both were timed here."""
+        self._candidates: dict[str, Candidate] = {}
+        self._trials = Trials(self._candidates, trainer, program, telemetry, settings)
+
+    def choose(self, batch: Any) -> list[Strategy]:
+        """The strategies to add, modules already compiled where one was tried; the decision is in the report.
+
+        Raises RuntimeError when no candidate can train a step.
+        """
+        reason = why_not(self._trainer)
+        if reason is not None:
+            return self._without_choice(reason)
+        remembered = self._remembered(batch)
+        estimates = self._estimates()
+        known = None if remembered is None else remembered.recall(estimates)
+        # The first process decides: clocks and caches of the others may say something else.
+        estimates, known = self._trainer.strategy.broadcast((estimates, known))
+        try:
+            with self._trials.restored():
+                while (module := self._next(estimates)) is not None:
+                    self._trials.run(module, estimates, batch)
+        except SkippedStep as skipped:
+            return self._without_choice(str(skipped))
+        name = self._trainer.strategy.broadcast(best(estimates, self._auto.margin).name)
+        row = next(row for row in estimates.rows() if row.name == name)
+        self._report(estimates, row, known)
+        if remembered is not None and self._trials.tried and self._trainer.is_global_zero:
+            not_kept = remembered.keep(estimates, chosen=row.name)
+            if not_kept is not None:
+                self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
+        self.sample = self._sample(estimates, row)
+        return self._put_on(row)
+
+    def _next(self, estimates: Estimates) -> Module | None:
+        module = next_trial(estimates, self._auto.margin)
+        name = self._trainer.strategy.broadcast(None if module is None else module.name)
+        return None if name is None else estimates.modules[name]
+
+    def _remembered(self, batch: Any) -> Remembered | None:
+        if not self._auto.remember:
+            return None
+        facts = {
+            **facts_of(self._program, leave_out=self._auto.name),
+            "batch": shapes_of(batch),
+            "processes": self._trainer.world_size,
+            "micro_batches": self._trainer.accumulate_grad_batches,
+        }
+        return Remembered(directory(self._auto.memory), fingerprint_of(facts))
+
+    def _estimates(self) -> Estimates:
+        trainer, program = self._trainer, self._program
+        assert program.device is not None
+        capture = "no"
+        if any(strategy.captures_step for strategy in program.strategies):
+            capture = "always"
+        elif (
+            "cuda_graph" in self._auto.candidates
+            and program.device.type == "cuda"
+            and trainer.world_size == 1
+            and not any(reasons_against(trainer))
+        ):
+            capture = "maybe"
+        estimates = Estimates(
+            steps=self._planned(),
+            device=program.device.type,
+            modules={EAGER: Module(name=EAGER)},
+            capture=capture,
+            warm=bool(program.findings),
+            validates=bool(trainer.enable_validation),
+        )
+        for name in ("regional", "whole"):
+            if name in self._auto.candidates:
+                estimates.modules[name] = self._module(name)
+        return estimates
+
+    def _module(self, name: str) -> Module:
+        try:
+            candidate = prepare(name, self._program)
+        except ValueError as error:
+            return Module(name=name, failed=one_line(error))
+        self._candidates[name] = candidate
+        padding = self._program.padding
+        shapes = len(padding.edges) if padding is not None and padding.warm and padding.edges else 1
+        return Module(name=name, graphs=len(candidate.kinds) * shapes, leaves=sum(candidate.kinds) * shapes)
+
+    def _planned(self) -> int:
+        if self._auto.planned_steps is not None:
+            return self._auto.planned_steps
+        steps = self._trainer.estimated_stepping_batches
+        if steps <= 0 or not math.isfinite(steps):
+            self._program.notes.append(f"auto: the run has no end, taken to be {ENDLESS:,} steps long")
+            return ENDLESS
+        return max(1, int(steps) - self._trainer.global_step)
+
+    def _put_on(self, row: Row) -> list[Strategy]:
+        self._trials.wear(row.module)
+        chosen: list[Strategy] = []
+        if row.module != EAGER:
+            candidate = self._candidates[row.module]
+            chosen.append(candidate.strategy)
+            self._program.notes.extend(candidate.notes)
+        if row.captured and not any(strategy.captures_step for strategy in self._program.strategies):
+            chosen.append(STRATEGIES["cuda_graph"]())
+        return chosen
+
+    def _report(self, estimates: Estimates, row: Row, known: str | None) -> None:
+        trials = self._trials
+        self._program.report[self._auto.name] = {
+            "chosen": row.name,
+            "planned_steps": estimates.steps,
+            "probe_seconds": round(trials.seconds, 3),
+            "tried": trials.tried,
+            "remembered": known,
+            "table": [line.facts() for line in estimates.rows()],
+        }
+        source = (
+            f"by what a run of {known} measured" if known and not trials.tried else f"timed in {trials.seconds:.1f} s"
+        )
+        self._program.notes.append(f"{say(estimates, row)} ({source})")
+
+    def _sample(self, estimates: Estimates, row: Row) -> Sample | None:
+        eager, compiled = estimates.modules[EAGER].step_seconds, estimates.modules[row.module].step_seconds
+        if row.module == EAGER or row.module not in self._trials.tried or eager is None or compiled is None:
+            return None
+        return Sample(eager_seconds=[eager], compiled_seconds=[compiled])
+
+    def _without_choice(self, reason: str) -> list[Strategy]:
+        self._program.report[self._auto.name] = {"chosen": EAGER, "reason": reason, "table": []}
+        self._program.notes.append(f"auto: eager, because no step can be timed before the run: {reason}")
+        return []

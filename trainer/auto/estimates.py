@@ -1,0 +1,204 @@
+"""Estimates: what a candidate would cost and give before it has been tried, and its total time; no torch in here.
+
+The constants are what was measured on the workloads of docs/results, rounded; they decide only whether a candidate is
+worth a trial, never which one wins. What has been measured takes their place, also the ratio between this machine's
+compile times and the rule's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+EAGER = "eager"
+FUSED = {"cuda": 1.40, "cpu": 1.15}
+"""How many times faster than eager's the device's work of a compiled step is: 1.35 to 1.55 over six models (H200)."""
+WHOLE_OVER_REGIONAL = 1.02
+"""The same of one graph over regions: 1.00 to 1.03."""
+WEAK = 0.85
+"""Below this share of ``FUSED`` regions have left something out, which one graph may have."""
+HOST = {EAGER: 1.0, "regional": 0.95, "whole": 0.70}
+"""The host's part of a step as a share of eager's: regions call Python in between, one graph does not."""
+WAITS = 1.1
+"""A step that takes longer than this many times the device's work is bound by the host's launches."""
+GRAPH_SECONDS, LEAF_SECONDS = 2.5, 0.11
+"""A cold compile takes about this for each graph and for each module without children in it, those that share their
+code once: 6 s for GPT-2's block and head, 31 s for the nine kinds of blocks in a ResNet-50, 32 s for a ViT and a
+decoder of 12 blocks each as one graph (measured: 5 to 6, 34 and 35 to 41 s)."""
+VALIDATION = 0.35
+"""Share by which validation's own graphs lengthen the compile; they are forwards only."""
+WARM = 0.35
+"""Share of a cold compile that is left where the compiler's caches have it."""
+CAPTURE_SECONDS = 1.0
+"""Capturing a step, comparing its first replay, and the steps that run before it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Module:
+    """A way to compile modules: ``eager``, ``regional`` or ``whole``."""
+
+    name: str
+    graphs: int = 0
+    """Graphs that have to be compiled, each for training alone, over all shapes; 0 for eager."""
+    leaves: int = 0
+    """Modules without children in them."""
+    step_seconds: float | None = None
+    """Of an optimizer step as the host launches it, measured; None before."""
+    device_seconds: float | None = None
+    """The device's work of that step, which is what a captured step takes; None where it was not measured."""
+    cold_seconds: float | None = None
+    """From applying it until its first whole step was over, measured in this run or remembered; compiled anew."""
+    warm_seconds: float | None = None
+    """The same, taken from the compiler's caches."""
+    spent: bool = False
+    """Whether compiling it is behind us, so that choosing it costs nothing more."""
+    failed: str | None = None
+    """Why it cannot be had."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One line of the decision's table: modules compiled in one way, steps captured or not."""
+
+    module: str
+    captured: bool
+    measured: bool
+    """Whether the step was timed, or is expected."""
+    step_seconds: float | None
+    cost_seconds: float | None
+    """What is still to be spent before its steady steps."""
+    total_seconds: float | None
+    """Both, for the planned steps."""
+    why: str = ""
+    """Why it was not tried, where it was not."""
+
+    @property
+    def name(self) -> str:
+        """As in ``compile=[...]``."""
+        names = [name for name in (self.module,) if name != EAGER] + (["cuda_graph"] if self.captured else [])
+        return "+".join(names) or EAGER
+
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "strategies": self.name,
+            "measured": self.measured,
+            "step_seconds": self.step_seconds,
+            "cost_seconds": self.cost_seconds,
+            "total_seconds": self.total_seconds,
+            **({"why": self.why} if self.why else {}),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Estimates:
+    """Everything known or expected about the candidates of one run.
+
+    Args:
+        steps: Optimizer steps that are planned.
+        device: ``cuda`` or ``cpu``.
+        modules: The ways to compile modules, ``eager`` among them.
+        capture: ``no``, ``maybe`` or ``always``: whether whole steps may or will be captured.
+        warm: Whether the compiler's caches hold what an earlier run of this program compiled.
+        validates: Whether validation's graphs have to be compiled too.
+    """
+
+    steps: int
+    device: str
+    modules: dict[str, Module] = field(default_factory=dict)
+    capture: str = "no"
+    warm: bool = False
+    validates: bool = False
+    host_factor: float = 1.0
+    """Compile seconds on this machine over those of the rule."""
+
+    def learn_host(self, module: Module) -> None:
+        """Take what ``module``'s compile took as the measure of this machine."""
+        if module.cold_seconds is not None and module.graphs:
+            self.host_factor = module.cold_seconds / self._rule(module)
+
+    def rows(self) -> list[Row]:
+        """All candidates, the one with the least total time first; those that cannot be had last."""
+        captures = {"no": (False,), "maybe": (False, True), "always": (True,)}[self.capture]
+        rows = [self._row(module, captured) for module in self.modules.values() for captured in captures]
+        return sorted(rows, key=lambda row: float("inf") if row.total_seconds is None else row.total_seconds)
+
+    def expected_compile_seconds(self, module: Module) -> float:
+        """What compiling it costs from here, validation's graphs included."""
+        if not module.graphs:
+            return 0.0
+        training = self._training_compile_seconds(module)
+        validation = VALIDATION * training if self.validates else 0.0
+        return validation if module.spent else training + validation
+
+    def _training_compile_seconds(self, module: Module) -> float:
+        cold, warm = module.cold_seconds, module.warm_seconds
+        if cold is None:
+            cold = self._rule(module) * self.host_factor if warm is None else warm / WARM
+        return (WARM * cold if warm is None else warm) if self.warm else cold
+
+    def _rule(self, module: Module) -> float:
+        return GRAPH_SECONDS * module.graphs + LEAF_SECONDS * module.leaves
+
+    def _row(self, module: Module, captured: bool) -> Row:
+        if module.failed is not None:
+            return Row(
+                module=module.name,
+                captured=captured,
+                measured=False,
+                step_seconds=None,
+                cost_seconds=None,
+                total_seconds=None,
+                why=module.failed,
+            )
+        step = self._device_seconds(module) if captured else self._step_seconds(module)
+        cost = self.expected_compile_seconds(module) + (CAPTURE_SECONDS if captured else 0.0)
+        measured = (module.device_seconds if captured else module.step_seconds) is not None
+        total = None if step is None else cost + self.steps * step
+        return Row(
+            module=module.name,
+            captured=captured,
+            measured=measured,
+            step_seconds=step,
+            cost_seconds=cost,
+            total_seconds=total,
+        )
+
+    def _step_seconds(self, module: Module) -> float | None:
+        if module.step_seconds is not None:
+            return module.step_seconds
+        eager = self.modules[EAGER]
+        if eager.step_seconds is None:  # it does not fit: whatever does is better
+            return None
+        device = self._device_seconds(module)
+        if device is None or eager.device_seconds is None:
+            return eager.step_seconds / self._gain(module.name)
+        # Where the device waits for the host, launching is what a step takes.
+        launching = eager.step_seconds * HOST[module.name] if eager.step_seconds > WAITS * eager.device_seconds else 0.0
+        return max(device, launching)
+
+    def _device_seconds(self, module: Module) -> float | None:
+        if module.device_seconds is not None:
+            return module.device_seconds
+        eager = self.modules[EAGER].device_seconds
+        return None if eager is None else eager / self._gain(module.name)
+
+    def _gain(self, name: str) -> float:
+        """How many times faster than eager's the device's work is expected to be."""
+        if name == EAGER:
+            return 1.0
+        expected = FUSED.get(self.device, FUSED["cpu"])
+        regional, eager = self.modules.get("regional"), self.modules[EAGER]
+        if name != "whole" or regional is None:
+            return expected
+        seen = _ratio(eager.device_seconds, regional.device_seconds) or _ratio(
+            eager.step_seconds, regional.step_seconds
+        )
+        if seen is None:
+            return expected * WHOLE_OVER_REGIONAL
+        return seen * WHOLE_OVER_REGIONAL if seen > WEAK * expected else math.sqrt(seen * expected)
+
+
+def _ratio(eager: float | None, compiled: float | None) -> float | None:
+    return eager / compiled if eager and compiled else None

@@ -1,0 +1,71 @@
+"""Probe: seconds of a training step as it is launched, and of the device's work in it, on the batch at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+
+LEAST_STEPS, MOST_STEPS = 2, 8
+MOST_SECONDS = 0.25
+"""Timing one candidate takes about this long, or ``LEAST_STEPS`` steps: of a short run that is some percent already."""
+CALIBRATION_CYCLES = 20_000_000
+"""About a hundredth of a second of a GPU's clock."""
+
+
+def step_seconds(trainer: L.Trainer, step: Callable[[], Any]) -> float:
+    """Seconds of a step in a row of them, as in training; ``step`` must have run before. The same on all processes."""
+    device = trainer.strategy.root_device
+    first = _timed(device, step, 1)
+    affordable = int(MOST_SECONDS / max(first, 1e-9))
+    steps = int(trainer.strategy.broadcast(max(LEAST_STEPS, min(MOST_STEPS, affordable))))
+    return float(trainer.strategy.broadcast(_timed(device, step, steps)))
+
+
+def device_seconds(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: float) -> float | None:
+    """Seconds that the device works on a step, the host's launches left out; None where it is no CUDA device.
+
+    The device is kept asleep while the host launches the step, and timed once it wakes: what it does then is what a
+    CUDA graph of the step would take. A step longer than the launch queue, or one that reads a value on the host,
+    comes out too long. It may come out some percent too short: a device that has just slept runs at higher clocks.
+    """
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    cycles = int(CALIBRATION_CYCLES * 1.5 * launched_seconds / _sleep_seconds(device, CALIBRATION_CYCLES))
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(cycles)
+    return float(trainer.strategy.broadcast(_between_events(device, step)))
+
+
+def _timed(device: torch.device, step: Callable[[], Any], steps: int) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait(device)
+    return (time.perf_counter() - began) / steps
+
+
+def _sleep_seconds(device: torch.device, cycles: int) -> float:
+    torch.cuda._sleep(cycles)  # the first one loads its kernel
+    torch.cuda.synchronize(device)
+    return _between_events(device, lambda: torch.cuda._sleep(cycles))
+
+
+def _between_events(device: torch.device, work: Callable[[], Any]) -> float:
+    with torch.cuda.device(device):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,140 @@
+"""Trial: one candidate compiled, timed on the batch at hand and taken back, as often as asked."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+
+from strategies import Program
+from strategies.compile_errors import is_out_of_memory
+from trainer.auto.candidates import Candidate
+from trainer.auto.estimates import EAGER, WAITS, Estimates, Module
+from trainer.auto.probe import device_seconds, step_seconds
+from trainer.passes import Passes, SkippedStep
+from trainer.reasons import one_line
+from trainer.snapshot import Snapshot
+from trainer.telemetry import memory
+from trainer.telemetry.telemetry import Telemetry
+
+
+class Trials:
+    """All trials of one choice; what was compiled stays compiled, model and optimizer end as they began.
+
+    Args:
+        candidates: The ways to compile modules, by name.
+        settings: Takes the compiler settings of what is compiled.
+    """
+
+    def __init__(
+        self,
+        candidates: dict[str, Candidate],
+        trainer: L.Trainer,
+        program: Program,
+        telemetry: Telemetry,
+        settings: contextlib.ExitStack,
+    ) -> None:
+        self._candidates, self._trainer, self._program = candidates, trainer, program
+        self._telemetry, self._settings = telemetry, settings
+        self._passes = Passes(trainer, cuda_graphs=False)
+        self._worn: Candidate | None = None
+        self._snapshot: Snapshot | None = None
+        self.tried: list[str] = []
+        self.seconds = 0.0
+        """Spent on trials."""
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """When the block ends, everything that trials changed is put back."""
+        with self._passes.quiet():
+            try:
+                yield
+            finally:  # inside: the snapshot holds the module as it is while nothing is logged
+                if self._snapshot is not None:
+                    self._snapshot.restore()
+                    self._snapshot = None
+
+    def wear(self, name: str) -> None:
+        """Let the program run compiled as the candidate ``name`` says; eager where there is none."""
+        candidate = self._candidates.get(name)
+        if candidate is self._worn:
+            return
+        if self._worn is not None:
+            self._worn.take_off(self._program)
+        if candidate is not None:
+            candidate.put_on(self._program, self._settings)
+        self._worn = candidate
+
+    def run(self, module: Module, estimates: Estimates, batch: Any) -> None:
+        """Try ``module`` and write what came out into it. Raises what eager itself cannot do."""
+        began = time.perf_counter()
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._trainer, batch)
+        self._telemetry.phase = f"timing {module.name}"
+        self.tried.append(module.name)
+        self.wear(module.name)
+        error = self._first_steps(module, batch)
+        if error is not None:
+            self._give_up(module, error)
+        else:
+            self._time(module, estimates, batch, time.perf_counter() - began)
+        self._snapshot.restore()
+        self.seconds += time.perf_counter() - began
+
+    def _step(self, batch: Any) -> None:
+        """An optimizer step with all its micro-batches."""
+        for _ in range(self._trainer.accumulate_grad_batches - 1):
+            self._passes.train(batch)
+        self._passes.step(batch)
+
+    def _first_steps(self, module: Module, batch: Any) -> Exception | None:
+        """Compile everything; returns what went wrong on any process, which alone must leave no other one waiting."""
+        if self._trainer.world_size > 1:
+            failure: Exception | None = None
+            try:
+                self._passes.train(batch, together=False)
+            except SkippedStep:
+                raise
+            except Exception as error:
+                failure = error
+            if self._trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
+                return failure or RuntimeError("another process failed")
+        try:
+            self._step(batch)
+            self._step(batch)  # the first one made the optimizer's state
+        except SkippedStep:
+            raise
+        except Exception as error:
+            if self._trainer.world_size > 1:
+                raise
+            return error
+        return None
+
+    def _time(self, module: Module, estimates: Estimates, batch: Any, spent: float) -> None:
+        module.step_seconds = step_seconds(self._trainer, lambda: self._step(batch))
+        if estimates.capture != "no":
+            works = device_seconds(self._trainer, lambda: self._step(batch), module.step_seconds)
+            # Where the device does not wait for the host, a graph has nothing to take away.
+            waits = works is not None and module.step_seconds > WAITS * works
+            module.device_seconds = works if waits else module.step_seconds
+        if module.name == EAGER:
+            return
+        module.spent = True
+        compiling = float(self._trainer.strategy.broadcast(max(0.0, spent - 2 * module.step_seconds)))
+        estimates.warm = self._telemetry.compiler.figures()["cache"] == "warm"
+        if estimates.warm:
+            module.warm_seconds = compiling
+        else:
+            module.cold_seconds = compiling
+            estimates.learn_host(module)
+
+    def _give_up(self, module: Module, error: Exception) -> None:
+        if module.name == EAGER and not is_out_of_memory(error):
+            raise error  # the user's own mistake
+        module.failed = "it needs more memory than there is" if is_out_of_memory(error) else one_line(error)
+        self.wear(EAGER)
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
+        memory.give_back(self._trainer.strategy.root_device)

@@ -1,0 +1,41 @@
+"""What a decision says to the user: one line with the choice, its total time, and what it was chosen over."""
+
+from __future__ import annotations
+
+from trainer.auto.estimates import EAGER, Estimates, Row
+
+UNITS = ((3600, "h"), (60, "min"))
+"""Seconds of a unit that is used from two of it on."""
+
+
+def say(estimates: Estimates, chosen: Row) -> str:
+    """The line, but for where its figures come from."""
+    rows = {row.name: row for row in estimates.rows()}
+    told = [f"about {_time(chosen.total_seconds)} for {estimates.steps:,} steps{_each(chosen)}"]
+    plain = rows.get(EAGER)
+    if plain is not None and chosen.name != EAGER and plain.total_seconds is not None:
+        told.append(f"eager {_time(plain.total_seconds)}")
+    others = [row for row in rows.values() if row.name not in (chosen.name, EAGER)]
+    told += [
+        f"{row.name} {_time(row.total_seconds)}{'' if row.measured else ' expected, not tried'}"
+        for row in others
+        if row.total_seconds is not None
+    ]
+    told += [f"{row.name} is out: {row.why}" for row in others if row.why and not row.captured]
+    return f"auto: {chosen.name}, {'; '.join(told)}"
+
+
+def _each(row: Row) -> str:
+    return "" if row.step_seconds is None else f" of {row.step_seconds * 1e3:,.1f} ms"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,30 @@
+"""Fill in a record from what a training measured, at its end, whichever way it ended."""
+
+from __future__ import annotations
+
+import lightning as L
+
+from strategies import Program
+from trainer.telemetry.record import RunRecord
+from trainer.telemetry.telemetry import Telemetry
+
+
+def fill_in(
+    record: RunRecord, trainer: L.Trainer, telemetry: Telemetry, program: Program | None, *, together: bool
+) -> None:
+    """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
+    ``Telemetry.figures``."""
+    for name, value in telemetry.figures(together=together).items():
+        setattr(record, name, value)
+    if program is not None:
+        if (profile := telemetry.profile()) is not None:
+            program.report["profile"] = profile
+        record.report = program.report
+        # What was tried for a choice and not taken was compiled as well.
+        if program.strategies or "auto" in program.report:
+            for name, value in telemetry.compiler.figures().items():
+                setattr(record, name, value)
+            record.events = list(telemetry.compiler.events)
+    if telemetry.ready_seconds is not None and record.import_seconds is not None:
+        record.setup_seconds = telemetry.ready_seconds - record.import_seconds
+    record.final_metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
