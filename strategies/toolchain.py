@@ -11,11 +11,11 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
-COMPILERS = ("g++", "clang++", "c++")
 SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Environment variables that switch the compiler off when they are 1, at each call or when torch is imported."""
 OLDEST_FOR_TRITON = (7, 0)
@@ -42,43 +42,61 @@ def missing_triton() -> str | None:
     """Whether Triton, which writes Inductor's kernels for a CUDA device, is missing or cannot serve this device."""
     import torch
 
-    if importlib.util.find_spec("triton") is None:
+    installed = importlib.util.find_spec("triton") is not None
+    return triton_lacks(installed, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def triton_lacks(installed: bool, device: str, capability: tuple[int, int]) -> str | None:
+    """What keeps Triton from serving a CUDA device, and the mend, or None when nothing does."""
+    if not installed:
         return "Inductor needs Triton on a CUDA device, it is not installed: pip install triton, or use compile=eager"
-    capability = torch.cuda.get_device_capability()
     if capability < OLDEST_FOR_TRITON:
         return (
             f"Inductor needs compute capability {'.'.join(map(str, OLDEST_FOR_TRITON))}, "
-            f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}: use compile=eager"
+            f"{device} has {'.'.join(map(str, capability))}: use compile=eager"
         )
     return None
 
 
+def cache_directories() -> dict[str, Path]:
+    """The compiler's cache directories by the environment variable that names each one."""
+    default = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
+    directories = {"TORCHINDUCTOR_CACHE_DIR": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)}
+    if triton := os.environ.get("TRITON_CACHE_DIR"):  # else within the other one
+        directories["TRITON_CACHE_DIR"] = Path(triton)
+    return directories
+
+
 def unwritable_cache() -> str | None:
     """Which of the compiler's cache directories cannot be written to, or None. Creates them, as the compiler would."""
-    for variable, default in (
-        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"),
-        ("TRITON_CACHE_DIR", None),
-    ):
-        given = os.environ.get(variable)
-        directory = Path(given) if given else default
-        if directory is None:
-            continue
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
+    for variable, directory in cache_directories().items():
+        if reason := unwritable(directory):
             return f"the compiler's cache {directory} cannot be written to ({reason}): set {variable} to one that can"
     return None
 
 
+def unwritable(directory: Path) -> str | None:
+    """Why no file can be made in ``directory``, which is created, or None."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror or type(error).__name__
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor calls, and no other: ``config.cpp.cxx`` in torch/_inductor/config.py."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
 def missing_toolchain() -> str | None:
     """What is missing and how to get it, or None when nothing is."""
-    wanted = os.environ.get("CXX")
-    if shutil.which(wanted.split()[0]) is None if wanted else not any(map(shutil.which, COMPILERS)):
-        named = f"CXX={wanted} is not there" if wanted else f"none of {', '.join(COMPILERS)} is there"
-        return f"Inductor needs a C++ compiler on a CPU, {named}: install g++ or use compile=eager"
+    compiler = cpp_compiler()
+    if shutil.which(compiler) is None:
+        named = f"CXX={compiler}" if "CXX" in os.environ else compiler
+        other = "set CXX=clang++, " if "CXX" not in os.environ and shutil.which("clang++") else ""
+        return f"Inductor needs a C++ compiler on a CPU, {named} is not there: {other}install g++ or use compile=eager"
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.is_file():
         return f"Inductor needs Python's headers on a CPU, {headers} is not there: install python3-dev"

@@ -16,12 +16,13 @@ def eager(program: Program) -> Iterator[None]:
     """Inside, modules and loss run uncompiled and optimizers take torch's own step; nothing is compiled, or lost."""
     with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as aside:
         for optimizer in program.optimizers:
-            aside.enter_context(_own_step(optimizer))
+            aside.enter_context(own_step(optimizer))
         yield
 
 
 @contextlib.contextmanager
-def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
     attributes = vars(optimizer)
     if ATTRIBUTE not in attributes:
         yield

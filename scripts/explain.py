@@ -1,0 +1,249 @@
+"""Say where the compiler breaks, repeats or leaves out a training step: ``python -m scripts.explain compile=whole``.
+
+Takes the trainer's overrides, runs an epoch's shapes through forward, backward and optimizer step, and names each graph
+break and recompile with its line of code and the usual mend. Nothing is trained for keeps, nothing written unasked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from trainer.explain.explanation import Explanation
+    from trainer.settings import Config
+
+EXAMPLES = """\
+examples:
+  python -m scripts.explain                                     # the default task, as compile=whole would run it
+  python -m scripts.explain task=captioning compile=regional
+  python -m scripts.explain experiment=gpt2_smoke compile=whole --json why.json --html why.html
+  python -m scripts.explain compile=whole --backend inductor --code generated   # kernels and fusions, generated code
+  python -m scripts.explain compile=whole --batches 20          # a look at the first batches alone
+
+Breaks and recompiles need no Inductor: off a GPU the default backend is aot_eager, on one the strategies' own.
+Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wrong arguments, 128 + signal interrupted.
+"""
+BACKENDS = ("configured", "inductor", "aot_eager", "eager")
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+TLPARSE_SECONDS = 300.0
+REFUSED = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what ``arguments`` say; returns the exit code."""
+    options, console = parse(arguments), Console(highlight=False, soft_wrap=True)
+    from trainer import errors
+    from trainer.interrupt import Interrupted, StopRequest
+
+    try:
+        with StopRequest(console.print) as stop:
+            check_files(options)
+            config = composed(options.overrides, config_dir=options.config_dir)
+            with private_caches(options.trace) as environment_is_ours:
+                explanation = look(options, config, before_steps=stop.install)
+                write(explanation, options, trace_written=environment_is_ours)
+    except errors.REFUSALS as error:
+        errors.report(error)
+        return REFUSED
+    except OSError as error:
+        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return REFUSED
+    except Interrupted as interrupted:
+        print(f"interrupted ({interrupted}): nothing was written", file=sys.stderr)
+        return 128 + interrupted.signum
+    from trainer.explain.terminal import print_explanation
+
+    print_explanation(explanation, console)
+    return 1 if explanation.problems else 0
+
+
+def composed(overrides: list[str], *, config_dir: str | None) -> Config:
+    """The configuration of the overrides, with ``compile=whole`` where they name no strategy. Raises ValueError."""
+    from trainer.compose import compose
+
+    config = compose(overrides, config_dir=config_dir)
+    named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)
+    if not config.compile and not named:
+        config = compose([*overrides, "compile=whole"], config_dir=config_dir)
+    if config.run.name != "train":
+        raise ValueError(f"run={config.run.name}: explain looks at training steps; leave run= out")
+    if not config.compile:
+        raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
+    return config
+
+
+def look(options: argparse.Namespace, config: Config, *, before_steps: Callable[[], None]) -> Explanation:
+    """Run the steps and explain them."""
+    import torch
+
+    from trainer.explain.look import Options, explain
+
+    backend = options.backend or ("configured" if torch.cuda.is_available() else "aot_eager")
+    quiet = Console(stderr=True, highlight=False)
+    with quiet.status("getting ready") as status:
+        looked = Options(
+            backend=backend,
+            batches=options.batches,
+            seconds=options.seconds,
+            profiles=not options.no_profile,
+            progress=status.update,
+            before_steps=before_steps,
+        )
+        return explain(config, looked, command=options.overrides)
+
+
+def write(explanation: Explanation, options: argparse.Namespace, *, trace_written: bool) -> None:
+    """Write what was asked for and note it in the explanation."""
+    if options.code is not None:
+        from trainer.explain.compiler import generated_files
+
+        ours = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # not what this process compiled before
+        copied = [copy(file, options.code) for file in generated_files() if file.is_relative_to(ours)]
+        if copied:
+            explanation.files["generated code"] = str(options.code)
+        else:
+            explanation.notes.append(f"--code: {explanation.backend} generates no code; --backend inductor does")
+    if options.trace is not None:
+        explanation.files["trace"] = str(options.trace)
+        if not trace_written:
+            explanation.notes.append("--trace: torch was imported before, and begins no trace any more")
+        explanation.notes.extend(parsed_trace(explanation, options.trace))
+    if options.html is not None:
+        explanation.files["page"] = str(options.html)
+    if options.json is not None:
+        explanation.files["JSON"] = str(options.json)
+        options.json.write_text(explanation.as_json(), encoding="utf-8")
+    if options.html is not None:
+        from trainer.explain.page import page
+
+        options.html.write_text(page(explanation, options.html.resolve().parent), encoding="utf-8")
+
+
+def copy(file: Path, folder: Path) -> Path:
+    """Copy one generated file, named after the graph it holds where it says so."""
+    from trainer.explain.generated import name_of
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copyfile(file, folder / name_of(file)))
+
+
+def parsed_trace(explanation: Explanation, folder: Path) -> list[str]:
+    """Have tlparse make a page of each trace, where it is installed; returns what there is to say."""
+    logs = sorted(folder.glob("*.log"))
+    program = shutil.which("tlparse")
+    if program is None:
+        return [f"--trace: pip install tlparse, then tlparse {log} -o {folder / 'tlparse'}" for log in logs[:1]]
+    said = []
+    for log in logs:
+        output = folder / "tlparse" / log.stem
+        done = subprocess.run(
+            [program, str(log), "-o", str(output), "--overwrite", "--no-browser"],
+            capture_output=True,
+            text=True,
+            timeout=TLPARSE_SECONDS,
+            check=False,
+        )
+        if done.returncode == 0:
+            explanation.files["tlparse"] = str(output / "index.html")
+        else:
+            said.append(f"--trace: tlparse failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+    return said
+
+
+@contextlib.contextmanager
+def private_caches(trace: Path | None) -> Iterator[bool]:
+    """Compiler caches of our own, gone afterwards: what comes from a cache was neither compiled nor counted.
+
+    Torch reads these variables when it is imported; yields whether that is still to come.
+    """
+    ours = "torch" not in sys.modules
+    with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:
+        given: dict[str, str] = {name: str(Path(folder, place)) for name, place in CACHES.items()}
+        given["KINETO_LOG_LEVEL"] = "99"  # the profiler's library, on devices that are not there
+        if trace is not None:
+            trace.mkdir(parents=True, exist_ok=True)
+            given["TORCH_TRACE"] = str(trace)
+        before = {name: os.environ.get(name) for name in given}
+        os.environ.update(given)
+        try:
+            yield ours
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Raise ValueError, before any work, for a place that cannot be written."""
+    for name in ("json", "html"):
+        file: Path | None = getattr(options, name)
+        if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+            raise ValueError(f"--{name}={str(file)!r} is a folder, or lies in none")
+    for name in ("code", "trace"):
+        folder: Path | None = getattr(options, name)
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"--{name}={str(folder)!r} is not a folder")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.explain",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m trainer")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own options and plugin.py, as for python -m trainer")
+    parser.add_argument("--backend", choices=BACKENDS, help="compile with this (default: see below)")
+    parser.add_argument("--batches", type=positive, metavar="N", help="batches of the epoch to look at (default all)")
+    parser.add_argument(
+        "--seconds", type=seconds, default=120.0, help="for batches after the first four (default %(default)g)"
+    )
+    parser.add_argument("--no-profile", action="store_true", help="leave out which part of the step is compiled")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page that needs no network")
+    parser.add_argument("--code", type=Path, metavar="DIR", help="copy the code that Inductor generated")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="torch's own trace, and its page with tlparse")
+    return parser.parse_intermixed_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A number of batches."""
+    value = number(int, text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(value)
+
+
+def seconds(text: str) -> float:
+    """A length of time."""
+    value = number(float, text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return float(value)
+
+
+def number(kind: Any, text: str) -> Any:
+    """``text`` as a number."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

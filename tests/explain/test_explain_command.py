@@ -1,0 +1,185 @@
+"""``python -m scripts.explain``: exit codes, what is printed and written, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from scripts.explain import composed, main
+from tests.conftest import ROOT
+from trainer.explain.explanation import Break, Coverage, Explanation, Kernels, Line, Recompile, Share
+from trainer.explain.page import page
+from trainer.explain.terminal import verdict
+
+MICRO = ["task=micro", "task.width=16", "task.batch_size=4", "task.train_examples=16", "trainer.val_every_n_steps=0"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_task_that_breaks_is_explained_on_the_terminal_in_json_and_on_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--no-profile", "--json", "why.json", "--html", "why.html", "--code", "code"]
+    assert main([*MICRO, "task.model=graph_breaker", "compile=whole", *asked]) == 1
+    out = capsys.readouterr().out
+    assert "graph break 1" in out
+    assert "micro_vectors.py:" in out
+    assert "mend: " in out
+    assert "2 graph breaks" in out.splitlines()[-1]
+    said = json.loads(Path("why.json").read_text())
+    assert said["problems"] == 2
+    assert {each["identifier"] or each["kind"] for each in said["breaks"]} == {"GB0059", "Data-dependent branching"}
+    assert said["backend"] == "aot_eager"
+    assert said["kernels"] is None
+    assert any("--code" in note for note in said["notes"])
+    assert "graph_breaker" in Path("why.html").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["why.html", "why.json"]
+
+
+def test_a_task_without_a_strategy_is_explained_as_whole_and_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MICRO, "task.model=simple_linear", "--batches", "2", "--backend", "eager"]) == 0
+    out = capsys.readouterr().out
+    assert "micro under whole, backend eager" in out
+    assert "not the whole epoch: --batches 2" in out
+    assert "of the step's" in out
+    assert out.splitlines()[-1] == "nothing wrong: no graph breaks, no recompiles"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compile=eager"], "nothing to explain"),
+        (["compile=hole"], "Could not find 'compile/hole'"),
+        (["compile=whole", "run=inference"], "explain looks at training steps"),
+        (["compile=whole", "trainer.max_steps=0"], "trainer.max_steps=0 must be at least 1"),
+        (["--json", "no/such/folder/x.json"], "--json='no/such/folder/x.json' is a folder, or lies in none"),
+        (["--html", "."], "--html='.' is a folder"),
+        (["--config-dir", "none"], "--config-dir='none' is not a folder"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+
+
+@pytest.mark.parametrize("arguments", [["--batches", "0"], ["--batches", "x"], ["--seconds", "-1"], ["--backend", "x"]])
+def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_strategy_is_added_only_where_none_is_named() -> None:
+    assert list(composed(["task=micro"], config_dir=None).compile) == ["whole"]
+
+
+def test_help_shows_examples_without_importing_torch() -> None:
+    code = (
+        "import sys; from scripts.explain import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
+
+
+def test_an_interrupt_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    many = ["task.train_examples=1000000", "task=micro", "compile=whole", "--html", "why.html", "--seconds", "600"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "scripts.explain", *many],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("explain-caches-*")) and child.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(1)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert "interrupted (SIGINT): nothing was written" in err
+    assert [file.name for file in tmp_path.iterdir() if "explain" in file.name or file.suffix == ".html"] == []
+
+
+class Tags(HTMLParser):
+    """Collects what a page opens, and where it would load from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.loaded: list[str | None] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.opened.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+
+
+def test_a_page_holds_everything_escaped_and_loads_nothing(tmp_path: Path) -> None:
+    line = Line(file="/mine/net.py", number=3, function="forward", code="if x < 1 and y > '<b>':")
+    explanation = Explanation(
+        task="<task>",
+        strategies="whole",
+        backend="inductor",
+        command=["task=mine"],
+        batch_kinds={"x float32 2": 3},
+        breaks=[Break(kind="a <kind>", identifier="GB0001", reason="why", mend="mend", where=line, called_from=line)],
+        recompiles=[
+            Recompile(kind="number", what="self.scale", guard="self.scale == 1.0", changes=["1.0 -> 2.0"], where=line),
+            Recompile(kind="gradient mode", what="grad_mode", guard="grad_mode", expected=True),
+        ],
+        failures=["BackendCompilerFailed: <oops>"],
+        coverage=Coverage(
+            step_seconds=0.01,
+            compiled_share=0.75,
+            steps=3,
+            shares=[Share(phase="forward", what="compiled graphs", seconds=0.0075, share=0.75, compiled=True)],
+        ),
+        kernels=Kernels(
+            generated=4, nodes_before_fusion=9, external_calls=2, cudagraph_skips=1, cudagraph_reasons=["cpu"]
+        ),
+    )
+    text = page(explanation)
+    explanation.files = {"page": "why.html", "generated code": str(tmp_path / "a b.py"), "trace": "trace"}
+    tags = Tags()
+    tags.feed(text)
+    assert tags.loaded == []
+    assert "task" not in tags.opened
+    assert "b" not in tags.opened
+    for part in (
+        "&lt;kind&gt;",
+        "GB0001",
+        "if x &lt; 1",
+        "1.0 -&gt; 2.0",
+        "&lt;oops&gt;",
+        "75%",
+        "9 operations became 4",
+    ):
+        assert part in text
+    linked = Tags()
+    linked.feed(page(explanation, tmp_path))
+    assert linked.loaded == ["a%20b.py", "trace"], "links from where the page lies"
+    assert "prefers-color-scheme: dark" in text
+    assert verdict(explanation) == "1 graph break, 1 recompile, 1 failure"
+    assert json.loads(explanation.as_json())["problems"] == 3

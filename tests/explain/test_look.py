@@ -1,0 +1,178 @@
+"""A look at a task or a module: graphs by region, what is expected, what fails, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import Cached, Modular, Optimizer, Part, Regional, Strategy, Whole
+from tests.explain import planted
+from tests.explain.planted import Trained, like, loader
+from tests.trainer.runs import SMALLEST
+from trainer.compose import compose
+from trainer.explain.backends import backends_of, prepared, strict
+from trainer.explain.explanation import Explanation
+from trainer.explain.look import Options, explain, explain_module
+
+EAGER = Options(backend="eager", profiles=False)
+
+
+def graphs_of(explanation: Explanation) -> dict[str, tuple[int, int, int]]:
+    return {each.region: (each.forward, each.backward, each.validation) for each in explanation.graphs}
+
+
+@pytest.fixture
+def small(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Explanation]:
+    """Explain a task at its smallest size; nothing may be written, and no setting of the process may change."""
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def look(task: str, *overrides: str, **options: Any) -> Explanation:
+        config = compose([f"task={task}", *SMALLEST[task], *overrides])
+        explanation = explain(config, Options(**{"backend": "eager", "profiles": False, **options}))
+        assert [file.name for file in tmp_path.iterdir() if file.name != "cache"] == []
+        assert torch.get_float32_matmul_precision() == before
+        return explanation
+
+    return look
+
+
+def test_a_tasks_graphs_are_counted_by_region_and_direction(small: Callable[..., Explanation]) -> None:
+    explanation = small("micro", "compile=regional", "trainer.val_every_n_steps=100", backend="aot_eager")
+    counts = graphs_of(explanation)
+    assert len(counts) == 2, "a kind of block and the tail"
+    assert all(count == (1, 1, 1) for count in counts.values())
+    assert explanation.problems == 0
+    assert all(recompile.expected for recompile in explanation.recompiles)
+    assert (explanation.task, explanation.strategies, explanation.backend) == ("micro", "regional", "aot_eager")
+
+
+def test_an_optimizers_graphs_are_told_from_those_of_regions() -> None:
+    strategies = [Whole(), Optimizer()]
+    explanation = explain_module(Trained(planted.Planted()), loader(like(2)), strategies, EAGER, whole=["planted"])
+    counts = graphs_of(explanation)
+    assert set(counts) == {"Planted", "optimizer"}
+    assert counts["optimizer"][0] >= 1
+    assert counts["optimizer"][1:] == (0, 0)
+
+
+def test_shapes_that_buckets_warms_are_no_problem(small: Callable[..., Explanation]) -> None:
+    overrides = ("compile=[regional,buckets]", "compile.buckets.count=2", "task.pad_to=null")
+    explanation = small("micro", *overrides, "trainer.val_every_n_steps=0")
+    assert explanation.problems == 0
+    assert any(recompile.kind == "shape" and recompile.phase == "warming" for recompile in explanation.recompiles)
+
+
+def test_ragged_batches_of_an_epoch_are_a_problem_where_no_strategy_takes_care_of_them(
+    small: Callable[..., Explanation],
+) -> None:
+    explanation = small("micro", "compile=regional", "task.pad_to=null", "trainer.val_every_n_steps=0")
+    assert {recompile.kind for recompile in explanation.unexpected} == {"shape"}
+    assert len(explanation.batch_kinds) > 1
+    assert explanation.batches_run < explanation.batches
+
+
+def test_breaks_are_counted_by_region_and_say_that_fullgraph_would_stop_the_run() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.broken, self.whole = planted.Branch(), planted.Planted()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.whole(self.broken(x))
+
+    parts = {"planted.broken": Part(fullgraph=True), "planted.whole": Part()}
+    strategies = [Regional(blocks=list(parts), parts=[])]
+    explanation = explain_module(Trained(Both()), loader(like(2, 2)), strategies, EAGER)
+    assert {each.region: each.breaks for each in explanation.graphs} == {"Branch": 1, "Planted": 0}
+    assert any(note.startswith("regional: fullgraph=true") for note in explanation.notes)
+
+
+def test_copies_of_several_sizes_that_share_their_code_are_no_problem() -> None:
+    class Narrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(planted.Planted() for _ in range(2))
+            self.blocks.append(planted.Planted())
+            self.blocks[2].linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    strategies = [Regional(parts=[])]
+    explanation = explain_module(Trained(Narrowing()), loader(like(2, 2)), strategies, EAGER, blocks=["planted.blocks"])
+    assert [(each.region, len(each.paths), each.forward) for each in explanation.graphs] == [("Planted", 3, 3)]
+    # The first copy's input needs no gradient, the last copy is narrower.
+    assert {one.kind for one in explanation.recompiles} == {"requires gradient", "shape"}
+    assert explanation.problems == 0
+
+
+def test_a_module_keeps_its_class_keys_and_calls() -> None:
+    module = Trained(planted.Planted())
+    keys = list(module.state_dict())
+    explain_module(module, loader(like(2)), [Whole()], EAGER, whole=["planted"])
+    assert list(module.state_dict()) == keys
+    assert copy.deepcopy(module.planted)._compiled_call_impl is None, "torch drops compiled calls from copies"
+
+
+def test_too_many_recompiles_are_a_failure_that_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
+    module, sizes = Trained(planted.Planted()), like(2, 3, 4, 5, 6)
+    explanation = explain_module(module, loader(sizes), [Whole(dynamic=False)], EAGER, whole=["planted"])
+    assert any("recompile_limit" in failure for failure in explanation.failures)
+    assert explanation.problems > len(explanation.failures)
+
+
+def test_an_error_in_the_users_code_is_not_swallowed() -> None:
+    class Broken(planted.Planted):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("mine")
+
+    with pytest.raises(Exception, match="mine"):
+        explain_module(Trained(Broken()), loader(like(2)), [Whole()], EAGER, whole=["planted"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "expected"),
+    [
+        (Whole(mode="max-autotune", combo_kernels=True), "aot_eager", Whole(backend="aot_eager")),
+        (Whole(options={"max_autotune": True}), "eager", Whole(backend="eager")),
+        (Whole(mode="max-autotune"), "configured", Whole(mode="max-autotune")),
+        (Regional(fullgraph=True), "inductor", Regional(fullgraph=False)),
+        (Whole(activation_memory_budget=0.5), "eager", Whole(backend="eager")),
+        (Optimizer(), "eager", Optimizer(backend="eager")),
+        (
+            Modular(parts={"a": Part(mode="reduce-overhead"), "b": Part(how="off")}),
+            "eager",
+            Modular(
+                parts={
+                    "a": Part(backend="eager", fullgraph=False),
+                    "b": Part(how="off", backend="eager", fullgraph=False),
+                }
+            ),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_strategy_gets_another_backend_without_what_belongs_to_the_first(
+    strategy: Strategy, backend: str, expected: Strategy
+) -> None:
+    assert prepared([strategy], backend) == [expected]
+    assert strict([expected]) == []
+
+
+def test_stores_are_neither_read_nor_written() -> None:
+    assert [each.name for each in prepared([Whole(), Cached()], "eager")] == ["whole"]
+    assert backends_of([Whole(), Optimizer(backend="eager"), Modular(parts={"a": Part(backend="eager")})]) == [
+        "inductor",
+        "eager",
+    ]

@@ -1,0 +1,96 @@
+"""Torch's text about a break is read into kind, explanation and mend; the line is the user's."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from trainer.explain import source
+from trainer.explain.breaks import merged, read_break
+from trainer.explain.explanation import Line
+from trainer.explain.mends import EXTENSION, LOGGING, SCALAR, mend
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+ITEM = (
+    "Unsupported Tensor.item() call with capture_scalar_outputs=False\n  Explanation: Dynamo does not trace it.\n"
+    "  Hint: Set capture_scalar_outputs.\n\n  Developer debug context: call_method\n\n"
+    " For more details about this graph break, please visit: https://x.io/compile-graph-break-site/gb/gb0124.html"
+)
+MINE, THEIRS, TORCHS = (
+    Line(file="/mine/net.py", number=3, function="forward", code="y = block(x)"),
+    Line(file=str(SITE / "transformers" / "gpt2.py"), number=7, function="forward", code="n = x.item()"),
+    Line(file=str(SITE / "torch" / "nn" / "modules" / "module.py"), number=9, code="hook_result = hook(self, args)"),
+)
+
+
+def test_text_is_read_into_kind_number_explanation_and_mend() -> None:
+    one = read_break(ITEM, [MINE], region="Net", phase="training")
+    assert one.kind == "Unsupported Tensor.item() call with capture_scalar_outputs=False"
+    assert (one.identifier, one.reason, one.mend) == ("GB0124", "Dynamo does not trace it.", SCALAR)
+    assert (one.where, one.called_from, one.inside) == (MINE, None, None)
+
+
+def test_the_line_is_the_innermost_outside_torch_and_says_who_called_it() -> None:
+    one = read_break(ITEM, [MINE, THEIRS, TORCHS], region="Net", phase="training")
+    assert (one.where, one.called_from, one.inside) == (THEIRS, MINE, TORCHS)
+
+
+def test_a_break_in_a_hook_says_so() -> None:
+    hook = Line(file="/mine/hooks.py", number=2, function="remember")
+    assert read_break(ITEM, [MINE, TORCHS, hook], region="Net", phase="training").mend.startswith("in a hook, ")
+    assert not read_break(ITEM, [MINE, hook], region="Net", phase="training").mend.startswith("in a hook, ")
+
+
+def test_a_break_that_is_met_twice_is_one_and_knows_its_caller() -> None:
+    inner = read_break(ITEM, [THEIRS], region="Net", phase="training")
+    outer = read_break(ITEM, [MINE, THEIRS], region="Net", phase="training")
+    (one,) = merged([inner, outer])
+    assert (one.count, one.where, one.called_from) == (2, THEIRS, MINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        ("generic_jump TensorVariable()", "Data-dependent branching", "torch.where"),
+        ("step_unsupported", "Call of code that breaks", "goes away"),
+        ("", "no reason given", "torch.compiler.disable"),
+    ],
+)
+def test_words_without_an_explanation_get_one(text: str, kind: str, says: str) -> None:
+    one = read_break(text, [], region=None, phase="training")
+    assert one.kind == kind
+    assert one.reason
+    assert says in one.mend
+
+
+@pytest.mark.parametrize(
+    ("identifier", "text", "advice"),
+    [
+        ("GB0007", "the builtin `zlib.crc32.` a third-party C/C++ Python extension (e.g. _warnings.warn)", EXTENSION),
+        ("GB0007", "the builtin `_warnings.warn.` This function is a Python builtin", LOGGING),
+        ("GB0059", "Dynamo does not know how to trace builtin operator `print`", LOGGING),
+        ("GB0291", "logging.Logger method not supported for non-export cases", LOGGING),
+    ],
+)
+def test_the_first_mend_that_fits_is_given(identifier: str, text: str, advice: str) -> None:
+    assert mend(identifier, text) == advice
+
+
+def test_an_unknown_kind_gets_torchs_own_hints() -> None:
+    hints = ["Use another function.", "Please report an issue to PyTorch."]
+    assert mend("GB9999", "Something new", hints) == "torch says: Use another function."
+
+
+def test_lines_are_read_with_their_code_and_shown_from_where_the_reader_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("first\n    second\n")
+    line = source.line(str(file), 2, "torch_dynamo_resume_in_forward_at_1")
+    assert (line.function, line.code) == ("forward", "second")
+    monkeypatch.chdir(tmp_path)
+    assert source.shown(str(file)) == "net.py"
+    assert source.shown(THEIRS.file) == "transformers/gpt2.py"
+    assert source.line(str(tmp_path / "gone.py"), 1).code is None

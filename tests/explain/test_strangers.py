@@ -1,0 +1,82 @@
+"""Models of Lightning, timm and transformers: what is found in them is so, and what is not there is not found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+
+from strategies import Regional, Whole
+from tests.trainer.test_other_peoples_models import Demo, Trained, gpt2, images, tokens, vision_transformer
+from trainer.explain.explanation import Explanation
+from trainer.explain.look import Options, explain_module
+from trainer.explain.source import shown
+
+QUICK = Options(backend="eager", profiles=False)
+
+
+def look(make: Callable[[], L.LightningModule], data: Callable[[], Any], *strategies: Any) -> Explanation:
+    return explain_module(make(), data(), strategies or [Whole()], QUICK)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "region"),
+    [
+        pytest.param(vision_transformer, images, "VisionTransformer", id="timm"),
+        pytest.param(gpt2, tokens, "GPT2LMHeadModel", id="transformers"),
+    ],
+)
+def test_models_that_compile_whole_are_no_alarm(
+    make: Callable[[], L.LightningModule], data: Callable[[], Any], region: str
+) -> None:
+    explanation = look(make, data)
+    assert explanation.problems == 0
+    assert [(each.region, each.forward) for each in explanation.graphs] == [(region, 1)]
+
+
+def test_a_model_without_its_loss_type_breaks_at_the_warning_of_transformers() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def make() -> L.LightningModule:
+        config = GPT2Config(
+            vocab_size=50,
+            n_layer=1,
+            n_embd=32,
+            n_head=2,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+        model = GPT2LMHeadModel(config)
+        return Trained(model, lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss)
+
+    explanation = look(make, tokens)
+    lines = [each.where for each in explanation.breaks if each.where is not None]
+    assert any("warning_once" in (line.code or "") for line in lines)
+    assert all(shown(line.file).startswith("transformers/") for line in lines)
+    assert explanation.unexpected == []
+
+
+def test_lightnings_demo_breaks_within_torch_and_is_shown_at_its_own_line() -> None:
+    explanation = look(Demo, tokens)
+    assert explanation.breaks
+    for one in explanation.breaks:
+        assert one.where is not None
+        assert one.where.file.endswith("demos/transformer.py")
+        assert "self.transformer(" in (one.where.code or "")
+        assert one.inside is not None
+        assert shown(one.inside.file).startswith("torch/nn/modules/")
+    # Mask and positions are made in the first call; torch 2.15 blames the mask, 2.11 the positions.
+    (made,) = explanation.unexpected
+    assert made.kind == "None at first"
+    assert made.changes[0].startswith("None -> a tensor ")
+
+
+def test_a_key_value_cache_while_training_is_found_with_the_flag_that_changes() -> None:
+    explanation = look(lambda: gpt2(use_cache=True), tokens, Regional())
+    assert explanation.breaks == []
+    assert {(each.kind, each.region) for each in explanation.unexpected} == {("flag", "GPT2Block")}
+    assert all(each.where and shown(each.where.file).startswith("transformers/") for each in explanation.unexpected)

@@ -1,0 +1,182 @@
+"""Torch as it imports, the CUDA driver and devices, Triton, ptxas and NVML."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strategies.toolchain import triton_lacks
+from trainer.doctor.finding import Finding, error, ok, warning
+from trainer.doctor.processes import call
+
+PROBE_SECONDS = 120.0
+"""Importing torch from a cold network disk takes a minute."""
+PTXAS_SECONDS = 20.0
+LITTLE_DEVICE_GIB = 1.0
+REINSTALL = "install torch anew: https://pytorch.org/get-started/locally"
+
+
+@dataclass(kw_only=True)
+class TorchFacts:
+    """What the probe's stages told."""
+
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    failed: str | None = None
+    """Why it did not come to its end."""
+
+    @property
+    def importable(self) -> bool:
+        """Whether torch could be imported."""
+        return "torch" in self.stages
+
+
+def ask_torch() -> TorchFacts:
+    """Run the probe."""
+    # -P: its folder holds modules of ours, which would be found before the standard library's.
+    outcome = call([sys.executable, "-P", str(Path(__file__).with_name("probe.py"))], seconds=PROBE_SECONDS)
+    facts = TorchFacts(failed=outcome.failed)
+    for line in outcome.output.splitlines():
+        if line.startswith('{"stage"'):
+            told = json.loads(line)
+            if told["stage"] == "device":
+                facts.devices.append(told)
+            facts.stages[told["stage"]] = told
+    return facts
+
+
+def devices(facts: TorchFacts) -> Iterator[Finding]:
+    """Lines for torch's import, the driver, each device and what compiles for it."""
+    if not facts.importable:
+        yield error("torch imports", f"no: {facts.failed}", REINSTALL)
+        yield from energy(used=False)
+        return
+    torch = facts.stages["torch"]
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPU only"
+    yield ok("torch imports", f"{torch['version']} ({build})")
+    if "cuda" not in facts.stages or (facts.failed and facts.stages["cuda"]["available"]):
+        yield error(
+            "cuda",
+            f"using the device failed: {facts.failed}",
+            f"this torch is not built for the device: {REINSTALL}"
+            if "no kernel image" in str(facts.failed)
+            else "nvidia-smi says more; CUDA_VISIBLE_DEVICES= runs on the CPU",
+        )
+    if facts.stages.get("cuda", {}).get("available"):
+        yield from _with_cuda(facts)
+    elif "cuda" in facts.stages:
+        yield _without_cuda(torch, facts.stages["cuda"]["reasons"])
+    yield from energy(used=bool(facts.devices))
+
+
+def _without_cuda(torch: dict[str, Any], reasons: list[str]) -> Finding:
+    boards = nvidia_boards()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not boards and not reasons:
+        return ok("cuda", "no NVIDIA device: runs use the CPU")
+    if hidden is not None and hidden in ("", "-1"):
+        return ok("cuda", f"{boards} boards, hidden by CUDA_VISIBLE_DEVICES={hidden!r}: runs use the CPU")
+    if torch["cuda"] is None:
+        return warning("cuda", f"{boards} boards, but this torch is built without CUDA", REINSTALL)
+    if not boards:
+        return ok("cuda", f"no NVIDIA device: runs use the CPU ({reasons[0]})")
+    reason = reasons[0] if reasons else "torch does not say why"
+    return error(
+        "cuda",
+        f"{boards} boards, but torch cannot use them: {reason}",
+        f"update the driver to one for CUDA {torch['cuda']}, or install a torch for an older CUDA",
+    )
+
+
+def _with_cuda(facts: TorchFacts) -> Iterator[Finding]:
+    driver = facts.stages.get("driver")
+    if driver is not None:
+        version = f"for CUDA {driver['version']}" if driver["version"] else "its version is not known"
+        yield ok("cuda driver", f"{version}, torch is built with {facts.stages['torch']['cuda']}")
+    triton = version_of("triton")
+    for device in facts.devices:
+        name, capability = f"device {device['number']}", tuple(device["capability"])
+        said = (
+            f"{device['name']}, compute capability {capability[0]}.{capability[1]}, "
+            f"{device['free_gib']:.1f} of {device['total_gib']:.1f} GiB free"
+        )
+        if not device["works"]:
+            yield error(name, f"{said}: a product of matrices of ones is wrong", "nvidia-smi -q shows memory errors")
+        elif lacks := triton_lacks(triton is not None, device["name"], (capability[0], capability[1])):
+            yield error(name, said, lacks)
+        elif device["free_gib"] < LITTLE_DEVICE_GIB:
+            yield warning(name, said, "another process has the memory: nvidia-smi, or choose with CUDA_VISIBLE_DEVICES")
+        else:
+            yield ok(name, said + ("" if device["bf16"] else ", no bf16: precision=auto uses 32 bits"))
+    if triton is not None:
+        yield ok("triton", triton)
+        yield ptxas()
+
+
+def ptxas() -> Finding:
+    """Whether the assembler that Triton calls runs: the one named, or the one it brings."""
+    given = os.environ.get("TRITON_PTXAS_PATH")
+    spec = importlib.util.find_spec("triton")
+    brought = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas" if spec and spec.origin else None
+    path = Path(given) if given else brought
+    if path is None or not path.is_file():
+        found = shutil.which("ptxas")
+        if given or found is None:
+            return error(
+                "ptxas", f"{path} is not there", "unset TRITON_PTXAS_PATH, or pip install --force-reinstall triton"
+            )
+        path = Path(found)
+    outcome = call([str(path), "--version"], seconds=PTXAS_SECONDS)
+    if outcome.failed:
+        return error(
+            "ptxas", f"{path} does not run: {outcome.failed}", "a file system mounted noexec? reinstall triton"
+        )
+    released = next((line for line in outcome.output.splitlines() if "release" in line), "")
+    return ok("ptxas", f"{released.strip() or 'runs'} ({path})")
+
+
+def energy(*, used: bool) -> Iterator[Finding]:
+    """Whether NVML counts joules; nothing to say without a device."""
+    if not used:
+        return
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except Exception as failure:  # NVML raises classes of its own
+        yield warning("energy", f"NVML does not count joules: {failure}", "records will have no joules_per_sample")
+    else:
+        yield ok("energy", f"NVML counts joules (driver {_text(pynvml.nvmlSystemGetDriverVersion())})")
+
+
+def nvidia_boards() -> int:
+    """Boards that NVML or the kernel's driver knows, whatever torch says."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # not installed, or no driver: as in ``energy``
+        driver = Path("/proc/driver/nvidia/gpus")
+        return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def version_of(package: str) -> str | None:
+    """Installed version, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

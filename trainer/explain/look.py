@@ -1,0 +1,185 @@
+"""Look: a few steps of a task, or of any LightningModule, under strategies, and what the compiler made of them.
+
+    from trainer.explain.look import explain_module
+    print(explain_module(module, loader, [Whole()]).as_json())
+
+Nothing is trained for keeps: the module is this process's own, no checkpoint, record or artifact is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from strategies import Strategy
+from strategies.compile_errors import is_compile_error
+from strategies.compose import label
+from trainer.build import build_trainer, compile_callback
+from trainer.callback import Compile, CompiledNothing
+from trainer.explain.assemble import assembled
+from trainer.explain.backends import prepared, strict
+from trainer.explain.compiler import quiet_compiler
+from trainer.explain.explanation import Explanation
+from trainer.explain.watching import Watching
+from trainer.reasons import one_line
+from trainer.run import new_record
+from trainer.settings import Config
+from trainer.torch_settings import process_settings
+
+VALIDATION_BATCHES = 2
+MOST_STEPS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to look."""
+
+    backend: str = "configured"
+    """One of ``trainer.explain.backends.BACKENDS``."""
+    batches: int | None = None
+    """Batches of the epoch to look at; None = all."""
+    seconds: float = 120.0
+    """After so many seconds no further batch is looked at."""
+    profiles: bool = True
+    """Whether the last steps are profiled, to tell what ran eager."""
+    progress: Callable[[str], None] = lambda line: None
+    """Told what is being done."""
+    before_steps: Callable[[], None] = lambda: None
+    """Called once Lightning has set its signal handlers: for whoever has handlers of their own."""
+
+
+def explain(config: Config, options: Options, *, command: Sequence[str] = ()) -> Explanation:
+    """Look at ``config.task`` under ``config.compile``. Raises ValueError for what a run would refuse."""
+    strategies = prepared(config.compile.values(), options.backend)
+    if not strategies:
+        raise ValueError(f"compile={label(config.compile.values())}: compiles nothing, there is nothing to explain")
+    settings = dataclasses.replace(
+        config.trainer,
+        devices=1,
+        strategy="auto",
+        max_steps=MOST_STEPS,
+        val_every_n_steps=2 if config.trainer.val_every_n_steps else 0,
+        val_batches=VALIDATION_BATCHES,
+        checkpoint_every_n_steps=None,
+        warmup_steps=0,
+        measure_peak=False,
+        progress="none",
+    )
+    seen = dataclasses.replace(
+        config,
+        compile={strategy.name: strategy for strategy in strategies},
+        trainer=settings,
+        parity="off",
+        on_compile_error="fail",
+        on_slower="warn",
+        resume=None,
+        repeat=None,
+        profile="off",
+    )
+    record = new_record(seen, list(command))
+    with process_settings(settings), tempfile.TemporaryDirectory(prefix="explain-") as folder:
+        compile_ = compile_callback(seen, record)
+        L.seed_everything(config.seed, verbose=False)
+        options.progress("building data and model")
+        data = config.task.build_data(seed=config.seed)
+        module = config.task.build_module(max_steps=config.trainer.max_steps)
+        watching = _watching(compile_, options)
+        trainer = _without_traces(build_trainer(seen, Path(folder), [compile_, watching]))
+        return _look(trainer, module, compile_, watching, {"datamodule": data}, config, options, command)
+
+
+def explain_module(
+    module: L.LightningModule,
+    loader: Any,
+    strategies: Iterable[Strategy],
+    options: Options | None = None,
+    **declared: Any,
+) -> Explanation:
+    """Look at any module trained on ``loader``; ``declared`` are further arguments of ``trainer.callback.Compile``."""
+    options = options or Options()
+    given = list(strategies)
+    compile_ = Compile(prepared(given, options.backend), parity="off", warmup_steps=0, measure_peak=False, **declared)
+    compile_.record.task = type(module).__name__
+    watching = _watching(compile_, options)
+    with tempfile.TemporaryDirectory(prefix="explain-") as folder:
+        trainer = L.Trainer(
+            max_epochs=1,
+            logger=False,
+            callbacks=[compile_, watching],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            num_sanity_val_steps=0,
+        )
+        return _look(trainer, module, compile_, watching, {"train_dataloaders": loader}, given, options, ())
+
+
+def _watching(compile_: Compile, options: Options) -> Watching:
+    return Watching(
+        compile_,
+        batches=options.batches,
+        seconds=options.seconds,
+        profiles=options.profiles,
+        progress=options.progress,
+        before_steps=options.before_steps,
+    )
+
+
+def _without_traces(trainer: L.Trainer) -> L.Trainer:
+    """Take away what would write: TensorBoard's files and the best checkpoint."""
+    trainer.loggers = []
+    kept = [each for each in trainer.callbacks if not isinstance(each, L.pytorch.callbacks.ModelCheckpoint)]  # type: ignore[attr-defined]
+    trainer.callbacks = kept  # type: ignore[attr-defined]
+    return trainer
+
+
+def _look(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    compile_: Compile,
+    watching: Watching,
+    data: dict[str, Any],
+    given: Config | Sequence[Strategy],
+    options: Options,
+    command: Sequence[str],
+) -> Explanation:
+    failures: list[str] = []
+    try:
+        with _compile_failures(failures), quiet_compiler():
+            trainer.fit(module, **data)
+    finally:
+        watching.close()
+    strategies = list(given.compile.values()) if isinstance(given, Config) else list(given)
+    explanation = assembled(watching, compile_, trainer, failures)
+    explanation.strategies, explanation.command = label(strategies), list(command)
+    missing = explanation.not_looked_at
+    if any(strategy.name == "cached" for strategy in strategies):
+        missing.append("cached: left out, so that no store is read or written")
+    if isinstance(given, Config) and (given.trainer.devices != 1 or given.trainer.strategy != "auto"):
+        missing.append("several devices: looked at on one, without what DDP or FSDP changes")
+    if isinstance(given, Config) and given.trainer.val_every_n_steps and not watching.validated:
+        missing.append("validation: the look was over before one")
+    if explanation.breaks and (names := strict(strategies)):
+        explanation.notes.append(
+            f"{', '.join(names)}: fullgraph=true, so a run ends at the first of these breaks and splits nothing"
+        )
+    return explanation
+
+
+@contextlib.contextmanager
+def _compile_failures(failures: list[str]) -> Iterator[None]:
+    """A compile that fails is something to explain; anything else is an error."""
+    try:
+        yield
+    except Exception as error:
+        if not (is_compile_error(error) or isinstance(error, CompiledNothing)):
+            raise
+        failures.append(one_line(error))

@@ -1,0 +1,72 @@
+"""Source: which frame of a stack is the user's, and the text of a line."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.explain.explanation import Line
+
+LIBRARIES = tuple(dict.fromkeys(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+MACHINERY = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_fabric)[/\\]")
+EXAMPLES = re.compile(r"[/\\]demos[/\\]")
+"""Models that come with Lightning, which are somebody's model all the same."""
+RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.+)_at_\d+$")
+"""Name of what Dynamo makes of the rest of a function behind a break."""
+STACK_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+), in (?P<function>.+)$')
+LONGEST = 160
+"""Characters of a line of code that are kept."""
+
+
+def line(file: str, number: int, function: str | None = None) -> Line:
+    """The line with its text."""
+    if function is not None and (resumed := RESUMED.match(function)):
+        function = resumed["function"]
+    code = linecache.getline(file, number).strip()
+    return Line(file=file, number=number, function=function, code=code[:LONGEST] or None)
+
+
+def lines_of_stack(text: str) -> list[Line]:
+    """Lines of a printed stack, outermost first."""
+    found = (STACK_LINE.match(one) for one in text.splitlines())
+    return [line(each["file"], int(each["number"]), each["function"].strip()) for each in found if each]
+
+
+def is_machinery(file: str) -> bool:
+    """Whether a file belongs to torch, Lightning or no file at all."""
+    in_library = file.startswith(LIBRARIES) or "site-packages" in file
+    return file.startswith("<") or (in_library and MACHINERY.search(file) is not None and not EXAMPLES.search(file))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file was installed rather than written by the user."""
+    return file.startswith(("<", *LIBRARIES)) or "site-packages" in file
+
+
+def of_interest(stack: Iterable[Line]) -> tuple[Line | None, Line | None, Line | None]:
+    """Of a stack, outermost first: the innermost line outside torch and Lightning; the innermost one of the user's own
+    where that is another; and the innermost one of all where that is in torch or Lightning."""
+    frames = list(stack)
+    if not frames:
+        return None, None, None
+    outside = [frame for frame in frames if not is_machinery(frame.file)]
+    own = [frame for frame in outside if not is_library(frame.file)]
+    where = outside[-1] if outside else frames[-1]
+    called_from = own[-1] if own and own[-1] != where else None
+    inside = frames[-1] if frames[-1] != where and is_machinery(frames[-1].file) else None
+    return where, called_from, inside
+
+
+def shown(file: str) -> str:
+    """A path as a reader likes it: from the working directory, from the site-packages, or whole."""
+    path = Path(file)
+    here = Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    for library in sorted(LIBRARIES, key=len, reverse=True):
+        if path.is_relative_to(library):
+            return str(path.relative_to(library))
+    return file
