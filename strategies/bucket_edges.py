@@ -79,6 +79,14 @@ def padded_share(lengths: ArrayLike, edges: Sequence[int]) -> float:
     return 1 - int(values.sum()) / positions if positions else 0.0
 
 
+def padded_share_by_edge(lengths: ArrayLike, edges: Sequence[int]) -> list[float | None]:
+    """The same for the examples of each edge alone; None for an edge that no example is padded to."""
+    values = np.asarray(lengths, dtype=np.int64)
+    places = np.searchsorted(edges, values)
+    examples = [values[places == place] for place in range(len(edges))]
+    return [1 - float(own.mean()) / edge if len(own) else None for own, edge in zip(examples, edges, strict=True)]
+
+
 def share_of_random_batches(lengths: ArrayLike, batch_size: int, *, seed: int = 0) -> float:
     """Padding over all positions of shuffled batches that are padded to their longest example, to compare with."""
     values: NDArray[Any] = np.random.default_rng(seed).permutation(np.asarray(lengths, dtype=np.int64))

@@ -18,6 +18,8 @@ SECRET = re.compile(r"(.*_)?(key|secret|token|password|passwd|credentials?|conne
 """Names of storage options that hold credentials."""
 CREDENTIALS = re.compile(r"://[^/]*@|\?[^/]*=")
 """What holds credentials in a URL: ``user:password@`` and a query (``?token=``)."""
+URL_VARIABLE = "CRUCIBLE_CACHE_URL"
+"""Environment variable with the folder of a run that names none; a run that must start cold is given an empty one."""
 SWITCHES = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE")
 
 
@@ -50,8 +52,9 @@ class Cached(Strategy, HoldsSession):
     stage: ClassVar[Stage] = Stage.CACHE
 
     url: str | None = None
-    """Folder, as fsspec writes it: a path, ``s3://bucket/folder``, ``gs://...``; null = ``crucible/compiled`` in the
-    user's cache folder. No credentials: they belong into the environment or the cloud's own files."""
+    """Folder, as fsspec writes it: a path, ``s3://bucket/folder``, ``gs://...``; null = that of ``CRUCIBLE_CACHE_URL``
+    in the environment, or ``crucible/compiled`` in the user's cache folder. No credentials: they belong into the
+    environment or the cloud's own files."""
     key_file: str | None = None
     """File with the key that signs artifacts; null = the environment variable ``CRUCIBLE_CACHE_KEY``, if it is set.
     Without a key only a local folder that nobody else can write is read."""
@@ -151,8 +154,8 @@ class Cached(Strategy, HoldsSession):
         session.notes.clear()
 
     def _url(self) -> str:
-        if self.url is not None:
-            return self.url
+        if url := self.url or os.environ.get(URL_VARIABLE):
+            return url
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         return str(Path(home) / "crucible" / "compiled")
 

@@ -47,6 +47,8 @@ def _callback_arguments(config: Config, record: RunRecord) -> dict[str, Any]:
         "parity": config.parity,
         "on_compile_error": config.on_compile_error,
         "on_slower": config.on_slower,
+        "profile": config.profile,
+        "profile_steps": config.profile_steps,
     }
 
 

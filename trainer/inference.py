@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.build import build_inference_trainer, inference_callback, note_machine
 from trainer.checkpoints import find_checkpoint, step_of
-from trainer.console import ProgressView, RunConsole, announce
+from trainer.console import ProgressView, announce
 from trainer.inference_batches import loader_name
 from trainer.inference_callback import CompileForInference
 from trainer.inference_loop import InferenceLoop
 from trainer.interrupt import StopRequest
-from trainer.reasons import one_line
-from trainer.rows import summary
+from trainer.job import Job
 from trainer.run_modes import Inference
-from trainer.settings import Config
-from trainer.telemetry.record import RunRecord
 
 
-class Inferring:
-    """The parts of one inference, built in the order in which a user's mistakes are cheapest to find."""
-
-    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: RunConsole) -> None:
-        assert isinstance(config.run, Inference)
-        self._mode: Inference = config.run
-        self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
-        self._compile: CompileForInference | None = None
-        self._stop: StopRequest | None = None
-
-    @property
-    def stopping(self) -> int | None:
-        """The signal that asked the run to stop, if one did."""
-        return None if self._stop is None else self._stop.signum
+class Inferring(Job):
+    """The parts of one inference."""
 
     @property
     def started(self) -> bool:
         """Whether a batch was run."""
-        return self._compile is not None and self._compile.inference_telemetry.phase != "starting"
+        compile_ = self._compile
+        return isinstance(compile_, CompileForInference) and compile_.inference_telemetry.phase != "starting"
 
     def go(self, stop: StopRequest) -> None:
         """Build everything and measure to the end, to an error or to a stop."""
-        config, record, mode = self._config, self._record, self._mode
+        config, record, mode = self._config, self._record, self._config.run
+        assert isinstance(mode, Inference)
         self._stop = stop
         checkpoint = None if config.resume is None else find_checkpoint(config.resume)
         if checkpoint is not None:
@@ -72,6 +58,7 @@ class Inferring:
         total = mode.batches * mode.repeats
         try:
             with (
+                self._loading(checkpoint),
                 ProgressView(
                     self._console,
                     style=config.trainer.progress,
@@ -86,19 +73,8 @@ class Inferring:
                     trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
                 else:
                     trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
-        except RuntimeError as error:
-            if checkpoint is not None and not self.started and "state_dict" in str(error):
-                raise ValueError(
-                    f"resume={config.resume}: the checkpoint belongs to another model than this: {one_line(error)}"
-                ) from error
-            raise
         finally:
             record.skipped_items = config.task.skipped_items(data)
-
-    def close(self) -> None:
-        """Write the last TensorBoard pages."""
-        if self._compile is not None:
-            self._compile.close_pages(summary(self._record))
 
 
 def require_step(module: L.LightningModule, step: str) -> None:

@@ -6,13 +6,14 @@ import contextlib
 from typing import Any
 
 import lightning as L
-import torch
 
 from strategies import Program
 from strategies.compose import begin
 from trainer.callback import Compile
 from trainer.rehearsal import Guarding
 from trainer.telemetry.inference import InferenceTelemetry
+from trainer.telemetry.profile_page import with_idle_share
+from trainer.telemetry.scalars import added_up
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 
@@ -47,7 +48,9 @@ class CompileForInference(Compile):
         self._tell(self.program)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
-        self.inference_telemetry.start(trainer.strategy.root_device, str(trainer.precision), self._pages)
+        self.inference_telemetry.start(
+            trainer.strategy.root_device, str(trainer.precision), self._pages, aloud=trainer.is_global_zero
+        )
         return self.program
 
     def tell(self) -> None:
@@ -61,10 +64,7 @@ class CompileForInference(Compile):
         telemetry.phase = "finishing"
         telemetry.compiler.collect()
         figures: dict[str, Any] = telemetry.figures()
-        for name in ("samples_per_second", "tokens_per_second", "useful_tokens_per_second"):
-            if together and trainer.world_size > 1 and figures.get(name) is not None:
-                rate = torch.tensor(figures[name], device=trainer.strategy.root_device)
-                figures[name] = float(trainer.strategy.reduce(rate, reduce_op="sum"))
+        figures |= added_up(figures, trainer) if together else {}
         if self.strategies:
             figures |= telemetry.compiler.figures()
             record.events = list(telemetry.compiler.events)
@@ -76,6 +76,9 @@ class CompileForInference(Compile):
             setattr(record, name, value)
         if self.program is not None:
             record.report = self.program.report
+            if "profile" in record.report:
+                facts = with_idle_share(record.report["profile"], record.latency_seconds_median)
+                record.report["profile"] = facts
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The loop has kept what was measured; undo what must not outlive the run."""

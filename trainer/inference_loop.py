@@ -8,8 +8,8 @@ on a GPU would be measured by.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
@@ -30,6 +30,8 @@ from trainer.passes import Passes
 from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.run_modes import Inference
+from trainer.telemetry import memory
+from trainer.telemetry.profile_steps import profile_calls
 from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.watchdog import take_sample
@@ -95,6 +97,7 @@ class InferenceLoop:
         first = self._warm_up(batches, max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
         if self._stop.signum is None:
             self._check(first)
+            self._profile(batches)
         del first
         for _ in range(self._mode.repeats):
             if self._stop.signum is not None:
@@ -196,10 +199,17 @@ class InferenceLoop:
                         self._run(batch)
                     else:
                         program.notes.append(line)
-        gc.collect()
-        if self._trainer.strategy.root_device.type == "cuda":
-            torch.cuda.empty_cache()  # eager's blocks have other sizes than compiled's
+        memory.give_back(self._trainer.strategy.root_device)
         self._compile.tell()
+
+    def _profile(self, batches: Batches) -> None:
+        """Record a few batches, apart from the timed ones."""
+        trainer, count = self._trainer, self._compile.profile_steps
+        if count is not None:
+            self._telemetry.phase = "profiling"
+            directory = Path(trainer.default_root_dir) if trainer.is_global_zero else None
+            facts = profile_calls(lambda: self._run(next(batches)), count, trainer.strategy.root_device, directory)
+            self._program.report["profile"] = facts
 
     def _go_eager(self, line: str) -> None:
         uncompile(self._program)

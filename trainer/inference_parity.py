@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies import Program
-from trainer.checkpoints import random_states, restore_random_states
 from trainer.eager import eager
 from trainer.parity import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
-from trainer.snapshot import drew_random_numbers, random_state
+from trainer.snapshot import drew_random_numbers, random_state, set_random_state
 
 SAMPLES = 5
 """Perturbed passes of eager by which a difference is judged before it counts; the first one is enough for most."""
@@ -32,12 +31,12 @@ def compare_outputs(
 
     Raises ParityError, the same on all processes, with the facts as its second argument.
     """
-    began, before, states = time.perf_counter(), random_state(), random_states()
+    began, before = time.perf_counter(), random_state()
     assert program.device is not None
     with eager(program):
         reference = _outputs(plain())
     if not reference or drew_random_numbers(before):
-        restore_random_states(states)
+        set_random_state(before)
         reason = "the step draws random numbers" if reference else "the step returns no floating-point tensor"
         return {"mode": mode, "verdict": "skipped", "reason": reason}
     seen = _distance(_outputs(compiled()), reference)

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from strategies import Program
 from strategies.bucket_batches import BucketBatchSampler, batch_sizes
-from strategies.bucket_edges import padded_share, share_of_random_batches
+from strategies.bucket_edges import padded_share, padded_share_by_edge, share_of_random_batches
 from strategies.padding import Padding
 from trainer.loaders_batches import BucketLoader, PaddingCollate, with_buckets, with_collate
 from trainer.loaders_lengths import known_lengths, measured_lengths, require_map_style
@@ -183,6 +183,7 @@ class LoaderPadder:
             "left_out_each_epoch": batches.left_out,
             "longest": int(lengths.max()),
             "padded_share_of_the_edges": padded_share(lengths, padding.edges),
+            "padded_share_by_edge": padded_share_by_edge(lengths, padding.edges),
             "expected_padded_share": batches.planned_padded_share,
             "padded_share_of_random_batches": None
             if loader.batch_size is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from trainer.telemetry.facts import headlines
+from trainer.telemetry.profile_page import profile_line
 from trainer.telemetry.record import RunRecord
 
+OWN_ROWS = ("parity", "profile")
+"""Parts of the report that are shown in a row of their own wording."""
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
 
@@ -17,7 +20,7 @@ def summary(record: RunRecord) -> dict[str, str]:
 
 def _training(record: RunRecord) -> dict[str, str]:
     return {
-        "strategies": record.label,
+        "strategies": record.label + _chosen(record),
         "device": _device(record),
         "optimizer steps": _number(record.steps, "{:.0f}"),
         **_compiled(record),
@@ -27,12 +30,19 @@ def _training(record: RunRecord) -> dict[str, str]:
         "steady steps": _number(record.steady_steps_per_second, "{:.2f} /s")
         + f" (median of {_number(record.steady_steps)}: {_milliseconds(record.steady_step_seconds_median)})",
         "p95 step": _milliseconds(record.steady_step_seconds_p95),
+        "slow steps": _slow_steps(record),
         "samples": _number(record.samples_per_second, "{:.1f} /s"),
         **_measured(record),
         "final loss": _number(record.final_loss, "{:.4f}"),
         **{name: _number(value, "{:.4f}") for name, value in sorted(record.final_metrics.items())},
         "skipped items": _skipped(record),
     }
+
+
+def _chosen(record: RunRecord) -> str:
+    if "auto" not in record.report:
+        return ""
+    return f" (chose {record.report['auto']['chosen']})"
 
 
 def _inference(record: RunRecord) -> dict[str, str]:
@@ -74,7 +84,7 @@ def _compiled(record: RunRecord) -> dict[str, str]:
         else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
-        **headlines({name: facts for name, facts in record.report.items() if name != "parity"}),
+        **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
         "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
     }
 
@@ -88,6 +98,8 @@ def _measured(record: RunRecord) -> dict[str, str]:
         "peak memory": f"device {_number(record.peak_device_memory_gib, '{:.2f} GiB')}, "
         f"process {_number(record.peak_process_memory_gib, '{:.2f} GiB')}",
         "energy": _number(record.joules_per_sample, "{:.3f} J/sample"),
+        "energy by phase": ", ".join(f"{name} {joules:,.0f} J" for name, joules in record.joules_by_phase.items()),
+        "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
     }
 
 
@@ -111,6 +123,13 @@ def _waiting(record: RunRecord) -> str:
         return f"{share:.1%} of the time"
     who = "the GPU" if record.device_type == "cuda" else "the loop"
     return f"{who} waits for data {share:.0%} of the time: more task.data.num_workers?"
+
+
+def _slow_steps(record: RunRecord) -> str:
+    if not record.slow_step_count:
+        return ""
+    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in record.slow_step_causes.items())
+    return f"{record.slow_step_count} took ten times the median or more: {causes}"
 
 
 def _skipped(record: RunRecord) -> str:

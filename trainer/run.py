@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import traceback
 from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from strategies.compose import label, ordered
 from trainer.build import build_trainer, compile_callback, note_machine
-from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, RunConsole, announce, tell
+from trainer.console import ERROR_LOG, ProgressView, announce, tell
+from trainer.described import described
 from trainer.inference import Inferring
 from trainer.interrupt import Interrupted, StopRequest
+from trainer.job import Job
 from trainer.reasons import one_line
-from trainer.rows import summary
+from trainer.run_console import RunConsole
 from trainer.run_modes import Inference
 from trainer.settings import Config
 from trainer.telemetry import hardware
@@ -45,7 +43,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     console = RunConsole(quiet=not is_first_process())
     record = new_record(config, command)
     kind = Inferring if isinstance(config.run, Inference) else Training
-    job: Inferring | Training = kind(config, record, run_dir, console)
+    job: Job = kind(config, record, run_dir, console)
     save(record, run_dir)
     try:
         with process_settings(config.trainer), StopRequest(console.print) as stop:
@@ -76,34 +74,14 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
 
 def new_record(config: Config, command: list[str]) -> RunRecord:
     """The record as far as it is known before anything is built."""
-    strategies = ordered(config.compile.values())
-    return RunRecord(
-        task=config.task.name,
-        run=config.run.name,
-        strategies=[{"name": strategy.name, **dataclasses.asdict(strategy)} for strategy in strategies],
-        label=label(strategies),
-        config=dataclasses.asdict(config),
-        command=command,
-        seed=config.seed,
-        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions=hardware.versions(),
-        git_commit=hardware.git_commit(),
-        import_seconds=hardware.process_age_seconds(),
-    )
+    record = described(config, command)
+    record.versions = hardware.versions()
+    record.import_seconds = hardware.process_age_seconds()
+    return record
 
 
-class Training:
-    """The parts of one run, built in the order in which a user's mistakes are cheapest to find."""
-
-    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: RunConsole) -> None:
-        self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
-        self._compile: Compile | None = None
-        self._stop: StopRequest | None = None
-
-    @property
-    def stopping(self) -> int | None:
-        """The signal that asked the run to stop, if one did."""
-        return None if self._stop is None else self._stop.signum
+class Training(Job):
+    """The parts of one training."""
 
     @property
     def started(self) -> bool:
@@ -126,26 +104,18 @@ class Training:
         announce(self._console, record, self._run_dir)
         compile_ = self._compile
         try:
-            with ProgressView(
-                self._console,
-                style=config.trainer.progress,
-                total=config.trainer.max_steps,
-                telemetry=lambda: compile_.telemetry,
+            with (
+                self._loading(checkpoint),
+                ProgressView(
+                    self._console,
+                    style=config.trainer.progress,
+                    total=config.trainer.max_steps,
+                    telemetry=lambda: compile_.telemetry,
+                ),
             ):
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-        except RuntimeError as error:
-            if checkpoint is not None and not self.started and "state_dict" in str(error):
-                raise ValueError(
-                    f"resume={config.resume}: the checkpoint belongs to another model than this: {one_line(error)}"
-                ) from error
-            raise
         finally:
             record.skipped_items = config.task.skipped_items(data)
-
-    def close(self) -> None:
-        """Write the last TensorBoard pages."""
-        if self._compile is not None:
-            self._compile.close_pages(summary(self._record))
 
     def _checkpoint(self) -> Path | None:
         if self._config.resume is None:

@@ -29,6 +29,10 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 PARITY = ("on", "off", "strict")
 ON_COMPILE_ERROR = ("fail", "eager")
 ON_SLOWER = ("warn", "eager")
+PROFILE = ("off", "on")
+MOST_PROFILE_STEPS = 100
+"""Each step adds thousands of events to a trace, and a viewer has to load them all."""
+REPEAT = ("cold", "warm")
 
 AT_LEAST: dict[str, int] = {
     "max_steps": 1,
@@ -118,6 +122,10 @@ class Config:
     """Seed of weights, data order and dropout."""
     resume: str | None = None
     """Run directory or checkpoint file to go on from; null = start anew."""
+    repeat: str | None = None
+    """One of ``REPEAT``, which compile caches the process starts with: ``cold`` = empty ones of its own; ``warm`` =
+    those that a cold run of the same command has filled, in a sweep (``-m repeat=cold,warm``); null = the machine's, as
+    they are."""
 
     parity: str = "on"
     """One of ``PARITY``: before the first step, one step of eager and of the compiled program on the first batch must
@@ -127,6 +135,12 @@ class Config:
     """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or that part goes on eager, said aloud."""
     on_slower: str = "warn"
     """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or goes on eager as well."""
+
+    profile: str = "off"
+    """One of ``PROFILE``: ``on`` = torch's profiler records a few steady steps (batches, in inference): a trace for
+    Perfetto, the share of the time in which the GPU is idle, the kernels or operators that take most of it."""
+    profile_steps: int = 5
+    """Optimizer steps, or batches, that it records; they are no part of the steady figures."""
 
     def __post_init__(self) -> None:
         """Check the fields. Raises one ValueError that holds all complaints, a line each."""
@@ -140,7 +154,9 @@ class Config:
         ):
             if getattr(self, name) not in choices:
                 complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")
-        complaints += [*self._of_training_only()]
+        if self.repeat is not None and self.repeat not in REPEAT:
+            complaints.append(f"repeat={self.repeat!r} is not one of {REPEAT}, or null")
+        complaints += [*profile_complaints(self.profile, self.profile_steps), *self._of_training_only()]
         try:
             ordered(strategy for strategy in self.compile.values() if strategy is not None)  # None: refused by itself
         except ValueError as error:
@@ -160,3 +176,11 @@ class Config:
                     f"compile.{name}: captures predict steps alone, a validation step adds up on the host; use "
                     "run.step=predict, or CUDA graphs of Inductor's with compile.whole.mode=reduce-overhead"
                 )
+
+
+def profile_complaints(profile: str, steps: int) -> list[str]:
+    """What is wrong with the two options of the profiler, a line each."""
+    complaints = [] if profile in PROFILE else [f"profile={profile!r} is not one of {PROFILE}"]
+    if not 1 <= steps <= MOST_PROFILE_STEPS:
+        complaints.append(f"profile_steps={steps} must be at least 1 and at most {MOST_PROFILE_STEPS}")
+    return complaints

@@ -101,7 +101,7 @@ class Snapshot:
             put_back()
         for tensor, kept in self._tensors.values():
             tensor.detach().copy_(kept)
-        _set_random_state(self._random)
+        set_random_state(self._random)
         for update, counted in self._updates:
             # A compiled step counts on the host, and holds on to state tensors that may be gone now.
             if same_plan:
@@ -223,7 +223,8 @@ def drew_random_numbers(before: tuple[Any, ...]) -> bool:
     )
 
 
-def _set_random_state(state: tuple[Any, ...]) -> None:
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Put a ``random_state()`` back in force."""
     python, array, host, cuda = state
     random.setstate(python)
     numpy.random.set_state(array)

@@ -7,7 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from strategies.bucket_edges import METHODS, optimal, padded_share, powers_of_two, quantiles, share_of_random_batches
+from strategies.bucket_edges import (
+    METHODS,
+    optimal,
+    padded_share,
+    padded_share_by_edge,
+    powers_of_two,
+    quantiles,
+    share_of_random_batches,
+)
 
 
 def lognormal(examples: int = 100_000) -> np.ndarray:
@@ -70,6 +78,11 @@ def test_the_longest_edge_stops_at_the_limit() -> None:
         assert method([10, 60, 77], count=2, multiple=16, limit=77)[-1] == 77
     with pytest.raises(ValueError, match="longest example has 78 positions, the limit is 77"):
         optimal([78], count=2, multiple=16, limit=77)
+
+
+def test_shares_by_edge_are_those_of_each_edges_examples_alone() -> None:
+    # 1 and 3 of 4 positions, 8 of 8, nothing between 9 and 12, 13 of 16
+    assert padded_share_by_edge([1, 3, 8, 13], [4, 8, 12, 16]) == [pytest.approx(0.5), 0.0, None, pytest.approx(3 / 16)]
 
 
 def test_a_length_beyond_the_last_edge_has_no_share() -> None:

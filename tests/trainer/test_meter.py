@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from trainer.telemetry.clock import HostClock
-from trainer.telemetry.meter import Meter, Step, Totals, percentile
+from trainer.telemetry.meter import Meter, Step, Totals, percentile, quantiles
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
@@ -53,6 +53,17 @@ def test_a_run_without_a_steady_step_has_no_steady_figures() -> None:
     for name in ("mean", "median", "p95", "deviation"):
         assert figures[f"steady_step_seconds_{name}"] is None
     assert meter.steady.rates() == {}
+
+
+@pytest.mark.parametrize("count", [21, 22, 40, 1000])
+def test_the_distribution_is_numpys_quantiles_in_steps_of_five_percent(count: int) -> None:
+    values = numpy.random.default_rng(count).lognormal(size=count)
+    assert quantiles(values.tolist()) == pytest.approx(numpy.quantile(values, numpy.linspace(0, 1, 21)).tolist())
+
+
+def test_too_few_steps_have_no_distribution() -> None:
+    assert quantiles([0.1] * 20) == []
+    assert quantiles([]) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 100, 101])

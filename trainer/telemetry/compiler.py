@@ -44,6 +44,7 @@ class CompilerWatch:
         self.compile_seconds = 0.0
         """Wall seconds of the compilations that ended."""
         self.events: list[Event] = []
+        self._untold: list[Event] = []
         self._began: float | None = None
         self._seen_metrics = 0
         self._seen_breaks = 0
@@ -92,7 +93,13 @@ class CompilerWatch:
             new.append(self._event("graph_break", reason.reason, where))
         self._seen_breaks = len(breaks)
         self.events.extend(new)
+        self._untold.extend(new)
         return new
+
+    def untold(self) -> list[Event]:
+        """What ``collect`` has read since the last call; what others have added to ``events`` they tell themselves."""
+        untold, self._untold = self._untold, []
+        return untold
 
     def figures(self) -> dict[str, Any]:
         """The record's compiler fields for everything since ``start``; what was never asked of torch is None."""

@@ -7,11 +7,15 @@ cannot be told apart and short windows are worth nothing: windows under ``SHORTE
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 SHORTEST_SECONDS = 2.0
+PAUSES = {"validating": "validation", "saving": "checkpoint", "profiling": "profile", "finishing": None}
+"""Phase of ``PhaseEnergy`` by the telemetry's word for a pause; after the last one nothing is counted."""
 
 
 class EnergyMeter:
@@ -24,6 +28,11 @@ class EnergyMeter:
         self._joules = 0.0
         self._seconds = 0.0
         self._samples = 0
+
+    @property
+    def reader(self) -> Callable[[], float] | None:
+        """Reads the board's joules so far; None without NVML."""
+        return self._read_joules if self._handle is not None else None
 
     def begin(self) -> None:
         """Open a window, unless one is open."""
@@ -57,6 +66,35 @@ class EnergyMeter:
         import pynvml
 
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+
+
+class PhaseEnergy:
+    """Joules of each phase of a run. Read when the host changes phase, which a device that lags behind has not yet.
+
+    Args:
+        read: Joules of the board so far; None = there is no counter.
+    """
+
+    def __init__(self, read: Callable[[], float] | None) -> None:
+        self._read = read
+        self._phase: str | None = None
+        self._began = (0.0, 0.0)
+        self._joules: defaultdict[str, float] = defaultdict(float)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, phase: str | None) -> None:
+        """``phase`` begins and the one before it ends; None ends it alone."""
+        if self._read is None or phase == self._phase:
+            return
+        joules, now = self._read(), time.perf_counter()
+        if self._phase is not None:
+            self._joules[self._phase] += joules - self._began[0]
+            self._seconds[self._phase] += now - self._began[1]
+        self._phase, self._began = phase, (joules, now)
+
+    def figures(self) -> dict[str, float]:
+        """Joules by phase, of those that are long enough for the counter."""
+        return {name: joules for name, joules in self._joules.items() if self._seconds[name] >= SHORTEST_SECONDS}
 
 
 def _nvml_handle(device: torch.device) -> Any | None:

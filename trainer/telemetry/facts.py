@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 HEADLINES: dict[str, tuple[str, ...]] = {
+    "auto": ("chosen", "reason", "planned_steps", "tried", "probe_seconds", "remembered"),
     "buckets": (
         "edges",
         "expected_padded_share",

@@ -1,15 +1,16 @@
-"""What the run ran on: device name, versions, the commit of the code."""
+"""What the run ran on: device name and versions."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 
 import torch
+
+from trainer.telemetry.processor import processor_name
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
 
@@ -18,13 +19,7 @@ def device_name(device: torch.device) -> str:
     """Name of the accelerator, or of the processor for a CPU run."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return processor_name()
 
 
 def versions() -> dict[str, str | None]:
@@ -38,18 +33,6 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def git_commit() -> str | None:
-    """Commit of the checkout this code runs from, with ``+dirty`` when files differ; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD").strip()
-        return commit + ("+dirty" if _git(root, "status", "--porcelain", "--untracked-files=no").strip() else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def process_age_seconds() -> float | None:
     """Seconds since this process started, by the kernel's account; None where /proc does not tell."""
     try:
@@ -57,9 +40,3 @@ def process_age_seconds() -> float | None:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
-    ).stdout

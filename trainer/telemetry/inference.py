@@ -22,11 +22,12 @@ from trainer.telemetry.meter import Meter, Step, Totals
 from trainer.telemetry.peak import Peak, find_peak
 from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
 from trainer.telemetry.telemetry import BatchCounter
+from trainer.telemetry.telling import Teller
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 OF_WARMUP = ("first_step_seconds", "warmup_seconds", "warmup_steps")
 """Fields of the record that a training has too; here a step is a batch."""
-OF_LATENCY = ("mean", "median", "p95", "deviation")
+OF_LATENCY = ("mean", "median", "p95", "deviation", "quantiles")
 
 
 class InferenceTelemetry:
@@ -45,6 +46,7 @@ class InferenceTelemetry:
         self.steps_per_second: float | None = None
         self.ready_seconds: float | None = None
         """Age of the process when the first batch was there."""
+        self.teller = Teller(aloud=False)
         self.count, self._measure_peak = count, measure_peak
         self._meter = Meter(warmup_steps=0)
         self._open: list[Step] = []
@@ -52,8 +54,9 @@ class InferenceTelemetry:
         self._runs = 0
         self._number = 0
 
-    def start(self, device: torch.device, precision: str, pages: TensorBoardPages) -> None:
-        """Model and data are in place."""
+    def start(self, device: torch.device, precision: str, pages: TensorBoardPages, *, aloud: bool = True) -> None:
+        """Model and data are in place; ``aloud`` on the process that tells what is otherwise silent."""
+        self.teller = Teller(aloud=aloud)
         self._device, self._pages = device, pages
         self._clock: StepClock = step_clock(device)
         self._energy = EnergyMeter(device)
@@ -70,7 +73,7 @@ class InferenceTelemetry:
         self._begin()
         yield
         self._read()
-        self.compiler.collect()
+        self._collect()
 
     @contextmanager
     def timed_run(self) -> Iterator[None]:
@@ -102,7 +105,7 @@ class InferenceTelemetry:
         self._number += 1
         self._open.append(step)
         if step.compiled:
-            self.compiler.collect()
+            self._collect()
             self._energy.discard()
         elif self.phase == "measuring":
             self.steps_done += 1
@@ -128,6 +131,11 @@ class InferenceTelemetry:
             "peak_process_memory_gib": memory.peak_process_gib(),
             "joules_per_sample": self._energy.joules_per_sample(),
         }
+
+    def _collect(self) -> None:
+        """Read what the compiler did, and tell of it what is silent."""
+        self.compiler.collect()
+        self.teller.events(self.compiler.untold(), warm=self.phase == "measuring")
 
     def _begin(self) -> None:
         self._wait()

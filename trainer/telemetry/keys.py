@@ -26,6 +26,7 @@ SCALARS: dict[str, tuple[str, str]] = {
     "time/batch_milliseconds_p95": ("ms", "inference: 95th percentile of the same batches"),
     "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
     "time/warmup_seconds": ("s", "the rehearsal and all steps that are not steady, so far"),
+    "time/slow_steps": ("count", "steps so far that took ten times the median or more, page `run/slow_steps`"),
     "compile/seconds": ("s", "wall time inside the compiler so far"),
     "compile/graphs": ("count", "graphs compiled so far"),
     "compile/graph_breaks": ("count", "graph breaks so far"),
@@ -58,6 +59,8 @@ TensorBoard shows the first five of them before it is asked for more."""
 TEXTS: dict[str, str] = {
     "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",
     "run/strategies": "what each strategy found and did: bucket edges, graphs captured, artifacts loaded",
+    "run/slow_steps": "steps that took ten times the median or more, with their cause",
+    "run/profile": "profile=on: share of device idle time, top kernels or operators",
     "run/config": "the whole configuration as YAML-like text",
     "run/summary": "the summary table of the run",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 
@@ -20,6 +21,13 @@ def reset_peaks(device: torch.device) -> None:
         _before.pop(device, None)
 
 
+def give_back(device: torch.device) -> None:
+    """Free what is unreachable and what the allocator keeps: eager's blocks have other sizes than compiled's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def peak_bytes(device: torch.device) -> int:
     """The peak so far, for ``resume``; 0 for a CPU."""
     return max(torch.cuda.max_memory_allocated(device), _before.get(device, 0)) if device.type == "cuda" else 0
@@ -30,6 +38,15 @@ def resume(device: torch.device, peak: int) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         _before[device] = peak
+
+
+def allocator_counts(device: torch.device) -> tuple[int, int]:
+    """How often the allocator had to free what it kept and ask again, and how often it asked the driver for memory, so
+    far; zeros for a CPU. Takes a tenth of a millisecond."""
+    if device.type != "cuda":
+        return 0, 0
+    counted = torch.cuda.memory_stats(device)
+    return counted.get("num_alloc_retries", 0), counted.get("segment.all.allocated", 0)
 
 
 def peak_device_gib(device: torch.device) -> float | None:

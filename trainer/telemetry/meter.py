@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+QUANTILES = 21
+"""Points of a distribution of step times that a record keeps: 0%, 5%, ... 100%."""
+
 
 @dataclass(slots=True)
 class Step:
@@ -22,6 +25,16 @@ class Step:
     """Optimizer step, counted from 1 over the whole training (resumed steps included)."""
     compiled: bool = False
     """Whether the compiler ran during it or a CUDA graph was captured."""
+    recompiled: bool = False
+    """Of those, whether it was the compiler."""
+    profiled: bool = False
+    """Whether the profiler recorded it: neither steady nor warm-up."""
+    after: str | None = None
+    """The pause that it is the first step after, ``validating`` for instance."""
+    new_shape: Any = None
+    """Shapes of the first of its batches whose like had not been seen; None when all had."""
+    collected_seconds: float = 0.0
+    """Host time in Python's garbage collector."""
     batches: int = 0
     """Micro-batches so far."""
     laps: int = 0
@@ -95,7 +108,7 @@ class Meter:
     """Collects timed steps of one run."""
 
     def __init__(self, *, warmup_steps: int) -> None:
-        self._warmup_steps = warmup_steps
+        self.warmup_steps = warmup_steps
         self._timed = 0
         self.ended = 0
         """Steps that are over; their times are read later."""
@@ -108,14 +121,16 @@ class Meter:
     @property
     def warm(self) -> bool:
         """Whether the warm-up steps are over."""
-        return self.ended >= self._warmup_steps
+        return self.ended >= self.warmup_steps
 
     def add(self, step: Step) -> bool:
         """Add a timed step; returns whether it is steady."""
         self._timed += 1
         if self._timed == 1:
             self.first_step_seconds = step.seconds
-        if step.compiled or self._timed <= self._warmup_steps:
+        if step.profiled:
+            return False
+        if step.compiled or self._timed <= self.warmup_steps:
             self.warmup_seconds += step.seconds
             self.warmup_step_count += 1
             return False
@@ -135,6 +150,7 @@ class Meter:
             "steady_step_seconds_median": statistics.median(seconds) if seconds else None,
             "steady_step_seconds_p95": percentile(seconds, 0.95),
             "steady_step_seconds_deviation": statistics.stdev(seconds) if len(seconds) > 1 else None,
+            "steady_step_seconds_quantiles": quantiles(seconds),
         }
 
 
@@ -143,6 +159,15 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def quantiles(values: Sequence[float], *, count: int = QUANTILES) -> list[float]:
+    """``count`` evenly spaced quantiles from the least to the greatest value, linear between neighbours; empty for
+    fewer values than that, of which they would tell nothing new."""
+    if len(values) < count:
+        return []
+    inner = statistics.quantiles(values, n=count - 1, method="inclusive")
+    return [min(values), *inner, max(values)]
 
 
 def _sum(left: int | None, right: int | None) -> int | None:

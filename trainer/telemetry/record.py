@@ -37,6 +37,20 @@ class Event:
 
 
 @dataclass(kw_only=True, slots=True)
+class SlowStep:
+    """An optimizer step that took ten times the median or more."""
+
+    step: int
+    seconds: float
+    median_seconds: float
+    """Median of the steady steps around it."""
+    cause: str
+    """A name of ``trainer.telemetry.slow_steps.CAUSES``: ``recompile``, ``data_wait``, ..., or ``unknown``."""
+    detail: str | None = None
+    """What is known of it: line of code, shape, seconds."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunRecord:
     """One task under one list of strategies, trained and timed on one machine."""
 
@@ -44,6 +58,8 @@ class RunRecord:
     task: str
     strategies: list[dict[str, Any]] = field(default_factory=list)
     """As applied, in order: ``{"name": ..., <parameter>: ...}``; empty for eager."""
+    chosen_strategies: list[dict[str, Any]] = field(default_factory=list)
+    """What ``auto`` chose, in the same form; empty for eager, and without ``auto``."""
     run: str = "train"
     """``train`` or ``inference``; where nothing is trained, what is said of optimizer steps is said of batches."""
     label: str = "eager"
@@ -68,6 +84,8 @@ class RunRecord:
     versions: dict[str, str | None] = field(default_factory=dict)
     device: str | None = None
     """Name of the accelerator or processor."""
+    processor: str | None = None
+    """Name of the host's processor, of a run on an accelerator too."""
     device_type: str | None = None
     """``cuda``, ``cpu``, ..."""
     world_size: int = 1
@@ -75,6 +93,11 @@ class RunRecord:
     precision: str | None = None
     git_commit: str | None = None
     """Commit of the code that ran, with ``+dirty`` when files differed; None outside a checkout."""
+    start: str | None = None
+    """Compile caches that the process began with: ``cold`` (empty ones), ``warm`` (those of its cold twin); None when
+    nobody saw to it, see ``repeat``."""
+    round: int | None = None
+    """Turn of the run's cell in a sweep that runs its cells several times, from 1; None in other runs."""
 
     # Start-up and compilation
     import_seconds: float | None = None
@@ -124,6 +147,8 @@ class RunRecord:
     steady_step_seconds_p95: float | None = None
     steady_step_seconds_deviation: float | None = None
     """Standard deviation over the steady steps."""
+    steady_step_seconds_quantiles: list[float] = field(default_factory=list)
+    """From the shortest to the longest in steps of 5%: the distribution; empty where there are too few steps."""
     steady_steps_per_second: float | None = None
     """Steady steps over their total time."""
     samples_per_second: float | None = None
@@ -150,6 +175,12 @@ class RunRecord:
     data_wait_share: float | None = None
     """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
     loop waits for a batch, elsewhere the loop's own waiting."""
+    slow_steps: list[SlowStep] = field(default_factory=list)
+    """Steps after the first ``trainer.warmup_steps`` that took ten times the median or more, the first hundred."""
+    slow_step_count: int | None = None
+    """All of them; None where there were too few steady steps to know a median."""
+    slow_step_causes: dict[str, int] = field(default_factory=dict)
+    """How many of them each cause had."""
     pause_seconds: float | None = None
     """Validation and checkpoints during training."""
     peak_device_memory_gib: float | None = None
@@ -158,6 +189,9 @@ class RunRecord:
     """Highest resident memory of this process."""
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
+    joules_by_phase: dict[str, float] = field(default_factory=dict)
+    """Board energy (NVML) of ``rehearsal``, ``warmup``, ``steady`` (from the first steady step on), ``validation``,
+    ``checkpoint``, ``profile`` and ``other`` pauses; phases under two seconds in all are left out."""
 
     # Inference, timed runs of batches
     batches: int | None = None
@@ -170,6 +204,8 @@ class RunRecord:
     latency_seconds_p95: float | None = None
     latency_seconds_deviation: float | None = None
     """Standard deviation over the timed batches."""
+    latency_seconds_quantiles: list[float] = field(default_factory=list)
+    """From the shortest to the longest in steps of 5%; empty where there are too few batches."""
     batches_per_second: float | None = None
     repeat_samples_per_second: list[float] = field(default_factory=list)
     """Of each timed run, this process."""
@@ -210,6 +246,7 @@ class RunRecord:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
             values["events"] = [Event(**event) for event in values["events"]]
+            values["slow_steps"] = [SlowStep(**step) for step in values.get("slow_steps", [])]
             return cls(**values)
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}") from error

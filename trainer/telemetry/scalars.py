@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import lightning as L
 import torch
 
 from trainer.telemetry import memory
@@ -26,6 +28,19 @@ def rate_scalars(rates: Mapping[str, float | None], peak: Peak) -> dict[str, flo
         "throughput/teraflops_per_second": rates.get("teraflops_per_second"),
         **{f"throughput/{name}": shares.get(name) for name in names},
         "data/wait_share": rates.get("data_wait_share"),
+    }
+
+
+def added_up(rates: Mapping[str, Any], trainer: L.Trainer) -> dict[str, float]:
+    """Those of ``rates`` that count things, of all processes together; every process has to call this."""
+    if trainer.world_size == 1:
+        return {}
+    counting = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
+    mine = {name: rates[name] for name in counting if rates.get(name) is not None}
+    strategy = trainer.strategy
+    return {
+        name: float(strategy.reduce(torch.tensor(rate, device=strategy.root_device), reduce_op="sum"))
+        for name, rate in mine.items()
     }
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,25 +19,20 @@ import torch
 from trainer.telemetry import hardware, memory
 from trainer.telemetry.clock import StepClock, step_clock
 from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.curves import Curves
 from trainer.telemetry.data_wait import DataWait
-from trainer.telemetry.energy import EnergyMeter
-from trainer.telemetry.meter import Meter, Step, Totals
+from trainer.telemetry.energy import PAUSES, EnergyMeter, PhaseEnergy
+from trainer.telemetry.marks import CollectorWatch, SeenShapes
+from trainer.telemetry.meter import Meter, Step
 from trainer.telemetry.peak import Peak, find_peak
-from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
+from trainer.telemetry.profile_page import with_idle_share
+from trainer.telemetry.profile_steps import ProfiledSteps
+from trainer.telemetry.scalars import added_up
+from trainer.telemetry.telling import Teller
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
-
-
-@dataclass(slots=True)
-class Window:
-    """Steps between two flushes, with their losses on the way to the host."""
-
-    steps: list[Step]
-    losses: torch.Tensor | None
-    """Losses of all micro-batches in order, in host memory once ``copied`` has happened."""
-    copied: torch.cuda.Event | None
 
 
 class Telemetry:
@@ -53,14 +47,12 @@ class Telemetry:
         warmup_steps: int,
         log_every_n_steps: int,
         measure_peak: bool | None = None,
+        profile_steps: int | None = None,
     ) -> None:
         self.compiler = CompilerWatch()
         self.meter = Meter(warmup_steps=warmup_steps)
         self.steps_done = 0
         """Optimizer steps done; read by the progress view from another thread."""
-        self.last_loss: float | None = None
-        """Mean loss of the newest window read back."""
-        self.steps_per_second: float | None = None
         self.pause_seconds = 0.0
         self.rehearsal_seconds: float | None = None
         self.ready_seconds: float | None = None
@@ -70,21 +62,50 @@ class Telemetry:
         self._count = count
         self._every = log_every_n_steps
         self._measure_peak = measure_peak
-        self._windows: deque[Window] = deque()
-        self._steps: list[Step] = []
+        self._profile_steps = profile_steps
+        self._profiled: ProfiledSteps | None = None
+        self._collector, self._shapes, self.teller = CollectorWatch(), SeenShapes(), Teller(aloud=False)
+        self._curves: Curves | None = None
+        self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._running = False
+
+    @property
+    def last_loss(self) -> float | None:
+        """Mean loss of the newest window read back; read by the progress view, like the next one."""
+        return None if self._curves is None else self._curves.last_loss
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Steady optimizer steps of that window."""
+        return None if self._curves is None else self._curves.steps_per_second
 
     def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
         """Training is about to begin: model and optimizer are on their device."""
         self._trainer = trainer
-        self._pages = pages
         self._device = trainer.strategy.root_device
         self._clock: StepClock = step_clock(self._device)
         self._energy = EnergyMeter(self._device)
         self._peak: Peak = find_peak(self._device, str(trainer.precision), measure=self._measure_peak)
         self._wait = DataWait(self._device)
         self._wait.watch(trainer.fit_loop.epoch_loop)
+        self._phases = PhaseEnergy(self._energy.reader)
+        self.teller = Teller(aloud=trainer.is_global_zero)
+        self._curves = Curves(
+            device=self._device,
+            pages=pages,
+            clock=self._clock,
+            wait=self._wait,
+            meter=self.meter,
+            peak=self._peak,
+            energy=self._energy,
+            compiler=self.compiler,
+            tell=self.teller.slow,
+        )
+        self._collector.start()
+        if self._profile_steps is not None:
+            directory = Path(trainer.default_root_dir) if trainer.is_global_zero else None
+            self._profiled = ProfiledSteps(self._profile_steps, self._device, directory)
         memory.reset_peaks(self._device)
         self.steps_done = trainer.global_step
         self._begin_step()
@@ -98,15 +119,22 @@ class Telemetry:
 
     def _compiler_phase(self, phase: str) -> None:
         if phase != self.compiler.phase:
-            self.compiler.collect()
+            self._collect(warm=self.meter.warm)
             self.compiler.phase = phase
+
+    def _collect(self, *, warm: bool) -> None:
+        """Read what the compiler did, and tell of it what is silent; ``warm`` as for ``Teller.events``."""
+        self.compiler.collect()
+        self.teller.events(self.compiler.untold(), warm=warm)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """What runs inside, with the first batch on the device, comes before the first step: it is warm-up."""
-        self.ready_seconds = hardware.process_age_seconds()
+        if self.ready_seconds is None:
+            self.ready_seconds = hardware.process_age_seconds()
         self.phase = "rehearsing"
         self._compiler_phase("rehearsing")
+        self._phases.enter("rehearsal")
         self.compiler.step = None
         began = time.perf_counter()
         try:
@@ -115,7 +143,7 @@ class Telemetry:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             self.rehearsal_seconds = (self.rehearsal_seconds or 0.0) + time.perf_counter() - began
-            self.compiler.collect()
+            self._collect(warm=False)
             self.compiler.step = self._step.number
             self._paused_at = time.perf_counter()
             memory.reset_peaks(self._device)  # an eager pass for comparison is not the run's own memory
@@ -131,7 +159,10 @@ class Telemetry:
             self.pause_seconds += time.perf_counter() - self._paused_at
             self._clock.mark()
             self._wait.forget()  # before the lap began
-            self.phase = "training"
+            self._collector.take()
+            self._step.after, self._after = self._after, None
+            self._phases.enter("steady" if self.meter.warm else "warmup")
+            self.phase = "profiling" if self._profiled is not None and self._profiled.recording else "training"
         self._step.fetches += self._wait.claim()
 
     def disturb(self) -> None:
@@ -144,6 +175,7 @@ class Telemetry:
         step.batches += 1
         if self._count is not None:
             step.add(*self._count(batch))
+        step.new_shape = self._shapes.new(batch) or step.new_shape
         if loss is not None:
             step.losses.append(loss)
         done = self._trainer.global_step
@@ -151,20 +183,30 @@ class Telemetry:
             return False
         self._clock.lap()
         step.laps += 1
+        step.collected_seconds = self._collector.take()
         self.steps_done = done
+        was_warm = self.meter.warm
         self.meter.ended += 1
         if self.compiler.compilations != self._compilations:
-            step.compiled = True
-            self.compiler.collect()
-        if step.compiled:
+            step.compiled = step.recompiled = True
+            self._collect(warm=was_warm)
+        starts = self._profiled is not None and self._profiled.due(step, warm=was_warm)
+        if step.compiled or step.profiled:
             self._energy.discard()
         elif self.meter.warm:
             self._energy.add(step.samples or 0)
             self._energy.begin()
-        self._steps.append(step)
+        if self.meter.warm and not was_warm:
+            self._phases.enter("steady")
+        assert self._curves is not None
+        self._curves.add(step)
         self._begin_step()
         if done % self._every == 0:
             self.flush()
+        if self._profiled is not None and (starts or self._profiled.full):
+            self.pause("profiling")
+            if starts:
+                self._profiled.start()
         return True
 
     def pause(self, phase: str) -> None:
@@ -175,25 +217,34 @@ class Telemetry:
         if phase == "validating":
             self._compiler_phase(phase)
         self._energy.end()
+        self._phases.enter(PAUSES.get(phase, "other"))
+        self._after = phase
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
             if self._step.batches:  # inside an accumulation: what was done of the step so far is a lap of its own
                 self._clock.lap()
                 self._step.laps += 1
+        if self._profiled is not None and self._profiled.recording:  # what a pause does is no part of a step
+            self._step.profiled = self._step.batches > 0  # recorded in part: no steady one either
+            self._profiled.stop()
 
     def flush(self, *, everything: bool = False) -> None:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
-        if self._steps:
-            self._windows.append(self._window(self._steps))
-            self._steps = []
-        while self._windows and (everything or len(self._windows) > 1 or self._arrived(self._windows[0])):
-            self._write(self._windows.popleft())
+        assert self._curves is not None
+        self._curves.flush(
+            everything=everything,
+            rehearsal_seconds=self.rehearsal_seconds or 0.0,
+            learning_rate=float(self._trainer.optimizers[0].param_groups[0]["lr"]),
+        )
 
     def finish(self) -> None:
         """Training is over, one way or another: read everything that is still on its way."""
         self.pause("finishing")
         self._wait.unwatch()
+        self._collector.stop()
+        if self._profiled is not None:
+            self._profiled.finish()
         self.flush(everything=True)
 
     def figures(self, *, together: bool) -> dict[str, Any]:
@@ -203,10 +254,7 @@ class Telemetry:
         one of them that would hang.
         """
         rates = self.meter.steady.rates()
-        for name in ("samples_per_second", "tokens_per_second", "useful_tokens_per_second"):
-            if together and rates.get(name) is not None and self._trainer.world_size > 1:
-                total = self._trainer.strategy.reduce(torch.tensor(rates[name], device=self._device), reduce_op="sum")
-                rates[name] = float(total)
+        rates |= added_up(rates, self._trainer) if together else {}
         meter = self.meter.figures()
         if self.rehearsal_seconds is not None:
             meter["warmup_seconds"] = (meter["warmup_seconds"] or 0.0) + self.rehearsal_seconds
@@ -219,51 +267,13 @@ class Telemetry:
             "peak_device_memory_gib": memory.peak_device_gib(self._device),
             "peak_process_memory_gib": memory.peak_process_gib(),
             "joules_per_sample": self._energy.joules_per_sample(),
+            "joules_by_phase": self._phases.figures(),
+            **(self._curves.figures() if self._curves is not None else {}),
             "pause_seconds": self.pause_seconds,
-            "final_loss": self.last_loss,
         }
 
-    def _window(self, steps: list[Step]) -> Window:
-        losses = [loss for step in steps for loss in step.losses]
-        if not losses:
-            return Window(steps, None, None)
-        stacked = torch.stack(losses).float()
-        if self._device.type != "cuda":
-            return Window(steps, stacked, None)
-        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Window(steps, host, copied)
-
-    @staticmethod
-    def _arrived(window: Window) -> bool:
-        return window.copied is None or window.copied.query()
-
-    def _write(self, window: Window) -> None:
-        steady, seconds = Totals(), []
-        for step in window.steps:
-            step.seconds = sum(self._clock.take() for _ in range(step.laps))
-            step.waited_seconds = sum(self._wait.take() for _ in range(step.fetches))
-            if self.meter.add(step):
-                steady.add(step)
-                seconds.append(step.seconds)
-        if window.losses is not None:
-            if window.copied is not None:
-                window.copied.synchronize()
-            per_batch = window.losses.tolist()
-            self.last_loss = sum(per_batch) / len(window.steps)
-        rates = steady.rates()
-        self.steps_per_second = rates.get("steady_steps_per_second") or self.steps_per_second
-        self._pages.scalars(self._scalars(rates, seconds), window.steps[-1].number)
-
-    def _scalars(self, rates: dict[str, float | None], seconds: list[float]) -> dict[str, float | None]:
-        return {
-            "train/loss": self.last_loss,
-            "train/learning_rate": float(self._trainer.optimizers[0].param_groups[0]["lr"]),
-            "throughput/steps_per_second": rates.get("steady_steps_per_second"),
-            **rate_scalars(rates, self._peak),
-            **time_scalars("step", seconds),
-            "time/first_step_seconds": self.meter.first_step_seconds,
-            "time/warmup_seconds": self.meter.warmup_seconds + (self.rehearsal_seconds or 0.0),
-            **cost_scalars(self.compiler, self._energy, self._device),
-        }
+    def profile(self) -> dict[str, Any] | None:
+        """What the profiler found, for the record's report; None when it was not asked."""
+        if self._profiled is None:
+            return None
+        return with_idle_share(self._profiled.facts, self.meter.figures()["steady_step_seconds_median"])

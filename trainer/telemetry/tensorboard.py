@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard.summary import hparams
 
-from trainer.telemetry.facts import flat
+from trainer.telemetry import hparams
 from trainer.telemetry.facts import rows as facts_in
 from trainer.telemetry.keys import FINAL
+from trainer.telemetry.layout import layout
+from trainer.telemetry.profile_page import profile_page
 from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.slow_steps import slow_steps_table
 
 
 class TensorBoardPages:
@@ -23,17 +24,14 @@ class TensorBoardPages:
     def __init__(self, logger: Logger | None) -> None:
         self._logger = logger if isinstance(logger, TensorBoardLogger) else None
         self._other = logger if self._logger is None else None
-        self._session_end: Any = None
 
     def begin(self, record: RunRecord) -> None:
-        """Open the run's row of the HParams table: its columns stay blank until ``finish``, so that a run that was
-        killed shows as unfinished instead of as zeros."""
+        """Open the run's row of the HParams table: its metrics stay blank until ``finish``, so that a run that was
+        killed shows as unfinished instead of as zeros. Put what strategies are compared by on charts of all runs."""
         if self._logger is None:
             return
-        experiment, session_start, self._session_end = hparams(hyperparameters(record), dict.fromkeys(FINAL, 0.0))
         writer = self._logger.experiment._get_file_writer()
-        writer.add_summary(experiment)
-        writer.add_summary(session_start)
+        writer.add_summary(Summary(value=[*hparams.begin(record), layout()]))
         self._logger.experiment.add_text("run/config", _fenced(json.dumps(record.config, indent=2, default=str)), 0)
         self._logger.experiment.flush()
 
@@ -61,34 +59,19 @@ class TensorBoardPages:
         self._logger.experiment.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
         if record.strategies:
             self._logger.experiment.add_text("run/strategies", strategies_table(record), step)
+        if record.run == "train":
+            table = slow_steps_table(record.slow_steps, record.slow_step_count)
+            self._logger.experiment.add_text("run/slow_steps", table, step)
+        if "profile" in record.report:
+            self._logger.experiment.add_text("run/profile", profile_page(record.report["profile"]), step)
         if record.status == "finished":
             values = {key: getattr(record, name) for key, name in FINAL.items()}
             for key in values:
                 if "_milliseconds" in key and values[key] is not None:
                     values[key] *= 1e3
             self.scalars(values, step)
-            self._logger.experiment._get_file_writer().add_summary(self._session_end)
+            self._logger.experiment._get_file_writer().add_summary(Summary(value=[hparams.end()]))
         self._logger.experiment.flush()
-
-
-def hyperparameters(record: RunRecord) -> dict[str, Any]:
-    """Columns that tell runs apart: task, strategies with their options, device, precision and seed."""
-    columns: dict[str, Any] = {
-        "task": record.task,
-        "run": record.run,
-        "compile": record.label,
-        "device": record.device or "",
-        "precision": record.precision or "",
-        "seed": str(record.seed),  # a number would be shown as 0.0000
-    }
-    # One column, the same in every run: TensorBoard takes the list of columns from any one of them.
-    columns["options"] = " ".join(
-        f"{strategy['name']}.{name}={value}"
-        for strategy in record.strategies
-        for name, value in flat(strategy)
-        if name != "name"
-    )
-    return columns
 
 
 def events_table(events: Iterable[Event]) -> str:
@@ -107,7 +90,8 @@ def events_table(events: Iterable[Event]) -> str:
 
 def strategies_table(record: RunRecord) -> str:
     """Markdown table of what each strategy, and the checks beside them, found."""
-    lines = [f"| {_cell(name)} | {_cell(fact)} | {_cell(value)} |" for name, fact, value in facts_in(record.report)]
+    report = {name: facts for name, facts in record.report.items() if name != "profile"}  # which has its own page
+    lines = [f"| {_cell(name)} | {_cell(fact)} | {_cell(value)} |" for name, fact, value in facts_in(report)]
     return "\n".join(["| strategy | fact | value |", "|---|---|---|", *lines]) if lines else "Nothing to tell."
 
 

@@ -1,0 +1,86 @@
+"""On a CUDA device: the profiler sees kernels, with and without CUDA graphs; joules by phase; the doctor's lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.runs import train
+from trainer.doctor.compiling import compiling
+from trainer.doctor.devices import ask_torch, devices
+from trainer.doctor.finding import ERROR, OK
+from trainer.rows import summary
+from trainer.telemetry.profile_page import profile_page
+from trainer.telemetry.record import RunRecord
+
+pytestmark = pytest.mark.gpu
+ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=auto", "trainer.deterministic=false")
+PROFILED = (*ON_GPU, "profile=on", "profile_steps=4", "trainer.max_steps=40", "trainer.log_every_n_steps=10")
+
+
+def kernels_in(folder: Path, record: RunRecord) -> int:
+    """Kernels in the exported trace."""
+    with gzip.open(folder / record.report["profile"]["trace"], "rt", encoding="utf-8") as file:
+        return sum(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+
+
+@pytest.mark.parametrize(("strategy", "backend"), [("eager", "eager"), ("regional", "inductor")])
+def test_idle_time_and_kernels_are_read(strategy: str, backend: str, tmp_path: Path) -> None:
+    record = train(tmp_path, *PROFILED, strategy=strategy, backend=backend)
+    facts = record.report["profile"]
+    assert record.status == "finished"
+    assert facts["steps"] == 4
+    assert 0 < facts["idle_share_while_profiled"] < 1
+    assert facts["idle_share"] is None or 0 <= facts["idle_share"] < 1
+    assert facts["kernels_per_step"] >= facts["launches_per_step"] > 10
+    assert facts["busy_seconds_per_step"] * 4 < facts["seconds"]
+    assert sum(row["share"] for row in facts["kernels"]) <= 1.0001
+    assert kernels_in(tmp_path, record) > 4 * 10
+    assert "GPU idle" in summary(record)["profile"]
+
+
+def test_kernels_of_a_captured_step_are_seen_without_launches(tmp_path: Path) -> None:
+    changes = ("compile.cuda_graph.required=true", "trainer.max_steps=60")
+    record = train(tmp_path, *PROFILED, *changes, strategy="[regional,cuda_graph]", backend="inductor")
+    facts = record.report["profile"]
+    assert record.status == "finished", record.reason
+    assert facts["kernels_per_step"] > 10
+    assert facts["launches_per_step"] < facts["kernels_per_step"] / 2
+    assert "kernels come from CUDA graphs" in profile_page(facts)
+    assert kernels_in(tmp_path, record) > 4 * 10
+
+
+def test_steps_after_the_profile_are_what_they_were(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", *ON_GPU, "trainer.max_steps=200", "trainer.log_every_n_steps=50")
+    profiled = train(
+        tmp_path / "profiled", *ON_GPU, "profile=on", "trainer.max_steps=200", "trainer.log_every_n_steps=50"
+    )
+    assert plain.steady_step_seconds_median is not None
+    assert profiled.steady_step_seconds_median == pytest.approx(plain.steady_step_seconds_median, rel=0.25)
+
+
+def test_inference_is_profiled(tmp_path: Path) -> None:
+    changes = (*ON_GPU, "run=inference", "run.batches=20", "run.repeats=2", "profile=on")
+    record = train(tmp_path, *changes)
+    assert record.report["profile"]["kernels_per_step"] > 10
+
+
+def test_energy_is_told_by_phase(tmp_path: Path) -> None:
+    record = train(
+        tmp_path, *ON_GPU, "trainer.max_steps=1500", "trainer.log_every_n_steps=100", "trainer.warmup_steps=2"
+    )
+    if record.joules_per_sample is None:
+        pytest.skip("no NVML, or a device too fast for two seconds of steps")
+    assert record.joules_by_phase["steady"] > 0
+
+
+def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
+    found = list(devices(ask_torch()))
+    assert [finding for finding in found if finding.status == ERROR] == []
+    assert {"cuda driver", "device 0", "triton", "ptxas"} <= {finding.name for finding in found}
+    finding = compiling(seconds=240)
+    assert finding.status == OK
+    assert "on cuda" in finding.said

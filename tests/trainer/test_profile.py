@@ -1,0 +1,195 @@
+"""profile=on: a few steady steps recorded, out of the steady figures, and read for idle time and what takes longest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from torch._C._autograd import DeviceType
+
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.runs import events_of, train
+from trainer.callback import Compile
+from trainer.compose import compose
+from trainer.rows import summary
+from trainer.telemetry import profile
+from trainer.telemetry.profile_page import profile_line, profile_page, with_idle_share
+from trainer.telemetry.record import RunRecord
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> tuple[RunRecord, Path]:
+    """A profiled run and its folder."""
+    folder = tmp_path_factory.mktemp("profiled")
+    train(
+        folder, "profile=on", "profile_steps=3", "trainer.max_steps=20", "trainer.warmup_steps=2", strategy="regional"
+    )
+    return RunRecord.load(folder), folder
+
+
+def test_a_few_steps_after_the_warmup_are_recorded(profiled: tuple[RunRecord, Path]) -> None:
+    record, _ = profiled
+    facts = record.report["profile"]
+    assert facts["steps"] == 3
+    assert facts["first_step"] > 2 + 3
+    assert facts["seconds"] > 0
+    shares = [row["share"] for row in facts["operators"]]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1
+    assert "idle_share" not in facts, "there is no device"
+
+
+def test_the_steps_are_neither_steady_nor_warm_up(profiled: tuple[RunRecord, Path]) -> None:
+    record, _ = profiled
+    assert record.steps == 20
+    assert record.steady_steps is not None
+    assert record.warmup_steps is not None
+    assert record.steady_steps + record.warmup_steps + 3 == 20
+
+
+def test_the_trace_can_be_opened_and_holds_those_steps(profiled: tuple[RunRecord, Path]) -> None:
+    record, folder = profiled
+    with gzip.open(folder / record.report["profile"]["trace"], "rt", encoding="utf-8") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 3
+
+
+def test_the_summary_and_tensorboard_tell_of_it(profiled: tuple[RunRecord, Path]) -> None:
+    record, folder = profiled
+    assert "profile/trace.json.gz" in summary(record)["profile"]
+    page = events_of(folder).Tensors("run/profile/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "3 steps from step " in page
+    assert record.report["profile"]["operators"][0]["name"] in page
+    assert "https://ui.perfetto.dev" in page
+
+
+def test_a_run_that_is_too_short_says_why_there_is_no_profile(tmp_path: Path) -> None:
+    record = train(tmp_path, "profile=on", "parity=off")
+    assert record.status == "finished"
+    assert record.report["profile"] == {"reason": "the run ended before 3 steady steps and a profiled one"}
+    assert summary(record)["profile"].startswith("none: the run ended before")
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_profile_that_is_cut_short_says_how_many_steps_it_has(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=0, profile="on", profile_steps=50)
+    fit(Blocks(), tmp_path, [compile_], max_steps=8)
+    assert compile_.record.report["profile"]["steps"] == 5, "three steps go before"
+    assert (tmp_path / "profile" / "trace.json.gz").is_file()
+
+
+class PausesInsideAStep(L.Callback):
+    """Writes a checkpoint between the two batches of the sixth step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and batch_idx % 2 == 0:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "inside.ckpt")
+
+
+def test_a_step_that_is_recorded_in_part_is_neither_counted_nor_steady(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=0, profile="on", profile_steps=50)
+    callbacks = [compile_, PausesInsideAStep()]
+    fit(Blocks(), tmp_path, callbacks, accumulate_grad_batches=2, max_steps=12)
+    record = compile_.record
+    assert record.report["profile"]["steps"] == 2, "the fourth and the fifth; the sixth was cut"
+    assert record.steady_steps == 12 - 3
+
+
+@pytest.mark.parametrize("moment", ["start", "stop"])
+def test_a_profiler_that_fails_does_not_end_the_run(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore")
+
+    monkeypatch.setattr(profile.Profile, moment, fails)
+    compile_ = Compile(warmup_steps=0, profile="on", profile_steps=1)
+    fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.report["profile"] == {
+        "reason": "the profiler failed: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+    }
+    assert compile_.record.steps == 6
+
+
+def test_the_environment_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
+    fit(Blocks(), tmp_path, [Compile(warmup_steps=0, profile="on", profile_steps=1)])
+    assert "TEARDOWN_CUPTI" not in os.environ
+    assert os.environ["KINETO_LOG_LEVEL"] == "1"
+
+
+def test_inference_is_profiled_apart_from_the_timed_batches(tmp_path: Path) -> None:
+    changes = ("run=inference", "run.batches=4", "run.repeats=2", "run.warmup_batches=2")
+    record = train(tmp_path, *changes, "profile=on", "profile_steps=2")
+    assert record.status == "finished"
+    assert record.batches == 8
+    assert record.report["profile"]["steps"] == 2
+    assert (tmp_path / "profile" / "trace.json.gz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("profile=yes please", "profile='yes please' is not one of"),
+        ("profile_steps=0", "profile_steps=0 must be at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compose([given.replace("yes please", "'yes please'")])
+    name, _, value = given.partition("=")
+    with pytest.raises(ValueError, match=message):
+        Compile(**{name: int(value) if value.isdigit() else value})  # type: ignore[arg-type]
+
+
+def event(name: str, begin: float, end: float, *, on: DeviceType = DeviceType.CUDA, annotates: bool = False) -> Any:
+    span = SimpleNamespace(start=begin, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=on, is_user_annotation=annotates)
+
+
+def test_idle_is_what_no_kernel_of_any_stream_covers() -> None:
+    events = [
+        event("void gemm", 100.0, 300.0),
+        event("gemm2", 250.0, 400.0),  # another stream
+        event("gemm2", 700.0, 800.0),
+        event("Optimizer.step#SGD.step", 0.0, 900.0, annotates=True),
+        event("cudaLaunchKernel", 50.0, 60.0, on=DeviceType.CPU),
+        event("cudaGraphLaunch", 80.0, 90.0, on=DeviceType.CPU),
+        event("aten::mm", 80.0, 90.0, on=DeviceType.CPU),
+    ]
+    facts = profile.of_device(events, steps=2)
+    assert facts["busy_seconds_per_step"] == pytest.approx(400e-6 / 2)
+    assert facts["idle_share_while_profiled"] == pytest.approx(1 - 400 / 700)
+    assert (facts["kernels_per_step"], facts["launches_per_step"]) == (1.5, 1.0)
+    top = facts["kernels"][0]
+    assert (top["name"], top["calls_per_step"]) == ("gemm2", 1.0)
+    assert top["share"] == pytest.approx(250 / 450)
+    assert "not_seen" in profile.of_device([], steps=2)
+
+
+def test_the_idle_share_of_a_step_is_taken_of_steps_that_no_profiler_slowed_down() -> None:
+    facts = {"busy_seconds_per_step": 0.002, "idle_share_while_profiled": 0.9, "kernels": []}
+    assert with_idle_share(facts, 0.004)["idle_share"] == pytest.approx(0.5)
+    assert with_idle_share(facts, 0.001)["idle_share"] is None, "steps of another size"
+    assert with_idle_share(facts, None)["idle_share"] is None
+    assert profile_line(with_idle_share(facts, 0.004)).startswith("GPU idle 50% of the time")
+    assert profile_line(facts).startswith("GPU idle 90% of the time")
+
+
+def test_replayed_kernels_are_said_to_have_no_launches() -> None:
+    facts = {"steps": 2, "seconds": 1.0, "kernels_per_step": 100.0, "launches_per_step": 1.0}
+    assert "kernels come from CUDA graphs" in profile_page(facts)
+    assert "kernels come from CUDA graphs" not in profile_page({**facts, "launches_per_step": 99.0})
+
+
+def test_compiled_code_has_a_name_that_can_be_read() -> None:
+    name = "## Call CompiledFxGraph fqbae67dd24d3aheudxebgmnqgsfoc277ific4khaqqt6xq2iirq ##"
+    assert profile.readable(name) == "compiled graph fqbae67d"
+    assert len(profile.readable("void " + "x" * 300)) == profile.LONGEST_NAME

@@ -1,0 +1,147 @@
+"""What is otherwise silent is told while the run goes on: once, in one line with its line of code."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from strategies import Regional, Whole
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile
+from trainer.console import ProgressView
+from trainer.telemetry.record import Event, SlowStep
+from trainer.telemetry.telling import MOST_LINES, MOST_SHAPES, Teller, line_about
+
+HERE = str(Path(__file__).resolve())
+
+
+def recompile(**changes: Any) -> Event:
+    return Event(**{"kind": "recompile", "reason": "0/1: size", "location": "model.py:3 forward", "step": 9, **changes})
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(("compile: ", "step "))]
+
+
+class Prints(torch.nn.Module):
+    """A block that prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        y_BD = self.linear(x_BD)
+        print("here")  # the break
+        return x_BD + y_BD.relu()
+
+
+class Printing(Blocks):
+    """Three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Prints() for _ in range(3))
+
+
+def test_a_graph_break_is_told_once_with_its_line_of_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile_ = Compile([Regional(backend="eager", fullgraph=False)], blocks=["layers"], parity="off")
+    fit(Printing(), tmp_path, [compile_])
+    number = next(i for i, line in enumerate(Path(HERE).read_text().splitlines(), 1) if "# the break" in line)
+    (line,) = lines(capsys)
+    assert line.startswith("compile: graph break in step 1 at ")
+    assert f'test_telling.py:{number} forward `print("here")`: ' in line
+    assert compile_.record.graph_breaks
+
+
+class Widens(Blocks):
+    """Its fifth step is of another shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part[: 2 if batch_idx == 4 else 4] for part in batch], batch_idx)
+
+
+@pytest.mark.parametrize(("warmup_steps", "told"), [(2, 1), (5, 0)])
+def test_a_recompile_is_told_after_the_warmup_only(
+    warmup_steps: int, told: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compile_ = Compile([Regional(backend="eager")], blocks=["layers"], parity="off", warmup_steps=warmup_steps)
+    fit(Widens(), tmp_path, [compile_])
+    assert compile_.record.recompiles
+    said = lines(capsys)
+    assert len(said) == told
+    assert all(line.startswith("compile: compiled again in step 5 at ") for line in said)
+    assert all("size mismatch at index 0. expected 4, actual 2" in line for line in said)
+
+
+def test_what_is_told_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = Teller()
+    teller.events([recompile(), recompile(reason="0/2: size")], warm=True)
+    teller.events([recompile(location="other.py:1 f"), Event(kind="cudagraph_skip", reason="x")], warm=False)
+    teller.events([recompile(location="third.py:1 f", phase="validating")], warm=True)
+    assert lines(capsys) == ["compile: compiled again in step 9 at model.py:3 forward: 0/1: size"]
+    teller.recompiles = False
+    teller.events([recompile(location="fourth.py:1 f"), Event(kind="fallback", reason="limit\nmore")], warm=True)
+    assert lines(capsys) == ["compile: runs eager: limit"]
+    Teller(aloud=False).events([Event(kind="fallback", reason="limit")], warm=True)
+    assert lines(capsys) == []
+
+
+def test_slow_steps_are_told_once_for_each_cause_and_for_a_few_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(step: int, cause: str, detail: str | None = None, seconds: float = 1.0) -> SlowStep:
+        return SlowStep(step=step, seconds=seconds, median_seconds=0.01, cause=cause, detail=detail)
+
+    teller = Teller()
+    for each in (slow(1, "data_wait", "1 s"), slow(2, "data_wait", "2 s"), slow(3, "unknown", seconds=0.09)):
+        teller.slow(each)
+    teller.slow(slow(4, "recompile", "model.py:3 forward"))
+    for number in range(MOST_SHAPES + 2):
+        teller.slow(slow(10 + number, "first_of_shape", f"{number}x8"))
+    said = lines(capsys)
+    assert said[0] == "step 1 took 1 s, 100 times the median: waited for the data loader (1 s)"
+    assert [line.split()[1] for line in said[1:]] == ["10", "11", "12"]
+
+
+def test_a_run_that_says_too_much_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = Teller()
+    teller.events([recompile(location=f"model.py:{line} f") for line in range(2 * MOST_LINES)], warm=True)
+    said = lines(capsys)
+    assert len(said) == MOST_LINES
+    assert said[-1].endswith("(more of the like is in the record and on TensorBoard's pages only)")
+
+
+def test_a_line_about_code_that_cannot_be_read_leaves_it_out() -> None:
+    event = Event(kind="graph_break", reason="\n  because\nmore", location="<string>:1 f")
+    assert line_about(event) == "compile: graph break at <string>:1 f: because"
+    event.location = "<string>:2 torch_dynamo_resume_in_f_at_1"
+    event.reason = "Failed to trace builtin operator\n  Explanation: Dynamo does not know print.\n  Hint: none"
+    assert line_about(event) == "compile: graph break at <string>:2 f: Dynamo does not know print."
+
+
+def test_a_live_display_lets_the_line_through() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    compiler = SimpleNamespace(compiling_seconds=None)
+    telemetry: Any = SimpleNamespace(
+        phase="training",
+        compiler=compiler,
+        steps_done=1,
+        steps_per_second=None,
+        last_loss=None,
+        units=("step", "steps"),
+    )
+    with ProgressView(console, style="live", total=3, telemetry=lambda: telemetry):
+        Teller().events([recompile()], warm=True)
+    assert isinstance(console.file, io.StringIO)
+    assert "compile: compiled again in step 9" in console.file.getvalue()
+
+
+def test_a_healthy_run_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Blocks(), tmp_path, [Compile([Whole(backend="eager")], whole=["layers.0"], parity="off")])
+    assert lines(capsys) == []

@@ -1,0 +1,73 @@
+"""A run in the HParams table, and the charts of all runs, without training: what TensorBoard reads of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+from tensorboard.plugins.hparams.api_pb2 import DATA_TYPE_FLOAT64
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from tests.evidence.records import record
+from trainer.telemetry import hparams
+from trainer.telemetry.keys import FINAL, SCALARS
+from trainer.telemetry.layout import CHARTS, layout
+from trainer.telemetry.record import RunRecord
+
+
+def columns_and_values(one: RunRecord) -> tuple[HParamsPluginData, dict[str, Any]]:
+    experiment, start = (
+        HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in hparams.begin(one)
+    )
+    values = {
+        name: getattr(value, str(value.WhichOneof("kind"))) for name, value in start.session_start_info.hparams.items()
+    }
+    return experiment, values
+
+
+def test_every_run_has_the_same_columns_whatever_it_knows() -> None:
+    known, _ = columns_and_values(record("whole mode=reduce-overhead", start="cold", round=2))
+    little, values = columns_and_values(RunRecord(task="toy"))
+    assert known.experiment.hparam_infos == little.experiment.hparam_infos
+    assert [info.name.tag for info in known.experiment.metric_infos] == list(FINAL)
+    assert {"batch_size", "start", "round", "device"}.isdisjoint(values), "absent, not zero"
+
+
+def test_numbers_are_numbers_and_options_those_that_are_no_defaults() -> None:
+    told, values = columns_and_values(record("whole mode=reduce-overhead", start="warm", round=2, batch_size=128))
+    assert (values["batch_size"], values["round"]) == (128.0, 2.0)
+    assert {info.name for info in told.experiment.hparam_infos if info.type == DATA_TYPE_FLOAT64} == hparams.NUMBERS
+    assert (values["compile"], values["options"], values["start"]) == ("whole", "whole.mode=reduce-overhead", "warm")
+    assert columns_and_values(record("regional"))[1]["options"] == ""
+
+
+def test_the_columns_that_tell_strategies_apart_are_the_five_that_tensorboard_shows() -> None:
+    told, _ = columns_and_values(record("regional"))
+    # TensorBoard's own order: those that differ, then by name.
+    order = sorted(told.experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
+    assert {info.name for info in order[:5]} == hparams.FIRST
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"task": {"data": {"batch_size": 16}}}, 16),
+        ({"task": {"batch_size": 8, "data": None}}, 8),
+        ({"task": {"data": {"batch_size": None}}}, None),
+        ({}, None),
+    ],
+)
+def test_batch_size_is_found_where_tasks_have_it(config: dict[str, Any], size: int | None) -> None:
+    assert hparams.batch_size(RunRecord(task="toy", config=config)) == size
+
+
+def test_each_chart_shows_keys_that_runs_write() -> None:
+    value = layout()
+    assert value.tag == metadata.CONFIG_SUMMARY_TAG
+    read = layout_pb2.Layout.FromString(value.tensor.string_val[0])
+    shown = [tag for category in read.category for chart in category.chart for tag in chart.multiline.tag]
+    assert shown == [keys for charts in CHARTS.values() for keys in charts.values()]
+    for keys in shown:
+        assert [key for key in (*SCALARS, "val/loss") if re.search(keys, key)], keys

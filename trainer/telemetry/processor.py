@@ -1,0 +1,17 @@
+"""Name of the host's processor. Needs no torch."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+
+def processor_name() -> str:
+    """As the kernel has it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

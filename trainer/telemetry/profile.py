@@ -1,0 +1,156 @@
+"""Profile: torch's profiler over a few steps or batches, exported as a Chrome trace and read for what matters.
+
+What matters: the share of the time in which the device had nothing to do, and where the rest of it went.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+DIRECTORY = "profile"
+TRACE = "trace.json.gz"
+TOP = 10
+"""Kernels or operators that are kept."""
+LONGEST_NAME = 80
+LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
+COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
+SETTINGS = {
+    "KINETO_LOG_LEVEL": "99",  # the tracing library writes to stderr, errors on a machine without a device among it
+    "TEARDOWN_CUPTI": "0",  # CUDA graphs and a tracer that comes and goes crash: torch/profiler/_utils.py
+}
+
+
+class Profile:
+    """One recording.
+
+    Args:
+        directory: The run's; the trace lies in a folder of its own in it. None = no trace is written.
+    """
+
+    def __init__(self, device: torch.device, directory: Path | None) -> None:
+        self._device, self._directory = device, directory
+        self._before = {name: os.environ.get(name) for name in SETTINGS}
+        os.environ.update({name: value for name, value in SETTINGS.items() if self._before[name] is None})
+        if device.type == "cuda":
+            # The tracer sees kernels in CUDA graphs only when it was there before they were captured.
+            warmup = self._profiler()
+            warmup.start()
+            torch.zeros(1, device=device)
+            warmup.stop()
+
+    def start(self) -> None:
+        """Begin to record; what was launched before is waited for."""
+        self._synchronize()
+        self._recorder = self._profiler()
+        self._recorder.start()
+        self._began = time.perf_counter()
+
+    def stop(self, steps: int) -> dict[str, Any]:
+        """End the recording of ``steps`` steps, write the trace; returns what it says, for the record. Of none, nothing
+        is kept."""
+        self._synchronize()
+        seconds = time.perf_counter() - self._began
+        self._recorder.stop()
+        if not steps:
+            return {}
+        facts: dict[str, Any] = {"steps": steps, "seconds": seconds}
+        if self._directory is not None:
+            (self._directory / DIRECTORY).mkdir(parents=True, exist_ok=True)
+            self._recorder.export_chrome_trace(str(self._directory / DIRECTORY / TRACE))
+            facts["trace"] = f"{DIRECTORY}/{TRACE}"
+        facts |= of_device(self._recorder.events(), steps) if self._device.type == "cuda" else {}
+        facts["operators"] = top_operators(self._recorder.key_averages(), steps)
+        del self._recorder
+        return facts
+
+    def close(self) -> None:
+        """Put the environment back."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+    def _profiler(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        return profile(activities=activities, acc_events=True)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:
+    """Idle share, kernels and launches of a recording of ``steps`` steps, from the profiler's function events."""
+    spans: list[tuple[float, float]] = []
+    kernels: defaultdict[str, list[float]] = defaultdict(list)
+    launches = 0
+    for event in events:
+        begin, end = event.time_range.start, event.time_range.end
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            spans.append((begin, end))
+            kernels[event.name].append(end - begin)
+        elif event.device_type == DeviceType.CPU and LAUNCH.match(event.name):
+            launches += 1
+    if not spans:
+        return {"not_seen": "the profiler saw no kernel: is CUPTI there, and allowed to this user?"}
+    busy = covered(spans)
+    total = sum(map(sum, kernels.values()))
+    return {
+        "idle_share_while_profiled": 1 - busy / (max(end for _, end in spans) - min(begin for begin, _ in spans)),
+        "busy_seconds_per_step": busy / 1e6 / steps,
+        "kernels_per_step": sum(map(len, kernels.values())) / steps,
+        "launches_per_step": launches / steps,
+        "kernels": [
+            {
+                "name": readable(name),
+                "share": sum(taken) / total,
+                "milliseconds_per_step": sum(taken) / 1e3 / steps,
+                "calls_per_step": len(taken) / steps,
+            }
+            for name, taken in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:TOP]
+        ],
+    }
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals: kernels of several streams overlap."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        if end > reached:
+            length += end - max(begin, reached)
+            reached = end
+    return length
+
+
+def top_operators(averages: Iterable[Any], steps: int) -> list[dict[str, Any]]:
+    """Where the host's time went: operators by the time spent in themselves, not in what they call."""
+    rows = [row for row in averages if row.device_type == DeviceType.CPU and row.self_cpu_time_total > 0]
+    total = sum(row.self_cpu_time_total for row in rows)
+    return [
+        {
+            "name": readable(row.key),
+            "share": row.self_cpu_time_total / total,
+            "milliseconds_per_step": row.self_cpu_time_total / 1e3 / steps,
+            "calls_per_step": row.count / steps,
+        }
+        for row in sorted(rows, key=lambda row: -row.self_cpu_time_total)[:TOP]
+    ]
+
+
+def readable(name: str) -> str:
+    """A kernel's or operator's name for people: what is compiled says so, and templates are cut."""
+    if found := COMPILED.match(name):
+        return f"compiled graph {found[1]}"
+    short = name.removeprefix("void ")
+    return short if len(short) <= LONGEST_NAME else f"{short[: LONGEST_NAME - 3]}..."
