@@ -12,7 +12,6 @@ if __name__ == "bisect":  # this folder is on the path (``python scripts/doctor.
     bisect, insort = bisect_right, insort_right
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,17 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def composed(overrides: list[str], *, config_dir: str | None) -> tuple[Config, list[str]]:
     """The configuration, with ``compile=whole`` where no strategy is named, and its overrides. Raises ValueError."""
-    from strategies import Whole
-    from trainer.compose import compose
+    from scripts.training_arguments import composed_training
     from trainer.locate.scope import searched
 
-    config = compose(overrides, config_dir=config_dir)
-    named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)
-    if not config.compile and not named:
-        # Not composed again: a plugin.py need not bear to be run twice.
-        overrides, config = [*overrides, "compile=whole"], dataclasses.replace(config, compile={"whole": Whole()})
-    if config.run.name != "train":
-        raise ValueError(f"run={config.run.name}: bisect tries training steps; leave run= out")
+    config, overrides = composed_training(overrides, config_dir=config_dir, looks="bisect tries")
     searched(config.compile.values())
     return config, overrides
 
@@ -127,11 +119,10 @@ def search(options: argparse.Namespace, config: Config, overrides: list[str]) ->
 
 def check_places(options: argparse.Namespace) -> None:
     """Raise ValueError, before any work, for a place that cannot be written."""
-    file: Path | None = options.json
-    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
-        raise ValueError(f"--json={str(file)!r} is a folder, or lies in none")
-    if options.output is not None and options.output.exists() and not options.output.is_dir():
-        raise ValueError(f"--output={str(options.output)!r} is not a folder")
+    from scripts.training_arguments import check_file, check_folder
+
+    check_file("json", options.json)
+    check_folder("output", options.output)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from scripts.training_arguments import check_file, check_folder, composed_training
+
 if TYPE_CHECKING:
     from trainer.explain.explanation import Explanation
     from trainer.settings import Config
@@ -70,14 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def composed(overrides: list[str], *, config_dir: str | None) -> Config:
     """The configuration of the overrides, with ``compile=whole`` where they name no strategy. Raises ValueError."""
-    from trainer.compose import compose
-
-    config = compose(overrides, config_dir=config_dir)
-    named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)
-    if not config.compile and not named:
-        config = compose([*overrides, "compile=whole"], config_dir=config_dir)
-    if config.run.name != "train":
-        raise ValueError(f"run={config.run.name}: explain looks at training steps; leave run= out")
+    config, _ = composed_training(overrides, config_dir=config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
     return config
@@ -85,9 +80,12 @@ def composed(overrides: list[str], *, config_dir: str | None) -> Config:
 
 def look(options: argparse.Namespace, config: Config, *, before_steps: Callable[[], None]) -> Explanation:
     """Run the steps and explain them."""
-    import torch
+    from trainer.interrupt import importing
 
-    from trainer.explain.look import Options, explain
+    with importing():
+        import torch
+
+        from trainer.explain.look import Options, explain
 
     backend = options.backend or ("configured" if torch.cuda.is_available() else "aot_eager")
     quiet = Console(stderr=True, highlight=False)
@@ -189,13 +187,9 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
 def check_files(options: argparse.Namespace) -> None:
     """Raise ValueError, before any work, for a place that cannot be written."""
     for name in ("json", "html"):
-        file: Path | None = getattr(options, name)
-        if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
-            raise ValueError(f"--{name}={str(file)!r} is a folder, or lies in none")
+        check_file(name, getattr(options, name))
     for name in ("code", "trace"):
-        folder: Path | None = getattr(options, name)
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ValueError(f"--{name}={str(folder)!r} is not a folder")
+        check_folder(name, getattr(options, name))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

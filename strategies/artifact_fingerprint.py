@@ -6,7 +6,6 @@ gather the shapes they met. Nothing that differs from run to run (seed, paths, n
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -35,11 +34,7 @@ def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
         "precision": program.precision,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "strategies": [
-            {"name": strategy.name, **dataclasses.asdict(strategy)}
-            for strategy in program.strategies
-            if strategy.name != leave_out
-        ],
+        "strategies": [strategy.facts() for strategy in program.strategies if strategy.name != leave_out],
         "model": model_digest(program.module),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -99,6 +99,12 @@ class Program:
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether Inductor replays what it compiled from CUDA graphs; on a CPU, modes that ask for it mean nothing."""
+        on_cuda = self.device is not None and self.device.type == "cuda"
+        return on_cuda and any(strategy.uses_cuda_graphs for strategy in self.strategies)
+
 
 @dataclass(kw_only=True, slots=True)
 class Strategy:
@@ -115,6 +121,10 @@ class Strategy:
 
     training_only: ClassVar[str | None] = None
     """Why it has nothing to do where nothing is trained, if so: with ``run=inference`` it is then an error."""
+
+    def facts(self) -> dict[str, Any]:
+        """Name and parameters, for records and fingerprints."""
+        return {"name": self.name, **asdict(self)}
 
     def check(self) -> None:
         """Look at this machine and this torch before any work starts. Raises ValueError with the mend."""

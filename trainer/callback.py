@@ -8,7 +8,6 @@ It is one callback on purpose: Lightning spends about 10 microseconds a step on 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -129,9 +128,7 @@ class Compile(L.Callback):
             self.record.regions = len(self.program.regions) if self.strategies else None
             if self._preparation is not None:
                 self._preparation.wait()
-        # On a CPU these modes mean nothing, and neither does what follows from them.
-        on_cuda = trainer.strategy.root_device.type == "cuda"
-        self._cuda_graphs = on_cuda and any(strategy.uses_cuda_graphs for strategy in self.strategies)
+        self._cuda_graphs = self.program.uses_cuda_graphs
         if self._cuda_graphs:
             refuse_accumulation(trainer)
         self._settings.enter_context(compiler_settings(self.program.settings))
@@ -163,9 +160,7 @@ class Compile(L.Callback):
         self._auto = None  # chosen for good: another fit goes on with it
         self.strategies = ordered([*(strategy for strategy in self.strategies if strategy is not auto), *chosen])
         program.strategies = tuple(self.strategies)
-        self.record.chosen_strategies = [
-            {"name": strategy.name, **dataclasses.asdict(strategy)} for strategy in ordered(chosen)
-        ]
+        self.record.chosen_strategies = [strategy.facts() for strategy in ordered(chosen)]
         self.record.regions = len(program.regions) if self.strategies else None
         self._guard(trainer, program, chooser.sample)
 

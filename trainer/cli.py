@@ -88,6 +88,7 @@ def _call(func: Callable[[], Any]) -> Any:
 def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
+    from trainer.interrupt import importing
     from trainer.sweep.cell_environment import starting_caches
     from trainer.sweep.composing import flags
 
@@ -96,8 +97,8 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     run_dir = Path(settings.runtime.output_dir)
     command = [*flags(sys.argv[1:]), *settings.overrides.task]
     with starting_caches(config.repeat, run_dir):
-        # Only now: torch takes seconds to import, and reads where its caches are.
-        from trainer.run import run
+        with importing():  # only now: torch takes seconds to import, and reads where its caches are
+            from trainer.run import run
 
         record = run(config, run_dir=run_dir, command=command)
     return record.exit_code, record.final_loss

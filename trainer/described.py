@@ -20,7 +20,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
     return RunRecord(
         task=config.task.name,
         run=config.run.name,
-        strategies=[{"name": strategy.name, **dataclasses.asdict(strategy)} for strategy in strategies],
+        strategies=[strategy.facts() for strategy in strategies],
         label=label(strategies),
         config=dataclasses.asdict(config),
         command=command,

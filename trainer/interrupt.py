@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -18,6 +19,42 @@ class Interrupted(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait while torch is imported, a second one excepted; they then do what they did before.
+
+    An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
+    ends the process by SIGABRT (seen at ``torch.distributed``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    before = {signum: handler for signum, handler in found.items() if handler is not None}  # None: not Python's to set
+    waiting: list[int] = []
+
+    def restored() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    def wait(signum: int, _: FrameType | None) -> None:
+        if not waiting:
+            waiting.append(signum)
+            return
+        waiting.clear()
+        restored()
+        signal.raise_signal(signum)
+
+    for signum in before:
+        signal.signal(signum, wait)
+    try:
+        yield
+    finally:
+        restored()
+        for each in waiting:
+            signal.raise_signal(each)
 
 
 class StopRequest:

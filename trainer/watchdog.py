@@ -7,19 +7,17 @@ hand: other batches, a slow loader or a busy machine must not pass for a slow co
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
-import torch
 
 from strategies import Program
 from trainer.eager import eager
 from trainer.telemetry.telemetry import Telemetry
+from trainer.timed import seconds_of
 
 STEADY_STEPS = 20
 """Steady steps after which the comparison is made."""
@@ -66,20 +64,11 @@ def take_sample(trainer: L.Trainer, program: Program, step: Callable[[], Any]) -
     sample = Sample()
     device = trainer.strategy.root_device
 
-    def timed(context: contextlib.AbstractContextManager[Any]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        with context:
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
     repeats = REPEATS
     while len(sample.eager_seconds) < repeats:
-        sample.eager_seconds.append(timed(eager(program)))
-        sample.compiled_seconds.append(timed(contextlib.nullcontext()))
+        with eager(program):
+            sample.eager_seconds.append(seconds_of(device, step))
+        sample.compiled_seconds.append(seconds_of(device, step))
         if len(sample.eager_seconds) == 1:
             pair = sample.eager_seconds[0] + sample.compiled_seconds[0]
             affordable = max(1, min(REPEATS, int(MOST_SECONDS / max(pair, 1e-9))))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
+
+from trainer.timed import seconds_of
 
 LEAST_STEPS, MOST_STEPS = 2, 8
 MOST_SECONDS = 0.25
@@ -19,10 +20,10 @@ CALIBRATION_CYCLES = 20_000_000
 def step_seconds(trainer: L.Trainer, step: Callable[[], Any]) -> float:
     """Seconds of a step in a row of them, as in training; ``step`` must have run before. The same on all processes."""
     device = trainer.strategy.root_device
-    first = _timed(device, step, 1)
+    first = seconds_of(device, step)
     affordable = int(MOST_SECONDS / max(first, 1e-9))
     steps = int(trainer.strategy.broadcast(max(LEAST_STEPS, min(MOST_STEPS, affordable))))
-    return float(trainer.strategy.broadcast(_timed(device, step, steps)))
+    return float(trainer.strategy.broadcast(seconds_of(device, step, times=steps)))
 
 
 def device_seconds(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: float) -> float | None:
@@ -41,15 +42,6 @@ def device_seconds(trainer: L.Trainer, step: Callable[[], Any], launched_seconds
     return float(trainer.strategy.broadcast(_between_events(device, step)))
 
 
-def _timed(device: torch.device, step: Callable[[], Any], steps: int) -> float:
-    _wait(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - began) / steps
-
-
 def _sleep_seconds(device: torch.device, cycles: int) -> float:
     torch.cuda._sleep(cycles)  # the first one loads its kernel
     torch.cuda.synchronize(device)
@@ -64,8 +56,3 @@ def _between_events(device: torch.device, work: Callable[[], Any]) -> float:
         ended.record()
         ended.synchronize()
     return began.elapsed_time(ended) / 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

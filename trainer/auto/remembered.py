@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import getpass
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from strategies.toolchain import cache_directories
+from tasks.data.cache_files import cache_folder
 from trainer.atomic import written_whole
 from trainer.auto.estimates import Estimates
 
@@ -23,7 +21,7 @@ def directory(given: str | None) -> Path:
     """Where decisions are kept: ``given``, or ``crucible/auto`` in the user's cache directory."""
     if given is not None:
         return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "crucible" / "auto"
+    return cache_folder() / "auto"
 
 
 class Remembered:
@@ -66,7 +64,7 @@ class Remembered:
             "written": datetime.datetime.now().astimezone().isoformat(" ", "minutes"),
             "chosen": chosen,
             "steps": estimates.steps,
-            "cache_directory": _cache_directory(),
+            "cache_directory": str(_cache_directory()),
             "modules": modules,
         }
         try:
@@ -77,17 +75,11 @@ class Remembered:
         return None
 
 
-def _cache_directory() -> str:
-    """Inductor's cache directory: the one that the user named, or its default."""
-    # As https://github.com/pytorch/pytorch/blob/main/torch/_inductor/runtime/cache_dir_utils.py; without a user's name
-    # (a container) torch takes another one, and nothing is found here: caches then count as cold.
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with contextlib.suppress(KeyError, OSError):
-        return named or str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
-    return ""
+def _cache_directory() -> Path:
+    return cache_directories()["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def _cache_was(kept: dict[str, Any]) -> bool:
     """Whether the compiler's caches are those of the run that wrote this, and are still there."""
     here = _cache_directory()
-    return bool(here) and kept.get("cache_directory") == here and Path(here).is_dir() and any(Path(here).iterdir())
+    return kept.get("cache_directory") == str(here) and here.is_dir() and any(here.iterdir())

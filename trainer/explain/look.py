@@ -9,7 +9,6 @@ Nothing is trained for keeps: the module is this process's own, no checkpoint, r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from trainer.explain.watching import Watching
 from trainer.reasons import one_line
 from trainer.run import new_record
 from trainer.settings import Config
+from trainer.throwaway import throwaway, throwaway_trainer
 from trainer.torch_settings import process_settings
 
 VALIDATION_BATCHES = 2
@@ -60,31 +60,17 @@ def explain(config: Config, options: Options, *, command: Sequence[str] = ()) ->
     strategies = prepared(config.compile.values(), options.backend)
     if not strategies:
         raise ValueError(f"compile={label(config.compile.values())}: compiles nothing, there is nothing to explain")
-    settings = dataclasses.replace(
-        config.trainer,
-        devices=1,
-        strategy="auto",
+    seen = throwaway(
+        config,
+        strategies,
         max_steps=MOST_STEPS,
         val_every_n_steps=2 if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
-        measure_peak=False,
-        progress="none",
-    )
-    seen = dataclasses.replace(
-        config,
-        compile={strategy.name: strategy for strategy in strategies},
-        trainer=settings,
-        parity="off",
-        on_compile_error="fail",
-        on_slower="warn",
-        resume=None,
-        repeat=None,
-        profile="off",
     )
     record = new_record(seen, list(command))
-    with process_settings(settings), tempfile.TemporaryDirectory(prefix="explain-") as folder:
+    with process_settings(seen.trainer), tempfile.TemporaryDirectory(prefix="explain-") as folder:
         compile_ = compile_callback(seen, record)
         L.seed_everything(config.seed, verbose=False)
         options.progress("building data and model")
@@ -109,16 +95,7 @@ def explain_module(
     compile_.record.task = type(module).__name__
     watching = _watching(compile_, options)
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        trainer = L.Trainer(
-            max_epochs=1,
-            logger=False,
-            callbacks=[compile_, watching],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            num_sanity_val_steps=0,
-        )
+        trainer = throwaway_trainer(folder, [compile_, watching], max_epochs=1)
         return _look(trainer, module, compile_, watching, {"train_dataloaders": loader}, given, options, ())
 
 

@@ -7,7 +7,7 @@ import linecache
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.snapshot import Snapshot
 from trainer.telemetry.compiler import CompilerWatch
+from trainer.timed import seconds_of
 from trainer.watchdog import MARGIN
 
 PAIRS = 9
@@ -142,24 +143,19 @@ class Observer:
         """Seconds of steps of eager and compiled, taken in turns."""
         eagers: list[float] = []
         compiled: list[float] = []
+        device = self._trainer.strategy.root_device
         began = time.perf_counter()
+
+        def step() -> None:
+            self._passes.step(batch)
+
         while len(eagers) < PAIRS:
             with eager(self._program):
-                eagers.append(self._seconds(lambda: self._passes.step(batch)))
-            compiled.append(self._seconds(lambda: self._passes.step(batch)))
+                eagers.append(seconds_of(device, step))
+            compiled.append(seconds_of(device, step))
             if len(eagers) >= LEAST_PAIRS and time.perf_counter() - began > MOST_SECONDS:
                 break
         return eagers, compiled
-
-    def _seconds(self, step: Callable[[], Any]) -> float:
-        device = self._trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
 
     @contextlib.contextmanager
     def _phases(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from trainer.locate.scope import searched
 from trainer.passes import Passes
 from trainer.run import new_record
 from trainer.settings import Config
+from trainer.throwaway import throwaway, throwaway_trainer
 from trainer.torch_settings import process_settings
 
 Result = TypeVar("Result")
@@ -51,27 +52,8 @@ def with_config(config: Config, looking: Looking, use: Callable[[Bench], Result]
     strategies, notes = searched(config.compile.values())
     if config.trainer.devices != 1 or config.trainer.strategy != "auto":
         notes.append("several devices: tried on one, without what DDP or FSDP changes")
-    settings = dataclasses.replace(
-        config.trainer,
-        devices=1,
-        strategy="auto",
-        val_every_n_steps=0,
-        checkpoint_every_n_steps=0,
-        measure_peak=False,
-        progress="none",
-    )
-    tried = dataclasses.replace(
-        config,
-        compile={strategy.name: strategy for strategy in strategies},
-        trainer=settings,
-        parity="off",
-        on_compile_error="fail",
-        on_slower="warn",
-        resume=None,
-        repeat=None,
-        profile="off",
-    )
-    with process_settings(settings), tempfile.TemporaryDirectory(prefix="bisect-") as folder:
+    tried = throwaway(config, strategies, val_every_n_steps=0, checkpoint_every_n_steps=0)
+    with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="bisect-") as folder:
         compile_ = compile_callback(tried, new_record(tried, []))
         L.seed_everything(config.seed, verbose=False)
         data = config.task.build_data(seed=config.seed)
@@ -95,17 +77,7 @@ def with_module(
     compile_ = Compile(kept, parity="off", measure_peak=False, **declared)
     opening = _Opening(compile_, looking or Looking(), use, notes)
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
-        trainer = L.Trainer(
-            max_steps=1,
-            logger=False,
-            callbacks=[opening, compile_],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            num_sanity_val_steps=0,
-            limit_val_batches=0,
-        )
+        trainer = throwaway_trainer(folder, [opening, compile_], max_steps=1, limit_val_batches=0)
         return opening.run(trainer, module, {"train_dataloaders": loader})
 
 
@@ -156,8 +128,7 @@ class _Opening(L.Callback):
                 "(--shapes)"
             )
         strategies = self._compile.strategies
-        on_cuda = trainer.strategy.root_device.type == "cuda"
-        cuda_graphs = on_cuda and any(strategy.uses_cuda_graphs for strategy in strategies)
+        cuda_graphs = program.uses_cuda_graphs
         passes = Passes(trainer, cuda_graphs=cuda_graphs)
         with passes.quiet():
             bench = Bench(

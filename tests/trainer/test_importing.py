@@ -1,0 +1,62 @@
+"""Signals while torch is imported: they wait for its end, a second one does not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from trainer.interrupt import Interrupted, StopRequest, importing
+
+
+def imported(*signals: int, said: list[str]) -> None:
+    """An import in whose middle the signals come."""
+    with importing():
+        for signum in signals:
+            signal.raise_signal(signum)
+        said.append("imported")
+
+
+def test_a_signal_waits_for_the_end_and_is_then_what_it_was_before() -> None:
+    said: list[str] = []
+    with StopRequest(said.append):
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            imported(signal.SIGTERM, said=said)
+        assert said == ["imported"]
+
+
+def test_python_s_own_interrupt_waits_too() -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        imported(signal.SIGINT, said=said)
+    assert said == ["imported"]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        imported(signal.SIGTERM, signal.SIGINT, said=said)
+    assert said == []
+
+
+def test_a_failed_import_is_told_before_a_signal_that_waits_and_handlers_come_back() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ImportError), importing():
+        raise ImportError("no torch")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_other_threads_cannot_set_handlers_and_need_not() -> None:
+    seen: list[str] = []
+
+    def work() -> None:
+        with importing():
+            seen.append("imported")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["imported"]
