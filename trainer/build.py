@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tasks.base import Task
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
-from trainer.inference_callback import CompileForInference
+from trainer.inference.callback import CompileForInference
 from trainer.precision import precision_arguments
 from trainer.settings import Config
 from trainer.telemetry import hardware

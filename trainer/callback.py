@@ -22,7 +22,7 @@ from strategies.prepare import Preparation
 from trainer.auto.chooser import Chooser
 from trainer.filled_record import fill_in
 from trainer.guards import CompiledNothing, Guards, refuse_accumulation
-from trainer.loaders import pad_loaders
+from trainer.loading.loaders import pad_loaders
 from trainer.rehearsal import Guarding
 from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
@@ -52,7 +52,7 @@ class Compile(L.Callback):
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity``, ``trainer.warming``.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity.comparison``, ``trainer.warming``.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ from strategies.compile_errors import is_compile_error
 from strategies.inplace import uncompile
 from trainer.rehearsal import Guarding, Rehearsal
 from trainer.rollback import Rollback
-from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.events import Event
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.warming import Lock
 from trainer.watchdog import Sample, Watchdog

@@ -17,8 +17,8 @@ from strategies import Program, Stage
 from strategies.compile_errors import is_out_of_memory
 from trainer.eager import eager
 from trainer.findings import Findings, sample_of
-from trainer.parity import ParityError
-from trainer.parity_gate import ParityGate
+from trainer.parity.comparison import ParityError
+from trainer.parity.gate import ParityGate
 from trainer.passes import Passes, SkippedStep, why_not
 from trainer.rollback import Rollback
 from trainer.settings import ON_COMPILE_ERROR, ON_SLOWER, PARITY

@@ -22,7 +22,7 @@ from strategies.optimizer_step import installed, uninstall
 from trainer.eager import eager
 from trainer.reasons import one_line
 from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.record import Event
+from trainer.telemetry.events import Event
 
 
 class CompileFailed(RuntimeError):

@@ -12,7 +12,7 @@ from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
 from trainer.described import described
-from trainer.inference import Inferring
+from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest
 from trainer.job import Job
 from trainer.reasons import one_line

@@ -21,7 +21,7 @@ from strategies.graph_engine import CannotCapture, NotYet
 from strategies.graphed_optimizer import GraphedStep, graphed
 from strategies.step_graphs import StepGraphs
 from trainer.host_effects import HostEffects, Logged, reasons_against
-from trainer.replay_parity import ReplayParity
+from trainer.parity.replay import ReplayParity
 
 MOST_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.events import Event
+from trainer.telemetry.record import RunRecord
 
 VERSIONS = {
     "python": "3.12.3",

@@ -10,7 +10,8 @@ import pytest
 from tests.evidence.records import record
 from trainer.evidence.comparison import WorkloadComparison, compare
 from trainer.evidence.runs import Run
-from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.events import Event
+from trainer.telemetry.record import RunRecord
 
 
 def against_eager(*records: RunRecord) -> WorkloadComparison:

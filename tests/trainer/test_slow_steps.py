@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
 from trainer.rows import summary
+from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.marks import SeenShapes, shape_of
 from trainer.telemetry.meter import Step
-from trainer.telemetry.record import Event, RunRecord, SlowStep
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.slow_steps import MOST_LISTED, Allocations, SlowSteps, cause_of, sentence, slow_steps_table
 
 LONG = 0.4

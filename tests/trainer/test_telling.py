@@ -16,7 +16,7 @@ from strategies import Regional, Whole
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.console import ProgressView
-from trainer.telemetry.record import Event, SlowStep
+from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.telling import MOST_LINES, MOST_SHAPES, Teller, line_about
 
 HERE = str(Path(__file__).resolve())

@@ -18,8 +18,8 @@ from strategies import Program
 from trainer.eager import eager
 from trainer.explain import source
 from trainer.locate.trial import Outcome, Trial
-from trainer.parity import ParityError
-from trainer.parity_gate import ParityGate
+from trainer.parity.comparison import ParityError
+from trainer.parity.gate import ParityGate
 from trainer.passes import Passes
 from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM

@@ -15,7 +15,7 @@ import torch._dynamo.callback as dynamo_callback
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 
-from trainer.telemetry.record import Event
+from trainer.telemetry.events import Event
 
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""

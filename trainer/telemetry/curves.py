@@ -11,9 +11,9 @@ from trainer.telemetry.clock import StepClock
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.energy import EnergyMeter
+from trainer.telemetry.events import SlowStep
 from trainer.telemetry.meter import Meter, Step, Totals
 from trainer.telemetry.peak import Peak
-from trainer.telemetry.record import SlowStep
 from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
 from trainer.telemetry.slow_steps import SlowSteps
 from trainer.telemetry.tensorboard import TensorBoardPages

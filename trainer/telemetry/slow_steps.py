@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.meter import Step
-from trainer.telemetry.record import Event, SlowStep
 
 TIMES_MEDIAN = 10.0
 LEAST_STEADY = 10

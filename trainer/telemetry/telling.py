@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.telemetry.record import Event, SlowStep
+from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.slow_steps import sentence
 
 MOST_LINES = 20

@@ -10,11 +10,12 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from trainer.telemetry import hparams
+from trainer.telemetry.events import Event
 from trainer.telemetry.facts import rows as facts_in
 from trainer.telemetry.keys import FINAL
 from trainer.telemetry.layout import layout
 from trainer.telemetry.profile_page import profile_page
-from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.slow_steps import slow_steps_table
 
 

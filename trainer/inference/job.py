@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from trainer.build import build_inference_trainer, inference_callback, note_machine
 from trainer.checkpoints import find_checkpoint, step_of
 from trainer.console import ProgressView, announce
-from trainer.inference_batches import loader_name
-from trainer.inference_callback import CompileForInference
-from trainer.inference_loop import InferenceLoop
+from trainer.inference.batches import loader_name
+from trainer.inference.callback import CompileForInference
+from trainer.inference.loop import InferenceLoop
 from trainer.interrupt import StopRequest
 from trainer.job import Job
 from trainer.run_modes import Inference

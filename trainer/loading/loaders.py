@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sized
 from typing import Any
 
 import lightning as L
 import numpy as np
 from lightning.pytorch.trainer.states import RunningStage
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from strategies import Program
 from strategies.bucket_batches import BucketBatchSampler, batch_sizes
 from strategies.bucket_edges import padded_share, padded_share_by_edge, share_of_random_batches
 from strategies.padding import Padding
-from trainer.loaders_batches import BucketLoader, PaddingCollate, with_buckets, with_collate
-from trainer.loaders_lengths import known_lengths, measured_lengths, require_map_style
+from trainer.loading.accepted import evaluation_sizes, require_map_style, require_replaceable_order
+from trainer.loading.batches import BucketLoader, PaddingCollate, with_buckets, with_collate
+from trainer.loading.lengths import known_lengths, measured_lengths
 
 
 def pad_loaders(trainer: L.Trainer, program: Program) -> None:
@@ -215,40 +214,3 @@ class LoaderPadder:
             figures["drawn_batches"] = drawn["batches"]
             figures["seen_padded_share"] = 1 - drawn["useful_positions"] / drawn["positions"]
         return figures
-
-
-def require_replaceable_order(loader: DataLoader[Any], name: str) -> None:
-    """Raise ValueError when the training loader's own choice of examples would be lost."""
-    sampler, batches = loader.sampler, loader.batch_sampler
-    if type(batches) is not BatchSampler:
-        raise ValueError(
-            f"compile.{name}: the training loader draws its batches by a {type(batches).__name__}, which buckets would "
-            "replace; give it a batch_size instead"
-        )
-    whole = (
-        isinstance(sampler, SequentialSampler)
-        or (isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler))
-        or (isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset)
-    )
-    if not whole or (isinstance(sampler, RandomSampler) and len(sampler) != len(sampler.data_source)):
-        raise ValueError(
-            f"compile.{name}: the training loader draws its examples by a {type(sampler).__name__} of its own, which "
-            "buckets would replace by each example once an epoch; use a Subset of the data, or compile=dynamic"
-        )
-
-
-def evaluation_sizes(loader: DataLoader[Any], limit: float | None) -> set[int]:
-    """Rows of the batches that an evaluation of ``limit`` batches (or that share of them) meets; empty if unknown."""
-    rows = loader.batch_size
-    if rows is None or not isinstance(loader.sampler, Sized):
-        return set()
-    whole, last = divmod(len(loader.sampler), rows)
-    batches = len(loader)
-    if isinstance(limit, float):
-        batches = int(batches * limit)
-    elif limit is not None:
-        batches = min(batches, limit)
-    sizes = {rows} if min(whole, batches) else set()
-    if last and not loader.drop_last and batches == whole + 1:
-        sizes.add(last)
-    return sizes

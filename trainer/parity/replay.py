@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strategies import Program
-from trainer.parity import Comparison, Differences, Judge, ParityError, rounding_unit
+from trainer.parity.comparison import Comparison, Differences, Judge, ParityError, rounding_unit
 from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
 

@@ -10,7 +10,7 @@ import torch
 
 from strategies import Program
 from trainer.eager import eager
-from trainer.parity import Comparison, Differences, Judge, ParityError, perturb, rounding_unit
+from trainer.parity.comparison import Comparison, Differences, Judge, ParityError, perturb, rounding_unit
 from trainer.passes import Passes
 from trainer.snapshot import Snapshot, drew_random_numbers, random_state
 

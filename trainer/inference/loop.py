@@ -21,18 +21,18 @@ from strategies.graph_engine import CannotCapture
 from strategies.inplace import uncompile
 from trainer.guards import Guards
 from trainer.host_effects import HostEffects
-from trainer.inference_batches import Batches
-from trainer.inference_callback import CompileForInference
-from trainer.inference_parity import compare_outputs
+from trainer.inference.batches import Batches
+from trainer.inference.callback import CompileForInference
+from trainer.inference.parity import compare_outputs
 from trainer.interrupt import StopRequest
-from trainer.parity import ParityError
+from trainer.parity.comparison import ParityError
 from trainer.passes import Passes
 from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.run_modes import Inference
 from trainer.telemetry import memory
+from trainer.telemetry.events import Event
 from trainer.telemetry.profile_steps import profile_calls
-from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.watchdog import take_sample
 

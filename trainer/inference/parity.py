@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from strategies import Program
 from trainer.eager import eager
-from trainer.parity import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
+from trainer.parity.comparison import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
 from trainer.snapshot import drew_random_numbers, random_state, set_random_state
 
 SAMPLES = 5

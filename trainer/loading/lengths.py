@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from strategies import Ragged
 from strategies.padding import length_of
@@ -65,16 +65,6 @@ def measured_lengths(
             with contextlib.suppress(TypeError):
                 _measured[loader.dataset] = lengths
     return broadcast(lengths)
-
-
-def require_map_style(loader: DataLoader[Any], name: str) -> None:
-    """Raise ValueError when examples cannot be fetched by their number."""
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not len(dataset):
-        raise ValueError(
-            f"compile.{name}: {type(dataset).__name__} cannot be grouped by length: it takes a data set with a length, "
-            "whose examples are fetched by their number; compile=dynamic takes others too"
-        )
 
 
 class Measure:

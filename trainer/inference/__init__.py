@@ -1,0 +1,1 @@
+"""Inference: batches through a trained or fresh model, timed under the same strategies and ruler as training."""
