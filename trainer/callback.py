@@ -52,7 +52,7 @@ class Compile(L.Callback):
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity.comparison``, ``trainer.warming``.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity``, ``trainer.warming``.
     """
 
     def __init__(
