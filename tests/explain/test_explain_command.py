@@ -60,6 +60,7 @@ def test_a_task_without_a_strategy_is_explained_as_whole_and_all_is_well(capsys:
     ("arguments", "message"),
     [
         (["compile=eager"], "nothing to explain"),
+        (["compile=[auto,optimizer]"], "compile=auto: only a run chooses"),
         (["compile=hole"], "Could not find 'compile/hole'"),
         (["compile=whole", "run=inference"], "explain looks at training steps"),
         (["compile=whole", "trainer.max_steps=0"], "trainer.max_steps=0 must be at least 1"),

@@ -85,6 +85,7 @@ def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["compile=auto"], "compile=auto: only a run chooses"),
         (["compile=hole"], "Could not find 'compile/hole'"),
         (["compile=eager"], "compile=eager: compiles nothing"),
         (["compile=cuda_graph", "run=train"], "compile=cuda_graph: compiles nothing"),

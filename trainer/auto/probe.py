@@ -11,19 +11,20 @@ import torch
 from trainer.timed import seconds_of
 
 LEAST_STEPS, MOST_STEPS = 2, 8
-MOST_SECONDS = 0.25
-"""Timing one candidate takes about this long, or ``LEAST_STEPS`` steps: of a short run that is some percent already."""
-CALIBRATION_CYCLES = 20_000_000
-"""About a hundredth of a second of a GPU's clock."""
+MOST_SECONDS, MOST_SHARE = 0.25, 0.005
+"""Timing one candidate takes no longer than this, in seconds and as a share of the planned run, or ``LEAST_STEPS``."""
+CALIBRATION_CYCLES = 2_000_000
+"""About a thousandth of a second of a GPU's clock."""
 
 
-def step_seconds(trainer: L.Trainer, step: Callable[[], Any]) -> float:
-    """Seconds of a step in a row of them, as in training; ``step`` must have run before. The same on all processes."""
-    device = trainer.strategy.root_device
-    first = seconds_of(device, step)
-    affordable = int(MOST_SECONDS / max(first, 1e-9))
+def step_seconds(trainer: L.Trainer, step: Callable[[], Any], *, about: float, planned_steps: int) -> float:
+    """Seconds of a step in a row of them, as in training. The same on all processes.
+
+    ``step`` must have run before, the last time in ``about`` seconds.
+    """
+    affordable = int(min(MOST_SECONDS, MOST_SHARE * planned_steps * about) / max(about, 1e-9))
     steps = int(trainer.strategy.broadcast(max(LEAST_STEPS, min(MOST_STEPS, affordable))))
-    return float(trainer.strategy.broadcast(seconds_of(device, step, times=steps)))
+    return float(trainer.strategy.broadcast(seconds_of(trainer.strategy.root_device, step, times=steps)))
 
 
 def device_seconds(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: float) -> float | None:

@@ -19,6 +19,7 @@ from trainer.reasons import one_line
 from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
+from trainer.timed import seconds_of
 
 
 class Trials:
@@ -76,11 +77,11 @@ class Trials:
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
         self.wear(module.name)
-        error = self._first_steps(module, batch)
-        if error is not None:
-            self._give_up(module, error)
+        second = self._first_steps(batch)
+        if isinstance(second, Exception):
+            self._give_up(module, second)
         else:
-            self._time(module, estimates, batch, time.perf_counter() - began)
+            self._time(module, estimates, batch, second, time.perf_counter() - began)
         self._snapshot.restore()
         self.seconds += time.perf_counter() - began
 
@@ -90,8 +91,11 @@ class Trials:
             self._passes.train(batch)
         self._passes.step(batch)
 
-    def _first_steps(self, module: Module, batch: Any) -> Exception | None:
-        """Compile everything; returns what went wrong on any process, which alone must leave no other one waiting."""
+    def _first_steps(self, batch: Any) -> float | Exception:
+        """Compile everything; returns the seconds of a second step.
+
+        Or what went wrong on any process, which alone must leave no other one waiting.
+        """
         if self._trainer.world_size > 1:
             failure: Exception | None = None
             try:
@@ -103,18 +107,19 @@ class Trials:
             if self._trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
                 return failure or RuntimeError("another process failed")
         try:
-            self._step(batch)
-            self._step(batch)  # the first one made the optimizer's state
+            self._step(batch)  # makes the optimizer's state
+            return seconds_of(self._trainer.strategy.root_device, lambda: self._step(batch))
         except SkippedStep:
             raise
         except Exception as error:
             if self._trainer.world_size > 1:
                 raise
             return error
-        return None
 
-    def _time(self, module: Module, estimates: Estimates, batch: Any, spent: float) -> None:
-        module.step_seconds = step_seconds(self._trainer, lambda: self._step(batch))
+    def _time(self, module: Module, estimates: Estimates, batch: Any, second: float, spent: float) -> None:
+        module.step_seconds = step_seconds(
+            self._trainer, lambda: self._step(batch), about=second, planned_steps=estimates.steps
+        )
         if estimates.capture != "no":
             works = device_seconds(self._trainer, lambda: self._step(batch), module.step_seconds)
             # Where the device does not wait for the host, a graph has nothing to take away.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from strategies import Strategy
+from strategies.auto import Auto
 from trainer.auto.estimates import EAGER, Estimates, Row
 
 UNITS = ((3600, "h"), (60, "min"))
@@ -23,6 +27,15 @@ def say(estimates: Estimates, chosen: Row) -> str:
     ]
     told += [f"{row.name} is out: {row.why}" for row in others if row.why and not row.captured]
     return f"auto: {chosen.name}, {'; '.join(told)}"
+
+
+def refuse_choice(strategies: Iterable[Strategy]) -> None:
+    """Raise ValueError where ``auto`` is among strategies that are looked at: only a run has steps to choose for."""
+    if any(isinstance(strategy, Auto) for strategy in strategies):
+        raise ValueError(
+            "compile=auto: only a run chooses; python -m trainer with the same arguments says what (`auto: ...`), name "
+            "that here, as in compile=[regional,cuda_graph]"
+        )
 
 
 def _each(row: Row) -> str:

@@ -8,13 +8,19 @@ from typing import Any
 
 from strategies import Modular, Strategy
 from strategies.options import KNOBS
+from trainer.auto.words import refuse_choice
 
 BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 """Choices of ``--backend``; ``configured`` leaves each strategy its own."""
 
 
 def prepared(strategies: Iterable[Strategy], backend: str) -> list[Strategy]:
-    """Copies of ``strategies`` that compile with ``backend``, let graphs break and store nothing."""
+    """Copies of ``strategies`` that compile with ``backend``, let graphs break and store nothing.
+
+    Raises ValueError where it is still to be chosen what they are.
+    """
+    strategies = list(strategies)
+    refuse_choice(strategies)
     return [_copy(strategy, backend) for strategy in strategies if strategy.name != "cached"]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from strategies.base import Stage, Strategy
 from strategies.compose import label
+from trainer.auto.words import refuse_choice
 
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",
@@ -16,6 +17,7 @@ LEFT_OUT = {
 def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]:
     """The strategies that can be searched, and what to say of the others. Raises ValueError when none compiles."""
     given = list(strategies)
+    refuse_choice(given)
     kept = [each for each in given if each.stage not in LEFT_OUT]
     notes = [f"{each.name}: {LEFT_OUT[each.stage]}" for each in given if each.stage in LEFT_OUT]
     if not any(each.stage in (Stage.MODULE, Stage.OPTIMIZER) for each in kept):
