@@ -1,0 +1,180 @@
+"""Every workload under every strategy that it can run, for docs/results: ``python -m scripts.matrix --minutes 60``
+
+Each row is a workload and the arms that are compared on it, a sweep of its own (docs/sweeps.md) in a folder of its own
+below ``--out``. Called again it goes on: what is finished is left as it is. At the end the table of ``scripts.compare``
+and the page of ``scripts.report`` over all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import benchmark_strategies, compare, report
+from trainer.sweep.quoting import quoted
+
+EXAMPLES = """\
+examples:
+  python -m scripts.matrix --list                               # the rows, with their arms
+  python -m scripts.matrix --rounds 3 --warm                    # everything, cold and warm, three turns: hours
+  python -m scripts.matrix gpt2 resnet50 --out outputs/two      # two rows
+  python -m scripts.matrix --minutes 9                          # as far as that goes; the same again goes on
+  python -m scripts.matrix --smoke --out outputs/try            # in small: does it run here?
+
+Exit codes: 0 all ran, 1 some cells failed, 2 wrong arguments, 3 time was up, 128 + signal interrupted.
+"""
+STATIC = ("eager", "cuda_graph", "optimizer", "regional", "[regional,cuda_graph]", "whole", "[whole,cuda_graph]")
+RAGGED = (
+    *("eager", "regional", "[whole,dynamic]", "buckets", "[regional,buckets]", "[regional,buckets,cuda_graph]"),
+    "full_stack",
+)
+BY_TOKENS = " compile.buckets.tokens_per_batch=16384"
+AUTO = tuple(f"auto compile.auto.remember=false compile.auto.planned_steps={steps}" for steps in (500, 2_000, 20_000))
+"""What it chooses for runs of these lengths; a run is stopped early, and its total calculated."""
+TIME_IS_UP = 3
+GRACE_SECONDS = 60.0
+"""For the cell under way to stop, once time is up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A workload, and what is compared on it."""
+
+    name: str
+    experiment: str
+    steps: int
+    """Optimizer steps of a run: enough for a steady median on the GPU that the workload is meant for."""
+    arms: tuple[str, ...] = STATIC
+    overrides: tuple[str, ...] = ()
+    smoke: str = ""
+    """The experiment in small, where it is not called ``<experiment>_smoke``."""
+
+    def cells(self, *, smoke: bool) -> list[str]:
+        """Overrides of every cell."""
+        if smoke:
+            return [f"experiment={self.smoke or self.experiment + '_smoke'}"]
+        return [f"experiment={self.experiment}", *self.overrides, f"trainer.max_steps={self.steps}"]
+
+
+ROWS = (
+    Row(
+        name="captioning",
+        experiment="captioning_base",
+        steps=150,
+        overrides=("task.data.pad_to=64",),
+        arms=(*STATIC, "whole compile.whole.mode=reduce-overhead", *AUTO),
+        smoke="smoke",
+    ),
+    Row(
+        name="captioning_ragged",
+        experiment="captioning_base",
+        steps=150,
+        overrides=("task/data=lognormal",),
+        arms=RAGGED,
+        smoke="smoke",
+    ),
+    Row(
+        name="captioning_by_tokens",
+        experiment="captioning_base",
+        steps=60,
+        overrides=("task/data=lognormal", "task.data.batch_size=256"),
+        arms=("eager", *(f"{arm}{BY_TOKENS}" for arm in RAGGED if "buckets" in arm or arm == "full_stack")),
+        smoke="smoke",
+    ),
+    Row(name="gpt2", experiment="gpt2", steps=110, arms=(*STATIC, *AUTO)),
+    Row(name="resnet50", experiment="resnet50", steps=150, arms=(*STATIC, *AUTO)),
+    Row(name="vit_l_16", experiment="vit_l_16", steps=110),
+    Row(name="alexnet", experiment="alexnet", steps=300),
+    Row(name="bert_base", experiment="bert_base", steps=150),
+    Row(name="bert_base_ragged", experiment="bert_base_ragged", steps=150, arms=RAGGED),
+    Row(name="micro_convnet", experiment="micro_convnet", steps=800, arms=(*STATIC, *AUTO)),
+    Row(name="micro_transformer_block", experiment="micro_transformer_block", steps=800),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what ``arguments`` say; returns the exit code."""
+    options = parse(arguments)
+    if options.list:
+        for row in ROWS:
+            print(f"{row.name:24} {' '.join(row.cells(smoke=False))}\n{'':24} {', '.join(row.arms)}")
+        return 0
+    until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    rows, failed = [row for row in ROWS if not options.rows or row.name in options.rows], False
+    for number, row in enumerate(rows, start=1):
+        print(f"row {number} of {len(rows)}: {row.name}", flush=True)
+        exit_code = sweep(row, options, until)
+        if exit_code not in (0, 1):
+            return exit_code
+        failed = failed or exit_code == 1
+    folders = [str(options.out / row.name) for row in rows]
+    compare.main(folders)
+    report.main([*folders, "-o", str(options.out / "report.html")])
+    return int(failed)
+
+
+def sweep(row: Row, options: argparse.Namespace, until: float | None) -> int:
+    """Run what is missing of ``row``; returns the sweep's exit code, or ``TIME_IS_UP``."""
+    described = benchmark_strategies.parse(
+        [
+            *("--arms", *row.arms, "--rounds", str(options.rounds), "--out", str(options.out / row.name)),
+            *("--timeout", str(options.timeout), *(["--warm"] if options.warm else [])),
+            *("--", *row.cells(smoke=options.smoke)),
+        ]
+    )
+    child = subprocess.Popen([sys.executable, "-m", "trainer", *benchmark_strategies.sweep_arguments(described)])
+    try:
+        return child.wait(None if until is None else max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)
+        child.wait(GRACE_SECONDS)
+        print(f"{options.minutes:g} minutes are up in row {row.name}; the same command goes on", file=sys.stderr)
+        return TIME_IS_UP
+    except KeyboardInterrupt:  # the sweep has been told by the terminal as well
+        child.wait(GRACE_SECONDS)
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        child.kill()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.matrix",
+        description=(__doc__ or "").partition(":")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = [row.name for row in ROWS]
+    add("rows", nargs="*", metavar="ROW", help=f"default all: {', '.join(names)}")
+    add("--list", action="store_true", help="show the rows and their arms, run nothing")
+    add("--out", type=Path, default=Path("outputs/matrix"), metavar="DIR", help="default: %(default)s")
+    add("--rounds", type=int, default=1, metavar="N", help="turns of each arm, for the spread (default %(default)s)")
+    add("--warm", action="store_true", help="a second process after each cold one, on its caches")
+    add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on (default: no limit)")
+    add("--timeout", type=int, default=300, metavar="SECONDS", help="a cell is given up then (default %(default)s)")
+    add(
+        "--smoke",
+        action="store_true",
+        help="the experiments in small: does it run here? (what needs CUDA fails without)",
+    )
+    options = parser.parse_args(arguments)
+    for name in options.rows:
+        if name not in names:
+            parser.error(f"{quoted(name)} is no row; there are {', '.join(names)}")
+    if options.rounds < 1 or options.timeout < 1:
+        parser.error("--rounds and --timeout must be at least 1")
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error("--minutes must be above 0")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
