@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from scripts.loop_arms import optimizer_and_schedule
+from scripts.hand_loop import optimizer_and_schedule
 from strategies import Optimizer, Program
 from trainer.compose import compose
 from trainer.precision import on_cuda

@@ -20,6 +20,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from scripts.hand_loop import HandLoop
 from strategies import Program
 from strategies.compose import apply, compiler_settings
 from strategies.inplace import uncompile
@@ -108,28 +109,16 @@ def strategies_applied(workload: Workload) -> Iterator[None]:
 
 
 def raw(workload: Workload, steps: int) -> list[float]:
-    """A hand-written loop: autocast, backward, clip, step, schedule; returns the seconds of each step."""
-    module, device = workload.module.to(workload.device).train(), workload.device
-    optimizer, schedule = optimizer_and_schedule(module)
+    """A hand-written loop; returns the seconds of each step."""
+    device = workload.device
+    module = workload.module.to(device).train()
     clip = workload.config.trainer.gradient_clip_val
-    parameters = list(module.parameters())
-    autocast = (
-        torch.autocast(device.type, torch.bfloat16) if workload.precision == "bf16-mixed" else contextlib.nullcontext()
-    )
+    loop = HandLoop(module, device=device, precision=workload.precision, clip=clip)
     clock = step_clock(device)
     with strategies_applied(workload):
         clock.mark()
         for batch in CachedBatches(workload.batches, steps):
-            batch = workload.source.transfer_batch_to_device(batch, device, 0)
-            optimizer.zero_grad()
-            with autocast:
-                loss: Any = module.training_step(batch, 0)
-            loss.backward()
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, clip)
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
+            loop.step(workload.source.transfer_batch_to_device(batch, device, 0))
             clock.lap()
     return [clock.take() for _ in range(steps)]
 
@@ -193,14 +182,6 @@ class Laps(L.Callback):
     def seconds(self) -> list[float]:
         """Seconds of all steps."""
         return [self._clock.take() for _ in range(self._count)]
-
-
-def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optimizer, Any]:
-    """What ``configure_optimizers`` returned, taken apart."""
-    configured: Any = module.configure_optimizers()
-    if isinstance(configured, torch.optim.Optimizer):
-        return configured, None
-    return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
 
 
 def median(seconds: list[float]) -> float:

@@ -14,6 +14,14 @@ from trainer.telemetry.record import RunRecord
 PLACES = frozenset({"url", "key_file"})
 """Parameters that say where something lies, not how the task executes; ``storage_options`` are left out likewise."""
 
+PEER = "peer"
+"""Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
+
+
+def peer_of(record: RunRecord) -> str | None:
+    """Which peer a record is of; None for a run of ours."""
+    return next((str(strategy["arm"]) for strategy in record.strategies if strategy["name"] == PEER), None)
+
 
 def arm_of(record: RunRecord) -> tuple[str, ...]:
     """What all runs of a record's arm share, to be compared and used as a key."""

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainer.evidence.arms import arm_names, arm_of
+from trainer.evidence.arms import arm_names, arm_of, peer_of
 from trainer.evidence.runs import Run
 from trainer.evidence.workloads import workload_names, workload_of
 
@@ -51,7 +51,9 @@ class Cell:
     @property
     def command(self) -> str:
         """The command of the first run."""
-        return shlex.join(["python", "-m", "trainer", *self.runs[0].record.command])
+        record = self.runs[0].record
+        program = "trainer" if peer_of(record) is None else "scripts.peers.cell"
+        return shlex.join(["python", "-m", program, *record.command])
 
 
 def group(runs: Sequence[Run]) -> list[Cell]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.evidence import likeness
+from trainer.evidence.arms import PEER
 from trainer.evidence.cells import Cell, group
 from trainer.evidence.crossings import Crossing, envelope
 from trainer.evidence.flags import THIN, UNLIKE, ended_eager
@@ -167,7 +168,8 @@ def _without(name: str, base: Cell | None, cells: Sequence[Cell]) -> str:
     """What to say when there is nothing to compare with, and how to get it."""
     if base is not None:
         return f"no {name} run of this workload has finished, so there is nothing to compare with"
-    words = [word for word in cells[0].runs[0].record.command if not word.lstrip("+~").startswith("compile")]
+    command = cells[0].runs[0].record.command
+    words = [word for word in command if not word.lstrip("+~").startswith(("compile", f"{PEER}="))]
     how = f": {shlex.join(['python', '-m', 'trainer', *words, 'compile=eager'])}" if name == "eager" else ""
     return f"there is no {name} run of this workload to compare with{how}"
 
