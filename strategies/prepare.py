@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import time
 
 import torch
 
@@ -20,18 +21,24 @@ class Preparation:
     """One background thread, waited for in two parts."""
 
     def __init__(self) -> None:
+        self.waited_seconds = 0.0
+        """What the head start did not cover: so long somebody was blocked."""
         self._imported = threading.Event()
         self._thread = threading.Thread(target=self._prepare, name="prepare-inductor", daemon=True)
         self._thread.start()
 
     def wait_for_imports(self) -> None:
         """Block until Inductor is imported, so that no two threads import it at once; before strategies apply."""
+        began = time.perf_counter()
         self._imported.wait()
+        self.waited_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
         """Block until everything is ready; before the first compile, and before any process is forked: a data loader's
         worker would inherit the pipe to a compiler that is being probed, and the thread would never see its end."""
+        began = time.perf_counter()
         self._thread.join(LONGEST_SECONDS)
+        self.waited_seconds += time.perf_counter() - began
 
     def _prepare(self) -> None:
         try:

@@ -55,6 +55,16 @@ def test_ratio_break_even_and_total_times_are_those_computed_by_hand() -> None:
     assert found.unlike == []
 
 
+def test_waiting_for_the_compiler_in_the_setup_is_the_arms_own_cost() -> None:
+    faster = rounds("whole", 50, warmup=31.0, compile_seconds=20.0, setup_seconds=5.0, preparation_seconds=2.0)
+    (found,) = compared(*faster, *rounds("eager", 100), at_steps=[100])
+    eager, whole = found.rows
+    assert eager.total_seconds == pytest.approx({100: 10 + 1 + 10}), "the start is without it"
+    assert whole.total_seconds == pytest.approx({100: 10 + 2 + 31 + 5})
+    assert whole.break_even_steps == pytest.approx((2 + 30) / 0.05)
+    assert whole.flags == eager.flags == [], "the rest of their setups is alike"
+
+
 def test_warm_starts_have_their_own_break_even_and_eager_stands_for_both() -> None:
     warm = [steady("whole", 50, warmup=3.0, round=number, start="warm", compile_seconds=1.0) for number in range(3)]
     cold = rounds("whole", 50, warmup=31.0, compile_seconds=20.0)

@@ -3,7 +3,8 @@
     total(N) = start + overhead + N x step
 
 The overhead is what warm-up takes beyond as many steady steps. What compiling cost is the larger of the extra overhead
-and the time in the compiler, which includes validation's graphs. In inference a step is a batch.
+and the time in the compiler, which includes validation's graphs, and the wait for the compiler to be ready before. In
+inference a step is a batch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Cost:
     warmup_seconds: float
     warmup_steps: float = 0.0
     compile_seconds: float = 0.0
+    preparation_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ def step_seconds(record: RunRecord) -> float | None:
     return 1 / rate if rate else None
 
 
+def setup_seconds(record: RunRecord) -> float | None:
+    """Building data, module and trainer; waiting for the compiler, which is an arm's own cost, left out."""
+    return None if record.setup_seconds is None else record.setup_seconds - (record.preparation_seconds or 0.0)
+
+
 def cost_of(record: RunRecord) -> Cost | None:
     """What one run took; None when a figure is missing."""
     seconds = step_seconds(record)
@@ -53,17 +60,18 @@ def cost_of(record: RunRecord) -> Cost | None:
         warmup_seconds=record.warmup_seconds,
         warmup_steps=record.warmup_steps or 0,
         compile_seconds=record.compile_seconds or 0.0,
+        preparation_seconds=record.preparation_seconds or 0.0,
     )
 
 
 def overhead_seconds(cost: Cost, baseline: Cost | None) -> float:
     """What warm-up and compiling take beyond steady steps; the baseline's own warm-up is what any arm has to do."""
     beyond = max(0.0, cost.warmup_seconds - cost.warmup_steps * cost.step_seconds)
-    own = max(beyond, cost.compile_seconds)
+    own = cost.preparation_seconds + max(beyond, cost.compile_seconds)
     if baseline is None or baseline is cost:
         return own
-    without_compiling = overhead_seconds(baseline, None) - baseline.compile_seconds
-    return max(own, without_compiling + cost.compile_seconds)
+    without_compiling = overhead_seconds(baseline, None) - baseline.compile_seconds - baseline.preparation_seconds
+    return max(own, without_compiling + cost.compile_seconds + cost.preparation_seconds)
 
 
 def break_even_steps(cost: Cost, baseline: Cost) -> float:

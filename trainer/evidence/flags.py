@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from trainer.evidence.cells import Cell
-from trainer.evidence.crossings import step_seconds
+from trainer.evidence.crossings import setup_seconds, step_seconds
 from trainer.evidence.likeness import conditions
 from trainer.evidence.runs import Run
 from trainer.telemetry.record import RunRecord
@@ -138,7 +138,7 @@ def _setup(cell: Cell, baseline: Cell | None) -> Iterator[str]:
 
 
 def _median_setup(runs: Sequence[Run]) -> float | None:
-    seconds = [run.record.setup_seconds for run in runs if run.record.setup_seconds is not None]
+    seconds = [each for each in (setup_seconds(run.record) for run in runs) if each is not None]
     return statistics.median(seconds) if seconds else None
 
 

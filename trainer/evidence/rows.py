@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trainer.evidence.cells import Cell
-from trainer.evidence.crossings import Cost, break_even_steps, overhead_seconds, step_seconds
+from trainer.evidence.crossings import Cost, break_even_steps, overhead_seconds, setup_seconds, step_seconds
 from trainer.evidence.flags import flags_of, parity_of
 from trainer.evidence.runs import Run
 from trainer.evidence.statistics import NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
@@ -164,11 +164,13 @@ def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | 
         return None
     steps = _over(started, lambda record: record.warmup_steps)
     compiling = _over(started, lambda record: record.compile_seconds)
+    preparing = _over(started, lambda record: record.preparation_seconds)
     return Cost(
         step_seconds=seconds,
         warmup_seconds=warmup.median,
         warmup_steps=0.0 if steps is None else steps.median / work,
         compile_seconds=0.0 if compiling is None else compiling.median,
+        preparation_seconds=0.0 if preparing is None else preparing.median,
     )
 
 
@@ -217,7 +219,7 @@ def _samples_per_step(record: RunRecord) -> float | None:
 def _start_seconds(runs: Sequence[Run]) -> float:
     parts = (
         _over(runs, lambda record: record.import_seconds),
-        _over(runs, lambda record: record.setup_seconds),
+        _over(runs, setup_seconds),
     )
     return sum(part.median for part in parts if part is not None)
 

@@ -74,6 +74,8 @@ class RunRecord:
     """From process start until the libraries were imported."""
     setup_seconds: float | None = None
     """Building data, module and trainer, up to the first training batch."""
+    preparation_seconds: float | None = None
+    """Of the setup, waiting for Inductor to be imported and its workers to start; None where it compiles nothing."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
     rehearsal_seconds: float | None = None
