@@ -114,7 +114,7 @@ class Rehearsal:
                 with eager(self._program):
                     self._passes.step(batch)
                 self._passes.step(batch)
-                return take_sample(self._trainer, self._program, lambda: self._passes.step(batch))
+                return self._sample(batch)
             finally:
                 snapshot.restore()
                 del snapshot
@@ -173,8 +173,12 @@ class Rehearsal:
         with eager(self._program):
             self._passes.step(batch)
         self._passes.step(batch)
-        self.sample = take_sample(self._trainer, self._program, lambda: self._passes.step(batch))
+        self.sample = self._sample(batch)
         self._report("watchdog", {"before_the_first_step": self.sample.facts()})
+
+    def _sample(self, batch: Any) -> Sample:
+        passes = self._passes
+        return take_sample(self._trainer, self._program, lambda: passes.step(batch), steps=passes.span.steps)
 
     def _warm(self, batch: Any, restore: Callable[[], None], rollback: Rollback) -> None:
         padding = self._program.padding
@@ -192,6 +196,8 @@ class Rehearsal:
                         self._passes.evaluate(resized)
 
             rollback.attempt(f"warming {shape}", one_pass, restore)
+            if self._passes.by_hand:  # so many optimizer steps in a row on made-up batches lead anywhere
+                restore()
         self.warmed = True
         self._report("warming", {"shapes": [str(shape) for shape in wanted]})
 

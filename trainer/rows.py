@@ -161,9 +161,10 @@ def _parity(record: RunRecord) -> str:
     if "outputs" in facts:
         outputs = facts["outputs"]
         return f"{facts['verdict']} (outputs {outputs['difference']:.1e} apart, tolerance {outputs['tolerance']:.1e})"
-    loss = facts["loss"]
+    seen = "loss" if "loss" in facts else "gradient_norm"  # a step by hand may show no loss
     before = f" in the run of {facts['compared']}" if "compared" in facts else ""
-    return f"{facts['verdict']}{before} (loss {loss['difference']:.1e} apart, tolerance {loss['tolerance']:.1e})"
+    apart = f"{facts[seen]['difference']:.1e} apart, tolerance {facts[seen]['tolerance']:.1e}"
+    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {apart})"
 
 
 def _cache(record: RunRecord) -> str:

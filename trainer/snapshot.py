@@ -18,6 +18,7 @@ import lightning as L
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
@@ -29,17 +30,18 @@ _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl
     "training",
     "_parameters",
     "_buffers",
+    "_param_requires_grad_state",  # by toggle_optimizer, until its untoggle_optimizer
 }
 """Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
 
 
 class Snapshot:
-    """Taken when it is made: parameters, buffers, gradients, optimizers, gradient scaler, random generators, plain
-    attributes of the modules (numbers, lists, tensors, dataclasses of them), training flags, progress counters and
-    the batch. Objects of other classes, and what they hold, are not copied.
+    """Taken when it is made: parameters and which of them want gradients, buffers, gradients, optimizers, schedulers,
+    gradient scalers, random generators, plain attributes of the modules (numbers, lists, tensors, dataclasses of them),
+    training flags, progress counters and the batch. Objects of other classes, and what they hold, are not copied.
 
     Args:
-        trainer: Gives module, optimizers and scaler.
+        trainer: Gives module, optimizers, schedulers and scaler.
         batch: Batch that the passes will be given; a step may change it.
     """
 
@@ -58,14 +60,17 @@ class Snapshot:
             for value in attributes.values():
                 self._keep(value)
         self._gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        self._trained = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
         self._optimizers = list(trainer.optimizers)
         for optimizer in self._optimizers:
-            self._keep(optimizer.param_groups)
-            self._keep(optimizer.state)
+            self._keep(optimizer)
+        for config in trainer.lr_scheduler_configs:  # stepped by hand within a training step
+            self._keep(vars(config.scheduler))
         for _, gradient in self._gradients:
             self._keep(gradient)
         # Lightning counts optimizer steps and zeroed gradients here; checkpoints hold it.
         self._keep(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress)
+        self._keep(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         self._keep(batch)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = None if scaler is None else (scaler, dict(vars(scaler)))
@@ -93,6 +98,9 @@ class Snapshot:
                     vars(module)[name] = value
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        for parameter, trained in self._trained:
+            if parameter.requires_grad is not trained:
+                parameter.requires_grad_(trained)
         if self._scaler is not None:
             scaler, attributes = self._scaler
             vars(scaler).clear()
@@ -140,7 +148,12 @@ class Snapshot:
             put_back = _array_restorer(value)
         elif isinstance(value, torch.Generator):
             put_back = _generator_restorer(value)
-        elif _is_record(value) and hasattr(value, "__dict__"):
+        elif isinstance(value, torch.optim.Optimizer):
+            # Not what else it holds: the step in force may be another one after a rollback.
+            inner, put_back = [value.param_groups, value.state], _nothing
+        elif isinstance(value, LRScheduler | torch.amp.GradScaler) or (
+            _is_record(value) and hasattr(value, "__dict__")
+        ):
             inner, put_back = list(vars(value).values()), _dict_restorer(vars(value))
         if put_back is not None:
             self._kept[id(value)] = put_back  # before going deeper: a list may hold itself
@@ -153,7 +166,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _nothing() -> None:
-    """A tuple cannot change; what it holds has a restorer of its own."""
+    """It cannot change, or must not be put back; what it holds has a restorer of its own."""
 
 
 def _dict_restorer(value: dict[Any, Any]) -> Callable[[], None]:

@@ -59,19 +59,22 @@ class Sample:
         }
 
 
-def take_sample(trainer: L.Trainer, program: Program, step: Callable[[], Any]) -> Sample:
-    """Time ``step`` eager and compiled in turns, on every process; both must have run before."""
+def take_sample(trainer: L.Trainer, program: Program, step: Callable[[], Any], *, steps: int = 1) -> Sample:
+    """Time ``step`` eager and compiled in turns, on every process; both must have run before.
+
+    ``steps`` is how many optimizer steps it takes, where a module optimizes by hand; the seconds are of one.
+    """
     sample = Sample()
     device = trainer.strategy.root_device
 
     repeats = REPEATS
     while len(sample.eager_seconds) < repeats:
         with eager(program):
-            sample.eager_seconds.append(seconds_of(device, step))
-        sample.compiled_seconds.append(seconds_of(device, step))
+            sample.eager_seconds.append(seconds_of(device, step) / steps)
+        sample.compiled_seconds.append(seconds_of(device, step) / steps)
         if len(sample.eager_seconds) == 1:
             pair = sample.eager_seconds[0] + sample.compiled_seconds[0]
-            affordable = max(1, min(REPEATS, int(MOST_SECONDS / max(pair, 1e-9))))
+            affordable = max(1, min(REPEATS, int(MOST_SECONDS / max(pair * steps, 1e-9))))
             repeats = int(trainer.strategy.broadcast(affordable))
     return sample
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.trainer.two_processes import said_by_two
 
 SCRIPT = """
 import json, os, sys
@@ -66,24 +61,7 @@ Facts = dict[str, dict[str, Any]]
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     """What each of two processes has to say about the same four trainings."""
     folder = tmp_path_factory.mktemp("processes")
-    (folder / "script.py").write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = []
-    for rank in range(2):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, str(folder / "script.py"), str(folder)]
-        group.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        said = [process.communicate(timeout=110)[1] for process in group]
-    finally:
-        for process in group:
-            process.kill()
-    files = [folder / f"{rank}.json" for rank in range(2)]
-    assert all(file.is_file() for file in files), said[0][-3000:]
-    return [json.loads(file.read_text()) for file in files]
+    return said_by_two(SCRIPT, folder)
 
 
 @pytest.mark.parametrize("mode", ["right", "rollback"])

@@ -51,6 +51,10 @@ class Chooser:
         Raises RuntimeError when no candidate can train a step.
         """
         reason = why_not(self._trainer)
+        if reason is None and not self._trainer.lightning_module.automatic_optimization:
+            # A step could be timed. What its seconds are multiplied with could not be known: each batch may count for
+            # several optimizer steps, or for none.
+            reason = "the module optimizes by hand, and how many steps are to come nobody else knows"
         if reason is not None:
             return self._without_choice(reason)
         remembered = self._remembered(batch)

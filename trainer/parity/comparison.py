@@ -8,7 +8,7 @@ draws random numbers of which a compiler may draw others, eager under other seed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,17 +78,23 @@ class Comparison:
         self.names = [name for name, _ in named]
         self.parameters: list[Tensor] = [tensor for _, tensor in named]
         self._start = start
-        self.loss = self.gradient_norm = math.nan
+        self.loss: float | None = None
+        self.gradient_norm = math.nan
+        self._losses: list[float] = []
         self._gradients: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._seen: tuple[float, float, Tensor] = (math.nan, math.nan, torch.empty(0))
         self.updated = 0
         """Tensors that the reference step changed."""
 
-    def see_reference(self, loss: Tensor) -> None:
-        """Keep loss and gradients of the reference, between backward and optimizer step."""
-        self.loss = float(loss)
-        self._gradients = [_gradient(parameter).clone() for parameter in self.parameters]
+    def see_reference(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> None:
+        """Keep loss and gradients of the reference, between backward and optimizer step or as they were kept there;
+        several losses, ``(losses,)``, are compared as a vector, whose length is then ``loss``."""
+        self._losses = losses.flatten().tolist()
+        if self._losses:
+            self.loss = self._losses[0] if len(self._losses) == 1 else math.hypot(*self._losses)
+        found = gradients if gradients is not None else [gradient_of(each).clone() for each in self.parameters]
+        self._gradients = list(found)
         self.gradient_norm = _norm(self._gradients)
 
     @torch.no_grad()
@@ -99,16 +105,15 @@ class Comparison:
         self.updated = int(torch.stack(moved).sum()) if moved else 0
 
     @torch.no_grad()
-    def see(self, loss: Tensor) -> None:
-        """Compare loss and gradients of another step, between backward and optimizer step."""
-        gradients = [_gradient(parameter) for parameter in self.parameters]
+    def see(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> None:
+        """Compare loss and gradients of another step, of the same moment."""
+        seen = [gradient_of(parameter) for parameter in self.parameters] if gradients is None else list(gradients)
         apart = [
-            _relative(_size(gradient - kept), _size(kept))
-            for gradient, kept in zip(gradients, self._gradients, strict=True)
+            _relative(_size(gradient - kept), _size(kept)) for gradient, kept in zip(seen, self._gradients, strict=True)
         ]
         self._seen = (
-            _distance(float(loss), self.loss),
-            _distance(_norm(gradients), self.gradient_norm),
+            _distance(losses.flatten().tolist(), self._losses),
+            _distance([_norm(seen)], [self.gradient_norm]),
             torch.stack(apart).cpu(),
         )
 
@@ -162,6 +167,8 @@ class Judge:
             ("loss", seen.loss, self.loss_tolerance(), comparison.loss),
             ("gradient norm", seen.gradient_norm, self.norm_tolerance(), comparison.gradient_norm),
         ):
+            if reference is None:  # a step by hand that shows no loss
+                continue
             figures[name.replace(" ", "_")] = {"eager": reference, "difference": apart, "tolerance": tolerance}
             if not apart <= tolerance:
                 complaints.append(
@@ -209,7 +216,8 @@ def perturb(parameters: Iterable[Tensor], unit: float, seed: int) -> None:
         parameter.mul_((1 + step * sign).to(parameter.dtype))
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient as a plain tensor, zeros where there is none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
@@ -229,12 +237,13 @@ def _norm(gradients: list[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
-def _distance(value: float, reference: float) -> float:
-    if value == reference or (not math.isfinite(value) and not math.isfinite(reference)):
-        return 0.0
-    if not math.isfinite(value) or not math.isfinite(reference):
+def _distance(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Length of the difference over that of ``reference``; what is no number on both sides counts as equal."""
+    if [math.isfinite(value) for value in values] != [math.isfinite(value) for value in reference]:
         return math.inf
-    return abs(value - reference) / abs(reference) if reference else math.inf
+    pairs = [(value, other) for value, other in zip(values, reference, strict=True) if math.isfinite(other)]
+    apart, length = math.hypot(*(value - other for value, other in pairs)), math.hypot(*(other for _, other in pairs))
+    return apart / length if apart and length else (math.inf if apart else 0.0)
 
 
 def _relative(difference: Tensor, reference: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,8 @@ import torch
 from strategies import Program
 from trainer.eager import eager
 from trainer.parity.comparison import Comparison, Differences, Judge, ParityError, perturb, rounding_unit
+from trainer.parity.draws import may_draw_in_step, region_draws
+from trainer.parity.sight import Displaced, Sight, around_steps
 from trainer.passes import Passes
 from trainer.snapshot import Snapshot, drew_random_numbers, random_state
 
@@ -44,12 +47,13 @@ class ParityGate:
         comparison, judge = self._comparison, self._judge
         self._snapshot.restore()
         before = random_state()
-        with eager(self._program):
-            self._passes.step(batch, comparison.see_reference)
+        with eager(self._program), region_draws(self._program) as drawn:
+            self._look(batch, comparison.see_reference)
         comparison.end_reference()
-        self._random = drew_random_numbers(before)
+        drew = drew_random_numbers(before)
+        self._random = drew and (bool(drawn) or may_draw_in_step(self._program))
         self._snapshot.restore()
-        self._passes.step(batch, comparison.see)
+        self._look(batch, comparison.see)
         seen = comparison.end()
         judge.noise.append(self._eager_again(batch, SEED, reseed=False))
         complaints, figures = judge.verdict(seen, comparison)
@@ -68,7 +72,7 @@ class ParityGate:
             "multiple": judge.multiple,
             "rounding_unit": judge.unit,
             "calibration_steps": len(judge.noise),
-            "draws_random_numbers": self._random,
+            "draws_random_numbers": drew,
             "across_seeds": self._random and len(judge.noise) > 1,
             "seconds": round(time.perf_counter() - began, 3),
         }
@@ -81,13 +85,32 @@ class ParityGate:
             )
         return facts
 
+    def _look(self, batch: Any, see: Callable[..., None], displaced: Displaced | None = None) -> None:
+        """A step of which loss and gradients are shown to ``see``; ``displaced`` is for a step by hand."""
+        if not self._passes.by_hand:
+            self._passes.step(batch, see)
+            return
+        sight = Sight(self._comparison.parameters)
+        before, after = [], [sight.see_step]
+        if displaced is not None:
+            before.append(displaced.before)
+            after.append(displaced.after)
+        with around_steps(self._trainer.optimizers, before=before, after=after):
+            returned = self._passes.step(batch, sight.see_loss)
+        see(sight.losses(returned), sight.gradients())
+
     def _eager_again(self, batch: Any, seed: int, *, reseed: bool) -> Differences:
         """A step of eager, every weight one rounding off in forward and backward, under another seed if asked."""
         comparison = self._comparison
         self._snapshot.restore()
-        perturb(comparison.parameters, self._judge.unit, seed)
         if reseed:
             torch.manual_seed(seed)
+        if self._passes.by_hand:
+            displaced = Displaced(comparison.parameters, self._judge.unit, seed)
+            with eager(self._program), displaced:
+                self._look(batch, comparison.see, displaced)
+            return comparison.end()
+        perturb(comparison.parameters, self._judge.unit, seed)
 
         def see(loss: torch.Tensor) -> None:
             comparison.see(loss)

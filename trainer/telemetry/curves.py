@@ -53,7 +53,7 @@ class Curves:
         """Add a step that is over."""
         self._windows.add(step)
 
-    def flush(self, *, everything: bool, rehearsal_seconds: float, learning_rate: float) -> None:
+    def flush(self, *, everything: bool, rehearsal_seconds: float, learning_rate: float | None) -> None:
         """Close the open window; write those that have arrived, or ``everything``."""
         self._windows.close()
         for window in self._windows.readable(everything=everything):

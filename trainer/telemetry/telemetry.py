@@ -232,10 +232,12 @@ class Telemetry:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         assert self._curves is not None
+        optimizers = self._trainer.optimizers
         self._curves.flush(
             everything=everything,
             rehearsal_seconds=self.rehearsal_seconds or 0.0,
-            learning_rate=float(self._trainer.optimizers[0].param_groups[0]["lr"]),
+            # Optimizers that a module keeps to itself are not seen; Lightning then has a mock in the place of one.
+            learning_rate=next((float(group["lr"]) for each in optimizers for group in each.param_groups), None),
         )
 
     def finish(self) -> None:
