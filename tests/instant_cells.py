@@ -25,6 +25,7 @@ class InstantCells:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []
         self.places: list[dict[str, str]] = []
+        self.options: list[dict[str, Any]] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
         self.code = {"commit": "0" * 40}
         monkeypatch.setattr(sweep_module, "code_version", lambda: dict(self.code))
@@ -38,6 +39,7 @@ class InstantCells:
         return [cell.title for cell in self.ran]
 
     def _process(self, *, cell: PlannedCell, variables: dict[str, str], **options: Any) -> _Instant:
+        self.options.append(options)
         return _Instant(self, cell, variables)
 
 

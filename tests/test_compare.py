@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -117,19 +117,19 @@ def test_fifty_records_take_less_than_a_second_and_no_torch(tmp_path: Path) -> N
         "unwanted = {'torch', 'lightning', 'hydra', 'omegaconf', 'matplotlib'}; "
         "sys.exit(code or len(unwanted & {*sys.modules}))"
     )
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert process.returncode == 0, process.stderr
-    # A busy machine is given some rope; alone it takes a third of a second.
-    assert time.monotonic() - began < 5
+    # Of its processor, so that how busy the machine is does not matter; quick ones take a third of a second.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 3
 
 
 def test_a_reader_that_closes_early_is_no_error(sweep: Path) -> None:
     command = [sys.executable, "-m", "scripts.compare", str(sweep), "--json", "-"]
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    process = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=200, check=False)
     os.close(writing)
     assert (process.returncode, process.stderr) == (0, b"")

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from strategies import STRATEGIES
 from strategies.base import Strategy
+from tests.conftest import hydra_put_back
 from trainer.cli import CONF
 from trainer.config import register, strategy_names, to_config
 from trainer.settings import Config, TrainerConfig
@@ -39,11 +40,12 @@ NEEDS = {
 """Options that are complete only with the user's own paths, or that another task than the default one has."""
 
 
-@pytest.fixture(autouse=True)
-def hydra_in_tests(edge: None) -> Iterator[None]:
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def hydra_in_tests() -> Iterator[None]:
+    with hydra_put_back():
+        register()
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
 
 
 def option_of(file: Path) -> tuple[str, str]:

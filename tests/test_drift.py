@@ -157,7 +157,7 @@ def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_it_runs_the_arms_in_turns_with_eager_and_writes_what_they_came_to(tmp_path: Path) -> None:
     process = start(tmp_path, "--update", "experiment=smoke", "compile=whole", "trainer.max_steps=7")
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "[1/1] experiment=smoke trainer.max_steps=7: eager, whole · rounds 1" in output
     assert f"drift.json: 1 row written for {this_fingerprint()}" in output
@@ -172,12 +172,12 @@ def test_it_runs_the_arms_in_turns_with_eager_and_writes_what_they_came_to(tmp_p
 
 def test_ctrl_c_stops_the_run_and_compares_nothing(tmp_path: Path) -> None:
     process = start(tmp_path, "--update", "experiment=smoke", "compile=whole", "seed=5")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not list(tmp_path.glob("runs/1/*/waiting")):
         assert time.monotonic() < deadline, "no run ever began"
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of the terminal's group
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == "stopped; nothing was compared"
     assert "Traceback" not in output + errors

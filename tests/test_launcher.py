@@ -20,7 +20,7 @@ def records(sweep: Path) -> dict[str, dict[str, Any]]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never appeared"
         time.sleep(0.02)
@@ -30,7 +30,7 @@ def test_every_cell_is_a_process_of_its_own_and_the_table_compares_with_eager(
     start_trainer: Any, tmp_path: Path
 ) -> None:
     process = start_trainer([*SWEEP, "compile=eager,whole", "trainer.max_steps=7"], cwd=tmp_path)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     cells = records(tmp_path / "sweep")
     assert list(cells) == ["0-compile=eager", "1-compile=whole"]
@@ -49,7 +49,7 @@ def test_failing_crashing_killed_and_refused_cells_leave_records_and_do_not_end_
     start_trainer: Any, tmp_path: Path
 ) -> None:
     process = start_trainer([*SWEEP, "seed=1,2,3,4,0"], cwd=tmp_path)
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     cells = {name.partition("-")[2]: cell for name, cell in records(tmp_path / "sweep").items()}
     assert {name: (cell["status"], cell["reason"]) for name, cell in cells.items()} == {
@@ -77,7 +77,7 @@ def test_a_signal_lets_the_running_cell_end_and_starts_no_other(
         os.killpg(process.pid, number)  # Ctrl-C reaches every process of the terminal
     else:
         process.send_signal(number)  # a job manager's SIGTERM only the sweep's
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 128 + number, errors
     assert records(tmp_path / "sweep")["0-seed=5,trainer.max_steps=1"]["reason"] == number.name
     assert "stopped after 1 of 4 cells" in output
@@ -85,20 +85,20 @@ def test_a_signal_lets_the_running_cell_end_and_starts_no_other(
     assert "Traceback" not in errors
 
 
-def test_a_cell_whose_time_is_up_is_stopped_and_in_the_end_killed(start_trainer: Any, tmp_path: Path) -> None:
-    limits = ["hydra.launcher.timeout_seconds=4", "hydra.launcher.grace_seconds=0.5"]
-    process = start_trainer([*SWEEP, *limits, "seed=5,6"], cwd=tmp_path)
-    output, _ = process.communicate(timeout=60)
+def test_a_cell_whose_time_is_up_is_stopped_and_the_next_one_runs(start_trainer: Any, tmp_path: Path) -> None:
+    process = start_trainer([*SWEEP, "hydra.launcher.timeout_seconds=3", "seed=5,4"], cwd=tmp_path)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 1
-    cells = records(tmp_path / "sweep")
-    for cell in cells.values():
-        assert (cell["status"], cell["reason"]) == ("failed", "given up after 4 s (hydra.launcher.timeout_seconds)")
-    assert "killed (SIGKILL)" in output
+    reason = "given up after 3 s (hydra.launcher.timeout_seconds)"
+    cell = records(tmp_path / "sweep")["0-seed=5"]
+    assert (cell["status"], cell["reason"]) == ("failed", reason)
+    assert f"seed=5: {reason}" in output
+    assert "[2/2] seed=4 -> sweep/1-seed=4" in output
 
 
 def test_cold_starts_on_empty_caches_and_warm_on_those_of_its_twin(start_trainer: Any, tmp_path: Path) -> None:
     process = start_trainer([*SWEEP, "repeat=warm,cold"], cwd=tmp_path)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     cold, warm = records(tmp_path / "sweep").values()
     assert (cold["start"], cold["config"]["found"]) == ("cold", [])
@@ -108,7 +108,7 @@ def test_cold_starts_on_empty_caches_and_warm_on_those_of_its_twin(start_trainer
 
 def test_a_cold_single_run_has_caches_of_its_own_and_leaves_none(start_trainer: Any, tmp_path: Path) -> None:
     process = start_trainer(["repeat=cold", "hydra.run.dir=run"], cwd=tmp_path)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["start"], record["config"]["found"]) == ("cold", [])
@@ -123,10 +123,10 @@ def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: An
     process.kill()
     wait_for(cell / "record.json")  # of the cell, told by the kernel
     assert records(tmp_path / "sweep")["0-seed=5"]["status"] == "interrupted"
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["cells"][0]["state"] == "running"
     process = start_trainer(["-m", "sweep=sweep"], cwd=tmp_path)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert records(tmp_path / "sweep")["0-seed=5"]["resumed_from"] == str(cell)
 

@@ -43,7 +43,7 @@ def page(tmp_path: Path) -> Path:
 def test_the_pages_strategy_and_task_train(page: Path, start_trainer: Any) -> None:
     arguments = ["task=line", "compile=parts", "trainer.max_steps=4", "trainer.accelerator=cpu", "hydra.run.dir=run"]
     process = start_trainer(["--config-dir", "mine", *arguments], cwd=page, stand_in=False)
-    output, errors = process.communicate(timeout=110)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors + output
     record = json.loads((page / "run" / "record.json").read_text())
     assert (record["task"], record["label"], record["status"]) == ("line", "parts", "finished")
@@ -54,7 +54,7 @@ def test_the_pages_strategy_and_task_train(page: Path, start_trainer: Any) -> No
 def test_plug_ins_reach_the_cells_of_a_sweep(page: Path, start_trainer: Any) -> None:
     arguments = ["task=line", "compile=eager,parts", "hydra.sweep.dir=sweep"]
     process = start_trainer(["--config-dir", "mine", "-m", *arguments], cwd=page)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert sorted(file.parent.name for file in page.glob("sweep/*/record.json")) == [
         "0-compile=eager",

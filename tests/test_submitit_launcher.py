@@ -20,7 +20,7 @@ submitit = pytest.importorskip("submitit")
 def test_cells_are_jobs_and_twins_one_job(start_trainer: Any, tmp_path: Path) -> None:
     command = ["-m", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local", "seed=0,2", "repeat=cold,warm"]
     process = start_trainer(command, cwd=tmp_path)
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 1, errors
     records = {file.parent.name: json.loads(file.read_text()) for file in (tmp_path / "sweep").glob("*/record.json")}
     cold, warm = records["0-seed=0,repeat=cold"], records["1-seed=0,repeat=warm"]

@@ -129,6 +129,13 @@ def test_cells_that_share_processors_are_no_measure(
     assert command_line(*SWEEP, "hydra/launcher=joblib") == 2
 
 
+def test_every_cell_gets_the_limits_of_time_that_were_asked_for(command_line: Any, cells: InstantCells) -> None:
+    limits = ("hydra.launcher.timeout_seconds=60", "hydra.launcher.grace_seconds=0.5")
+    assert command_line(*SWEEP, *limits, "seed=0,1") == 0
+    for options in cells.options:
+        assert (options["timeout_seconds"], options["grace_seconds"]) == (60, 0.5)
+
+
 def test_a_sweep_directory_used_again_shows_no_figures_of_the_sweep_before(
     command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,4 +113,4 @@ def test_it_needs_no_torch(sweep: Path) -> None:
         f"assert write_summary(Path({str(sweep)!r})) is None; "
         "sys.exit(sum(name in sys.modules for name in ('torch', 'lightning', 'hydra', 'tensorflow')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=200).returncode == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -192,11 +192,12 @@ def test_fifty_records_take_seconds_and_no_torch(tmp_path: Path) -> None:
         "import sys; from scripts.report import main; code = main(sys.argv[1:]);"
         "sys.exit(code or sum(name in sys.modules for name in ('torch', 'lightning', 'hydra')))"
     )
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-c", code, str(runs), "-o", str(tmp_path / "r.html"), "--pictures", str(tmp_path / "p")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 45  # about five on quiet cores
+    # Of its processor, so that how busy the machine is does not matter; about five on quick ones.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
     assert re.search(r"r\.html: 3 workloads, 50 runs, \d+ KiB", done.stdout)
     pictures = sorted(file.name for file in (tmp_path / "p").iterdir())
     assert "1-captioning-crossing.png" in pictures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,14 @@ from scripts.report import main
 from tests.evidence.records import ragged, save, static
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
+REASON = "needs chromium: apt-get install chromium"
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=REASON)
+OPTIONS = (
+    # Alone, with nothing of the user's and nothing from the network; as root there is no sandbox.
+    *("--headless=new", "--no-sandbox", "--no-first-run", "--disable-extensions", "--disable-background-networking"),
+    # A container has no GPU and little shared memory.
+    *("--disable-gpu", "--disable-dev-shm-usage", "--window-size=1600,1200", "--dump-dom"),
+)
 
 MEASURE = """
 <!DOCTYPE html><body><iframe id="report" style="border:0;height:20000px;width:{width}px" srcdoc="{page}"></iframe>
@@ -55,6 +63,14 @@ frame.onload = () => {{
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def browser() -> None:
+    """Skip where the program is there and does not start, as that of a system which wants a snap for it."""
+    assert BROWSER is not None
+    if subprocess.run([BROWSER, "--version"], capture_output=True, timeout=100, check=False).returncode != 0:
+        pytest.skip(REASON)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
@@ -68,10 +84,14 @@ def measure(report: str, folder: Path, *, width: int, dark: bool) -> dict[str, A
     assert BROWSER is not None
     (folder / "page.html").write_text(MEASURE.format(width=width, page=html.escape(report)))
     scheme = 0 if dark else 1
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command += [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1600,1200", "--dump-dom"]
+    own = [f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"]
     done = subprocess.run(
-        [*command, (folder / "page.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
+        [BROWSER, *OPTIONS, *own, (folder / "page.html").as_uri()],
+        env={**os.environ, "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert found is not None, done.stderr

@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
 WIDTH = 8
-SLOW_SECONDS = 0.004
+SLOW_SECONDS = 0.05
 
 
 class Plain(nn.Module):

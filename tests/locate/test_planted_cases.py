@@ -47,7 +47,7 @@ def test_a_slow_backend(searched: Searched) -> None:
     assert report.symptom == "slower"
     assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner"]
     assert report.lost_seconds is not None
-    assert report.lost_seconds > 0.003
+    assert report.lost_seconds > 0.02
 
 
 def test_what_cannot_be_traced_under_fullgraph(searched: Searched) -> None:

@@ -72,7 +72,7 @@ def test_what_hangs_is_ended(worker: list[str]) -> None:
     began = time.monotonic()
     with bench(worker, seconds=0.5) as remote:
         assert remote.trial(trial("hang")).reason == "hangs: not through after 0.5 seconds"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100
 
 
 def test_each_trial_can_have_its_own_process(worker: list[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.strategies import backends
+from tests.trainer.clock import CLOCK, Clock, stop_time
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
 from trainer.telemetry.record import RunRecord
 
@@ -36,6 +37,13 @@ def clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """``CLOCK``, by which alone steps, pauses and waits are timed."""
+    stop_time(monkeypatch)
+    return CLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
+from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import Blocks
 
 
@@ -91,10 +91,10 @@ def scaled(factor: float) -> Change:
 
 
 def slowed(seconds: float) -> Change:
-    """Takes ``seconds`` longer."""
+    """Takes ``seconds`` longer, by ``CLOCK``."""
 
     def change(run: Callable[[], Any]) -> Any:
-        time.sleep(seconds)
+        CLOCK.sleep(seconds)
         return run()
 
     return change

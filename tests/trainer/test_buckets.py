@@ -121,7 +121,7 @@ fit(data, [compile_, Written()], devices=2, strategy="ddp_fork", max_steps=-1, m
 
 def test_two_processes_take_the_same_bucket_at_every_step(tmp_path: Path) -> None:
     # A process of its own: forking one that has run a backward is not possible.
-    subprocess.run([sys.executable, "-c", TWO_PROCESSES, str(tmp_path)], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", TWO_PROCESSES, str(tmp_path)], cwd=ROOT, check=True, timeout=200)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     trained = [rank[0] for rank in ranks]
     assert len(trained[0]) == len(trained[1]) == 2 * (78 // 8)

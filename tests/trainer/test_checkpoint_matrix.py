@@ -1,6 +1,7 @@
 """A checkpoint saved under any strategy, or any combination, goes on under any other with the losses of eager.
 
 Not every pair is trained: each arm goes on from eager, eager goes on from each arm, and each arm from the one before.
+What a backend makes of the graphs is no matter here, so that the quickest serves.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Go
     def make(before: str, after: str) -> dict[int, float]:
         if before not in saved:
             saved[before] = tmp_path_factory.mktemp("saved")
-            assert train(saved[before], f"trainer.max_steps={SAVED_AT}", strategy=before).status == "finished"
+            record = train(saved[before], f"trainer.max_steps={SAVED_AT}", strategy=before, backend="eager")
+            assert record.status == "finished"
         if (before, after) not in made:
             run_dir = tmp_path_factory.mktemp("gone-on")
             changes = (f"trainer.max_steps={ENDS_AT}", f"resume={saved[before]}")
-            record = train(run_dir, *changes, strategy=after)
+            record = train(run_dir, *changes, strategy=after, backend="eager")
             assert (record.status, record.steps) == ("finished", ENDS_AT)
             assert record.resumed_from == str(saved[before] / "checkpoints" / "last.ckpt")
             made[before, after] = curve(run_dir)

@@ -100,42 +100,53 @@ class FakeTelemetry(SimpleNamespace):
         )
 
 
-def lines_of(console: Console, telemetry: Any, style: str, seconds: float) -> list[str]:
+@pytest.fixture(autouse=True)
+def at_short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views look fifty times a second, and plain ones say again what goes on for a minute only."""
+    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(trainer.console, "PLAIN_SECONDS", 60)
+
+
+def wait_until(console: Console, said: str) -> None:
+    """Return once ``console`` shows ``said``."""
+    deadline = time.monotonic() + 200
+    while said not in printed(console):
+        assert time.monotonic() < deadline, f"{said} was never said"
+        time.sleep(0.01)
+
+
+def lines_of(console: Console, telemetry: Any, style: str) -> list[str]:
     with ProgressView(console, style=style, total=200, telemetry=lambda: telemetry):
-        time.sleep(seconds)
+        wait_until(console, "compiling graph 2")
     return printed(console).splitlines()
 
 
-def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(
-    console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: Console) -> None:
     telemetry: Any = FakeTelemetry()
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
-        time.sleep(0.3)
-        telemetry.compiler.compiling_seconds = None
+        wait_until(console, "compiling")
         telemetry.steps_done, telemetry.steps_per_second, telemetry.last_loss = 7, 12.5, 2.345
-        time.sleep(0.3)
+        telemetry.compiler.compiling_seconds = None
+        wait_until(console, "training")
     compiling, training = printed(console).splitlines()
     assert compiling.startswith("compiling graph 2 · 3 s")
     assert "step 0/200" in compiling
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
 
 
-def test_nothing_is_said_when_nothing_is_asked_for(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
-    assert lines_of(console, FakeTelemetry(), "none", 0.1) == []
+def test_nothing_is_said_when_nothing_is_asked_for(console: Console) -> None:
+    with ProgressView(console, style="none", total=200, telemetry=FakeTelemetry):
+        time.sleep(0.1)
+    assert printed(console) == ""
 
 
-def test_automatic_is_plain_where_nothing_live_can_be_drawn(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
-    (line,) = lines_of(console, FakeTelemetry(), "auto", 0.3)
+def test_automatic_is_plain_where_nothing_live_can_be_drawn(console: Console) -> None:
+    (line,) = lines_of(console, FakeTelemetry(), "auto")
     assert line.startswith("compiling graph 2")
 
 
-def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.console, "REFRESH_SECONDS", 0.02)
+def test_a_terminal_gets_a_live_bar() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=160)
-    said = "\n".join(lines_of(console, FakeTelemetry(), "auto", 0.3))
+    said = "\n".join(lines_of(console, FakeTelemetry(), "auto"))
     assert "compiling graph 2" in said
     assert "0/200" in said

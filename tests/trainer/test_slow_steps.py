@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from tests.trainer.clock import CLOCK, stop_time
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
 from trainer.rows import summary
@@ -97,21 +98,6 @@ def vars_of(x: Tensor, y: Tensor) -> Any:
     return init
 
 
-class Clock:
-    """A clock that moves when it is told to: how busy the machine is does not matter."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-CLOCK = Clock()
-
-
 class Cycle:
     """Rubbish that takes long to be collected."""
 
@@ -173,8 +159,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
         num_sanity_val_steps=0,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("clock", "data_wait", "marks"):
-            patch.setattr(f"trainer.telemetry.{module}.time", CLOCK)
+        stop_time(patch)
         loader = DataLoader(Examples(), batch_size=4)
         trainer.fit(Disturbed(), loader, DataLoader(Examples(), batch_size=4))
     record.save(folder)

@@ -26,7 +26,7 @@ def said_by_two(script: str, folder: Path) -> list[dict[str, Any]]:
         command = [sys.executable, str(folder / "script.py"), str(folder)]
         group.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     try:
-        said = [process.communicate(timeout=110)[1] for process in group]
+        said = [process.communicate(timeout=200)[1] for process in group]
     finally:
         for process in group:
             process.kill()

@@ -1,0 +1,31 @@
+"""A clock for tests that moves when it is told to: how busy the machine is does not matter."""
+
+from __future__ import annotations
+
+import pytest
+
+MEASURING = ("trainer.timed", *(f"trainer.telemetry.{name}" for name in ("clock", "data_wait", "marks", "telemetry")))
+"""Modules that time steps, pauses and waits; compile seconds stay those of the real clock."""
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds that were slept."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let ``seconds`` pass, in no time."""
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
+def stop_time(patch: pytest.MonkeyPatch) -> None:
+    """Let every step, pause and wait take what is slept on ``CLOCK`` meanwhile, and nothing else."""
+    for module in MEASURING:
+        patch.setattr(f"{module}.time", CLOCK)
