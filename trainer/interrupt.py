@@ -57,6 +57,21 @@ def importing() -> Iterator[None]:
             signal.raise_signal(each)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, nothing is raised when a data worker dies: torch does that from a signal handler, wherever the main
+    thread is. For what must be written at the end of a run whose whole process group was told to stop."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 class StopRequest:
     """Holds the signal that asked the run to stop, and the process's signal handlers while the run lasts.
 

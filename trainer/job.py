@@ -38,9 +38,15 @@ class Job:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Write the last TensorBoard pages."""
-        if self._compile is not None:
+        """Write the last TensorBoard pages; whatever is wrong with them, the record is still to be saved."""
+        if self._compile is None:
+            return
+        try:
             self._compile.close_pages(summary(self._record))
+        except Exception as error:  # a full disk; or a signal to the group, which broke off Lightning's closing of them
+            note = f"TensorBoard's last pages were not written: {one_line(error)}"
+            self._record.notes.append(note)
+            self._console.print(note)
 
     @contextlib.contextmanager
     def _loading(self, checkpoint: Path | None) -> Iterator[None]:

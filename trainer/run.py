@@ -13,7 +13,7 @@ from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
 from trainer.described import described
 from trainer.inference.job import Inferring
-from trainer.interrupt import Interrupted, StopRequest
+from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
 from trainer.reasons import one_line
 from trainer.run_console import RunConsole
@@ -65,9 +65,10 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         record.status, record.reason = "failed", one_line(error)
         raise
     finally:
-        job.close()
-        record.total_seconds = hardware.process_age_seconds()
-        save(record, run_dir)
+        with undisturbed():
+            job.close()
+            record.total_seconds = hardware.process_age_seconds()
+            save(record, run_dir)
     tell(console, record, run_dir, command, kept=kept)
     return record
 

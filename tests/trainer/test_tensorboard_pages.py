@@ -15,7 +15,7 @@ from tests.trainer.test_resume_exactness import send_in_step
 from trainer.telemetry.events import Event
 from trainer.telemetry.keys import FINAL, SCALARS, TEXTS
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.tensorboard import events_table, strategies_table
+from trainer.telemetry.tensorboard import TensorBoardPages, events_table, strategies_table
 
 OF_THE_TASK = ("val/", "captions/")
 LIGHTNINGS = {"epoch"}
@@ -145,3 +145,17 @@ def test_what_strategies_found_is_a_table_that_no_text_can_break() -> None:
     assert rows == ["| ours | tables.rows_read | 3 |", "| ours | tables.reason | a \\| b<br>c |"]
     assert all(row.replace("\\|", "").count("|") == header.count("|") for row in rows)
     assert strategies_table(RunRecord(task="captioning")) == "Nothing to tell."
+
+
+def test_pages_that_cannot_be_written_at_the_end_do_not_take_the_record_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("Writer is closed")
+
+    monkeypatch.setattr(TensorBoardPages, "finish", broken)
+    record = train(tmp_path, task="micro")
+    told = "TensorBoard's last pages were not written: OSError: Writer is closed"
+    assert (record.status, record.notes[-1]) == ("finished", told)
+    assert RunRecord.load(tmp_path).notes[-1] == told
+    assert "Writer is closed" in capsys.readouterr().out

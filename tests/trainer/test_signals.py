@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.interrupt import Interrupted, StopRequest, importing
+from trainer.interrupt import Interrupted, StopRequest, importing, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +69,17 @@ def test_other_threads_cannot_set_handlers_and_need_not() -> None:
     thread.start()
     thread.join()
     assert seen == ["imported"]
+
+
+def test_a_worker_that_dies_while_the_last_things_are_written_is_no_error() -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    before = signal.signal(signal.SIGCHLD, raises)
+    try:
+        with undisturbed():
+            signal.raise_signal(signal.SIGCHLD)
+        with pytest.raises(RuntimeError, match="is killed"):
+            signal.raise_signal(signal.SIGCHLD)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
