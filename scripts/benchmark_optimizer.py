@@ -29,7 +29,7 @@ from rich.table import Table
 from scripts.hand_loop import optimizer_and_schedule
 from strategies import Optimizer, Program
 from trainer.compose import compose
-from trainer.precision import on_cuda
+from trainer.precision import device_of
 from trainer.torch_settings import process_settings
 
 FORMS: dict[str, dict[str, bool]] = {
@@ -85,7 +85,7 @@ class Workload:
 
     def __init__(self, options: argparse.Namespace) -> None:
         config = compose([*options.overrides, "compile=eager"])
-        self.device = torch.device("cuda", 0) if on_cuda(config.trainer) else torch.device("cpu")
+        self.device = device_of(config.trainer)
         self.settings = config.trainer
         torch.manual_seed(config.seed)
         declared = config.task.declare()

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.report(error)
         return REFUSED
     except OSError as error:
-        print(f"error: {error.filename or options.out}: {error.strerror or error}", file=sys.stderr)
+        errors.report_system(error, place=options.out)
         return REFUSED
     if signals.received is not None:
         print(f"stopped; go on with: {ledger.go_on_with()}")

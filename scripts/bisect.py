@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        errors.report_system(error)
         return REFUSED
     except Interrupted as interrupted:
         print(f"interrupted ({interrupted}): nothing was found yet", file=sys.stderr)

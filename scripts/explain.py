@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         errors.report(error)
         return REFUSED
     except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        errors.report_system(error)
         return REFUSED
     except Interrupted as interrupted:
         print(f"interrupted ({interrupted}): nothing was written", file=sys.stderr)
@@ -165,6 +165,8 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
 
     Torch reads these variables when it is imported; yields whether that is still to come.
     """
+    from strategies.environment import environment
+
     ours = "torch" not in sys.modules
     with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:
         given: dict[str, str] = {name: str(Path(folder, place)) for name, place in CACHES.items()}
@@ -172,16 +174,8 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
         if trace is not None:
             trace.mkdir(parents=True, exist_ok=True)
             given["TORCH_TRACE"] = str(trace)
-        before = {name: os.environ.get(name) for name in given}
-        os.environ.update(given)
-        try:
+        with environment(given):
             yield ours
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def check_files(options: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ from strategies.inplace import uncompile
 from trainer.build import build_trainer, compile_callback
 from trainer.checkpoints import Checkpoints
 from trainer.interrupt import StopRequest
-from trainer.precision import on_cuda, precision_arguments, resolve_precision
+from trainer.precision import device_of, precision_arguments, resolve_precision
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry.clock import step_clock
@@ -85,7 +85,7 @@ class Workload:
         source = config.task.build_data(seed=config.seed)
         source.setup("fit")
         cached = list(itertools.islice(source.train_dataloader(), batches))
-        device = torch.device("cuda", 0) if on_cuda(config.trainer) else torch.device("cpu")
+        device = device_of(config.trainer)
         if device.type == "cuda":
             cached = [torch.utils.data._utils.pin_memory.pin_memory(batch) for batch in cached]
         precision = resolve_precision(config.trainer)

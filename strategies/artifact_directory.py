@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from strategies.environment import environment
+
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -29,22 +31,16 @@ def own_directory() -> Iterator[Path]:
     from torch._inductor.utils import clear_caches
     from torch.compiler._cache import CacheArtifactManager
 
-    before = {name: os.environ.get(name) for name in VARIABLES}
     directory = Path(tempfile.mkdtemp(prefix="cached-", dir=cache_dir()))
     atexit.register(_remove, directory, os.getpid())
     # The artifacts of an earlier run of this process would be saved along; saved a second time, they would hide the new
     # ones (of two sections of one kind, CacheArtifactManager.deserialize keeps the last).
     with CacheArtifactManager.with_fresh_cache():
         clear_caches()
-        os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(directory), TRITON_CACHE_DIR=str(directory / "triton"))
         try:
-            yield directory
+            with environment(dict(zip(VARIABLES, (str(directory), str(directory / "triton")), strict=True))):
+                yield directory
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
             clear_caches()
 
 

@@ -80,3 +80,8 @@ def _in_file(error: MarkedYAMLError) -> str:
 def report(error: BaseException) -> None:
     """Print what ``explain`` says on the standard error."""
     print("\n".join(explain(error)), file=sys.stderr, flush=True)
+
+
+def report_system(error: OSError, place: object = "") -> None:
+    """Print what the system has refused, and of which file; ``place`` is where, when it names none."""
+    print(f"error: {error.filename or place}: {error.strerror or error}", file=sys.stderr)

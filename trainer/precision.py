@@ -76,3 +76,8 @@ def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
 def on_cuda(config: TrainerConfig) -> bool:
     """Whether the run's accelerator is a CUDA GPU."""
     return config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def device_of(config: TrainerConfig) -> torch.device:
+    """The device of a run on one: what Lightning would take."""
+    return torch.device("cuda", 0) if on_cuda(config) else torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scripts.hand_loop import HandLoop, optimizer_and_schedule
 from scripts.peers.loop import LoopTrainer
-from trainer.precision import on_cuda, precision_arguments, resolve_precision
+from trainer.precision import device_of, precision_arguments, resolve_precision
 from trainer.settings import Config
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -34,7 +34,7 @@ class Work:
     @property
     def device(self) -> torch.device:
         """The device that Lightning would take."""
-        return torch.device("cuda", 0) if on_cuda(self.config.trainer) else torch.device("cpu")
+        return device_of(self.config.trainer)
 
     def loop_trainer(self) -> LoopTrainer:
         """For a peer without Lightning."""

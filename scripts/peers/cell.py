@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.report(error)
         return REFUSED
     except OSError as error:
-        print(f"error: {error.filename or options.out}: {error.strerror or error}", file=sys.stderr)
+        errors.report_system(error, place=options.out)
         return REFUSED
     speed = record.steady_steps_per_second
     said = [record.label, record.status, f"{speed:.2f} steps/s" if speed else None, record.reason, str(options.out)]
