@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from strategies.artifact_tuning import tuning_in
 from strategies.environment import environment
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -38,7 +39,8 @@ def own_directory() -> Iterator[Path]:
     with CacheArtifactManager.with_fresh_cache():
         clear_caches()
         try:
-            with environment(dict(zip(VARIABLES, (str(directory), str(directory / "triton")), strict=True))):
+            variables = dict(zip(VARIABLES, (str(directory), str(directory / "triton")), strict=True))
+            with environment(variables), tuning_in(directory):
                 yield directory
         finally:
             clear_caches()

@@ -6,6 +6,7 @@ Nothing that goes wrong here ends the run: it goes on cold, and ``notes`` and ``
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,7 @@ class Session:
             graph_misses=self._misses,
             graph_bypasses=now["bypasses"],
             traces_bypassed=now["traces_bypassed"],
+            kernels_timed=now["kernels_timed"],
             libraries_built=len(self._new_libraries),
             compiled_anew=(anew := compiled_anew(self._first_metric) if self._misses or now["bypasses"] else []),
         )
@@ -170,7 +172,8 @@ class Session:
                 f"were compiled anew: {self.facts['reason']}"
             )
         elif self._loaded:
-            self.notes.append(f"warm start: all {now['hits']} graphs came from the cache")
+            timed = f", but {now['kernels_timed']} timings of kernels did not" if now["kernels_timed"] else ""
+            self.notes.append(f"warm start: all {now['hits']} graphs came from the cache{timed}")
 
     def _store(self, findings: dict[str, Any]) -> None:
         new = bool(self._misses or self._new_libraries) or not findings.keys() <= self.findings.keys()
@@ -227,11 +230,15 @@ def compiled_anew(first: int) -> list[str]:
 
 
 def _read_counters() -> dict[str, int]:
-    """Graphs that Inductor's cache had, had not, and could not hold; and those that only AOTAutograd's could not."""
+    """Graphs that Inductor's cache had, had not, and could not hold; those that only AOTAutograd's could not; and how
+    often a kernel was timed on a GPU to choose how it is launched."""
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
     return {
         "hits": inductor["fxgraph_cache_hit"],
         "misses": inductor["fxgraph_cache_miss"],
         "bypasses": inductor["fxgraph_cache_bypass"],
         "traces_bypassed": autograd["autograd_cache_bypass"],
+        "kernels_timed": sum(
+            count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
+        ),
     }
