@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from scripts.hand_loop import optimizer_and_schedule
+from scripts.hand_loop import optimizer_and_schedule, placed
 from strategies import Optimizer, Program
 from trainer.compose import compose
 from trainer.precision import device_of
@@ -89,7 +89,7 @@ class Workload:
         self.settings = config.trainer
         torch.manual_seed(config.seed)
         declared = config.task.declare()
-        self.module = config.task.build_module(max_steps=1_000_000).to(self.device)
+        self.module = placed(config.task.build_module(max_steps=1_000_000), self.device)
         for parameter in self.module.parameters():
             parameter.grad = torch.randn_like(parameter) * 1e-3
         self.own, _ = optimizer_and_schedule(self.module)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
+
+
+def placed(module: L.LightningModule, device: torch.device) -> L.LightningModule:
+    """Give the module its weights and its device, as Lightning does before it asks for optimizers."""
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=device))
+    module.trainer = trainer
+    module.configure_model()
+    module.trainer = None  # ``self.log`` of a module in a hand-written loop goes nowhere
+    return module.to(device)
 
 
 class HandLoop:

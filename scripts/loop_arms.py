@@ -20,7 +20,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from scripts.hand_loop import HandLoop
+from scripts.hand_loop import HandLoop, placed
 from strategies import Program
 from strategies.compose import apply, compiler_settings
 from strategies.inplace import uncompile
@@ -111,7 +111,7 @@ def strategies_applied(workload: Workload) -> Iterator[None]:
 def raw(workload: Workload, steps: int) -> list[float]:
     """A hand-written loop; returns the seconds of each step."""
     device = workload.device
-    module = workload.module.to(device).train()
+    module = placed(workload.module, device).train()
     clip = workload.config.trainer.gradient_clip_val
     loop = HandLoop(module, device=device, precision=workload.precision, clip=clip)
     clock = step_clock(device)

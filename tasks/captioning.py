@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration
@@ -51,13 +52,13 @@ class Captioning(TrainedTask):
         )
 
     def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; its weights are drawn from torch's global generator."""
+        """Build the module; see ``initialise`` for its weights."""
         from tasks.models.captioner import CaptionNet
         from tasks.models.captioner_module import Captioner
 
         # About 3e-3 for tiny and 2.6e-4 for base: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
         recipe = self.recipe(default_learning_rate=0.2 / self.size.decoder_width, max_steps=max_steps)
-        return Captioner(CaptionNet(**asdict(self.size)), recipe)
+        return Captioner(partial(CaptionNet, **asdict(self.size)), recipe, initialise=self.initialise)
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embeddings and the loss apart."""

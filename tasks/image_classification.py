@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration
@@ -13,6 +14,8 @@ from tasks.trained import TrainedTask
 
 if TYPE_CHECKING:
     import lightning
+
+    from tasks.models.image_classifier import ClassifierNet
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,20 +56,27 @@ class ImageClassification(TrainedTask):
         return LabelledDataModule(self.data, image_size=self.image_size, classes=self._class_count(), seed=seed)
 
     def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; its weights are drawn from torch's global generator.
+        """Build the module; see ``initialise`` for its weights.
 
         Raises ValueError for an unknown network and for images that it cannot take.
         """
-        from tasks.models.image_classifier import ClassifierNet, has_batch_norm
-        from tasks.models.image_classifier_library import build_model
+        from tasks.models.image_classifier import has_batch_norm
+        from tasks.models.image_classifier_library import skeleton
         from tasks.models.image_classifier_module import ImageClassifier
 
         self._count_flops(self.data.batch_size, training=True)  # too small an image stops here, not in the first step
-        model = build_model(self.model, classes=self._class_count(), image_size=self.image_size)
+        classes = self._class_count()
         # Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like.
-        recipe = self.recipe(default_learning_rate=1e-3 if has_batch_norm(model) else 3e-4, max_steps=max_steps)
-        net = ClassifierNet(model, channels_last=self.channels_last, label_smoothing=self.label_smoothing)
-        return ImageClassifier(net, recipe)
+        rate = 1e-3 if has_batch_norm(skeleton(self.model, classes=classes, image_size=self.image_size)) else 3e-4
+        recipe = self.recipe(default_learning_rate=rate, max_steps=max_steps)
+        return ImageClassifier(partial(self._build, classes), recipe, initialise=self.initialise)
+
+    def _build(self, classes: int) -> ClassifierNet:
+        from tasks.models.image_classifier import ClassifierNet
+        from tasks.models.image_classifier_library import build_model
+
+        model = build_model(self.model, classes=classes, image_size=self.image_size)
+        return ClassifierNet(model, channels_last=self.channels_last, label_smoothing=self.label_smoothing)
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with what is around them apart.

@@ -16,8 +16,6 @@ from tasks.trained import TrainedTask
 if TYPE_CHECKING:
     import lightning
 
-INITIALISE = ("auto", "host", "device")
-
 
 @dataclass(kw_only=True, slots=True)
 class LanguageModelling(TrainedTask):
@@ -26,9 +24,6 @@ class LanguageModelling(TrainedTask):
     name: ClassVar[str] = "language_modelling"
     monitor: ClassVar[str | None] = "val/loss"
 
-    initialise: str = "auto"
-    """Where initial weights are drawn: on the ``host``, or on the ``device`` (seconds for billions of them, other
-    numbers on another kind of device); ``auto`` = the device from 1e9 parameters on."""
     loss_chunks: int = 1
     """Pieces of the positions whose logits are in memory at once in training; those of more than one are computed
     again in backward, which costs another product with the head."""
@@ -45,8 +40,6 @@ class LanguageModelling(TrainedTask):
         if type(self.network) is LanguageNetwork:
             self.network = Gpt2Network()
         TrainedTask.__post_init__(self)  # A slotted dataclass is a new class: super() without arguments fails.
-        if self.initialise not in INITIALISE:
-            raise ValueError(f"task.initialise={self.initialise!r} is not one of {INITIALISE}")
         require_at_least("task.loss_chunks", self.loss_chunks, 1)
         _, most = self.network.limits()
         for name in ("max_tokens", "pad_to"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration
@@ -58,13 +59,13 @@ class MaskedLM(TrainedTask):
         )
 
     def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; its weights are drawn from torch's global generator."""
+        """Build the module; see ``initialise`` for its weights."""
         from tasks.models.bert import Bert
         from tasks.models.masked_module import MaskedModule
 
         # The original's 1e-4 for base; Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
         recipe = self.recipe(default_learning_rate=0.0768 / self.network.width, max_steps=max_steps)
-        return MaskedModule(Bert(**asdict(self.network)), recipe)
+        return MaskedModule(partial(Bert, **asdict(self.network)), recipe, initialise=self.initialise)
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embedding and loss apart. Packed rows are

@@ -12,6 +12,7 @@ from tasks.trained import TrainedTask
 
 if TYPE_CHECKING:
     import lightning
+    from torch import nn
 
 OPTIONAL = {"image_size": "image_size", "positions": "positions", "layers": "layers", "pad_to": "layers"}
 """Options that only models with some dimension have, and that dimension."""
@@ -113,16 +114,22 @@ class Micro(TrainedTask):
         )
 
     def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; its weights are drawn from torch's global generator."""
+        """Build the module; see ``initialise`` for its weights."""
+        from tasks.models.micro_module import MicroModule
+
+        # Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
+        recipe = self.recipe(default_learning_rate=min(3e-3, 0.5 / self.size.width), max_steps=max_steps)
+        return MicroModule(self._build, recipe, initialise=self.initialise)
+
+    def _build(self) -> nn.Module:
         import torch
 
         from tasks.models.micro_images import ComplexMixed, ConvNet
-        from tasks.models.micro_module import MicroModule
         from tasks.models.micro_sequences import RaggedLabeller, SingleBlock
         from tasks.models.micro_vectors import GraphBreaker, LargeLinear, SimpleLinear
 
         size = self.size
-        net: torch.nn.Module
+        net: nn.Module
         if self.model == "transformer_block":
             net = SingleBlock(size.width, heads(size.width), CLASSES)
         elif self.model == "ragged":
@@ -140,8 +147,7 @@ class Micro(TrainedTask):
         if size.image_size is not None:
             # What cuDNN is fast with; a compiler would choose it by itself, and eager should not lose by that.
             net = net.to(memory_format=torch.channels_last)
-        # Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
-        return MicroModule(net, self.recipe(default_learning_rate=min(3e-3, 0.5 / size.width), max_steps=max_steps))
+        return net
 
     def declare(self) -> Declaration:
         """The whole network as one part, as hardly anything repeats; of ``ragged`` its blocks, and the tail apart."""

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
     from tasks.models.recipe import Recipe
 
+INITIALISE = ("auto", "host", "device")
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainedTask(Task):
-    """A task trained with AdamW under a linear warm-up and a cosine."""
+    """A task trained from random weights with AdamW under a linear warm-up and a cosine."""
 
     learning_rate: float | None = None
     """Highest learning rate of AdamW, reached after the warm-up. None: the task's own rule."""
@@ -26,12 +28,18 @@ class TrainedTask(Task):
     """Optimizer steps of linear warm-up."""
     final_learning_rate: float = 0.05
     """Learning rate at the last step, as a share of ``learning_rate``."""
+    initialise: str = "auto"
+    """Where initial weights are drawn: on the ``host``, or on the ``device`` (milliseconds for the host's seconds, but
+    other numbers from the same seed on another kind of device). ``auto``: on the device where there is a CUDA device or
+    the network has 1e9 parameters; else, and where a network cannot be built without memory, on the host."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
         require_at_least("task.weight_decay", self.weight_decay, 0)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_share("task.final_learning_rate", self.final_learning_rate)
+        if self.initialise not in INITIALISE:
+            raise ValueError(f"task.initialise={self.initialise!r} is not one of {INITIALISE}")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0")
 

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from scripts.hand_loop import HandLoop, optimizer_and_schedule
+from scripts.hand_loop import HandLoop, optimizer_and_schedule, placed
 from scripts.peers.loop import LoopTrainer
 from trainer.precision import device_of, precision_arguments, resolve_precision
 from trainer.settings import Config
@@ -68,7 +68,7 @@ def loop_compile(work: Work) -> Trained:
 
 def _by_hand(work: Work, compiled: Sequence[str]) -> Trained:
     trainer, settings = work.loop_trainer(), work.config.trainer
-    module = trainer.configure(work.module)
+    module = placed(work.module, work.device).train()
     functions = [module.get_submodule(path).forward for path in compiled]
     for path in compiled:
         network: Any = torch.compile(module.get_submodule(path), backend=work.backend)
@@ -149,7 +149,7 @@ def accelerate_regional(work: Work) -> Trained:
         mixed_precision="bf16" if trainer.precision == "bf16-mixed" else "no",
         dynamo_plugin=TorchDynamoPlugin(backend=work.backend, use_regional_compilation=True),
     )
-    module = trainer.configure(work.module)
+    module = placed(work.module, work.device).train()
     optimizer, schedule = optimizer_and_schedule(module)
     model, optimizer, loader = accelerator.prepare(TrainingStep(module), optimizer, work.loader())
     schedule = None if schedule is None else accelerator.prepare(schedule)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -41,14 +40,6 @@ class LoopTrainer:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.callback_metrics: dict[str, Tensor] = {}
         self.global_step = 0
-
-    def configure(self, module: L.LightningModule) -> L.LightningModule:
-        """Give the module its weights and its device, as Lightning does before it asks for optimizers."""
-        trainer: Any = self
-        module.trainer = trainer
-        module.configure_model()
-        module.trainer = None  # ``self.log`` of a module in a hand-written loop goes nowhere
-        return module.to(self.strategy.root_device).train()
 
     def fit(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
@@ -25,8 +27,9 @@ class Captioner(ScoredModule):
 
     net: CaptionNet
 
-    def __init__(self, net: CaptionNet, recipe: Recipe) -> None:
-        super().__init__(net, recipe)
+    def __init__(self, build: Callable[[], CaptionNet], recipe: Recipe, *, initialise: str) -> None:
+        """As ``ScoredModule``."""
+        super().__init__(build, recipe, initialise=initialise)
         self._strip: tuple[Tensor, Tensor] | None = None
 
     def scores(self, batch: CaptionBatch) -> Scores:

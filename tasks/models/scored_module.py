@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -10,11 +11,12 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
 from tasks.models.class_scores import Scores
+from tasks.models.materialise import is_on_meta, materialise, start
 from tasks.models.recipe import Recipe
 
 
 class ScoredModule(L.LightningModule):
-    """Trains ``net`` by the recipe.
+    """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
 
     ``net(*inputs, targets)`` returns the ``Scores`` of ``tasks.models.class_scores``, ``net(*inputs)`` the logits.
     """
@@ -22,11 +24,30 @@ class ScoredModule(L.LightningModule):
     accuracy = "val/accuracy"
     """Key of the share of targets that were predicted right."""
 
-    def __init__(self, net: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
+        """Build the network.
+
+        Args:
+            build: Makes the network alike each time, and draws its weights from torch's global generator.
+            recipe: Optimizer and schedule.
+            initialise: Where weights are drawn, see ``tasks.models.materialise.start``: now, or in ``configure_model``
+                on the device under the seed that torch has now.
+        """
         super().__init__()
-        self.net = net
+        self.net = start(build, initialise)
+        self._build, self._seed = build, torch.initial_seed()
         self._recipe = recipe
         self._sums: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
+        if is_on_meta(self.net):
+            materialise(self.net, self._build, device=self.trainer.strategy.root_device, seed=self._seed)
+
+    def cpu(self) -> Self:
+        """Stay as it is where the weights are not drawn yet: Lightning tidies up by this call when ``setup`` has
+        refused to train, and torch's error would take the place of the refusal."""
+        return self if is_on_meta(self.net) else super().cpu()
 
     def inputs(self, batch: Any) -> tuple[Tensor | None, ...]:
         """What of ``batch`` the network reads beside the targets."""

@@ -39,7 +39,8 @@ def task() -> Captioning:
     return Captioning(
         size=CaptionerSize(
             image_size=32, encoder_layers=3, encoder_width=16, decoder_layers=3, decoder_width=24, vocabulary_size=259
-        )
+        ),
+        initialise="host",
     )
 
 

@@ -38,7 +38,7 @@ def test_the_plain_base_stands_for_the_embedded_data() -> None:
 
 def test_the_network_has_an_output_for_each_class_or_as_many_as_are_asked_for() -> None:
     for asked, outputs in ((None, 30), (1000, 1000)):
-        task = ImageClassification(model="timm/test_vit", image_size=32, classes=asked)
+        task = ImageClassification(model="timm/test_vit", image_size=32, classes=asked, initialise="host")
         module = task.build_module(max_steps=1)
         batch = next(iter_batches(task))
         assert module.predict_step(batch, 0).shape == (16, outputs)
@@ -92,7 +92,7 @@ def test_an_experiment_is_the_published_network_and_its_smoke_run_trains(name: s
     )
     assert (full["model"], full["image_size"], full["classes"]) == (name, 224, 1000)
     data = LabelledShapes(**{**smoke.pop("data"), "train_images": 4})
-    task = ImageClassification(**smoke, data=data)
+    task = ImageClassification(**smoke, data=data, initialise="host")
     module, batch = task.build_module(max_steps=1), next(iter_batches(task))
     module.training_step(batch, 0).backward()
     assert all(weight.grad is not None for weight in module.parameters())

@@ -178,7 +178,7 @@ def test_operations_of_a_resnet_are_twice_as_many_backward_but_for_the_first_con
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_ti_16", "timm/test_vit"])
 def test_counting_agrees_with_the_network_that_trains_and_leaves_it_alone(name: str) -> None:
-    task = ImageClassification(model=name)
+    task = ImageClassification(model=name, initialise="host")
     torch.manual_seed(3)
     module = task.build_module(max_steps=1)
     state = torch.get_rng_state()

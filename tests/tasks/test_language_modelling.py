@@ -137,7 +137,7 @@ def test_a_large_networks_gradients_are_freed_as_soon_as_they_are_used(monkeypat
     _, small = fit(task_of(), Watch(), steps=3)
     assert held == [False, True, True]
     held.clear()
-    monkeypatch.setattr("tasks.models.language_module.LARGE", 1)
+    monkeypatch.setattr("tasks.models.materialise.LARGE", 1)
     _, large = fit(task_of(), Watch(), steps=3)
     assert held == [False, False, False]
     assert large == small
@@ -161,7 +161,7 @@ def test_validation_is_the_exact_mean_over_targets() -> None:
 
 
 def test_a_batch_is_counted_and_predicted() -> None:
-    task = task_of(GPT2)
+    task = task_of(GPT2, initialise="host")
     batch = TextBatch(torch.tensor([[1, 5, 6, 2, 0], [1, 5, 6, 7, 2]]), 7)
     counts = task.count(batch)
     assert (counts.samples, counts.tokens, counts.useful_tokens) == (2, 8, 7)

@@ -27,7 +27,8 @@ EVERY_MODEL = pytest.mark.parametrize("model", DEFAULTS)
 
 
 def small(model: str, **options: int) -> Micro:
-    return Micro(model=model, **{"batch_size": 8, "width": 16, "val_examples": 12, **SMALL.get(model, {}), **options})
+    options = {"batch_size": 8, "width": 16, "val_examples": 12, **SMALL.get(model, {}), **options}
+    return Micro(model=model, initialise="host", **options)
 
 
 def first_batch(task: Micro) -> GeneratedBatch:

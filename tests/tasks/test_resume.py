@@ -27,11 +27,18 @@ class Recorder(L.Callback):
 
 
 def train(
-    size: CaptionerSize, folder: Path, *, workers: int, resume: Path | None = None, limit: int | None = None
+    size: CaptionerSize,
+    folder: Path,
+    *,
+    workers: int,
+    resume: Path | None = None,
+    limit: int | None = None,
+    initialise: str = "auto",
 ) -> Recorder:
     """Train 12 steps, 5 to an epoch (or ``limit``), with a checkpoint after every step."""
     torch.manual_seed(0 if resume is None else 1)
-    task = Captioning(size=size, data=Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers))
+    data = Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers)
+    task = Captioning(size=size, data=data, initialise=initialise)
     recorder = Recorder()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -69,6 +76,12 @@ def test_a_run_resumed_twice_still_continues_exactly(size: CaptionerSize, tmp_pa
     train(size, tmp_path / "b", workers=0, resume=tmp_path / "a" / "step=5.ckpt")
     resumed = train(size, tmp_path / "c", workers=0, resume=tmp_path / "b" / "step=8.ckpt").steps
     assert resumed == whole[8:]
+
+
+def test_weights_drawn_on_the_device_give_way_to_those_of_the_checkpoint(size: CaptionerSize, tmp_path: Path) -> None:
+    whole = train(size, tmp_path / "a", workers=0, initialise="device").steps
+    resume = tmp_path / "a" / "step=7.ckpt"
+    assert train(size, tmp_path / "b", workers=0, resume=resume, initialise="device").steps == whole[7:]
 
 
 def sampler(rank: int = 0, replicas: int = 1) -> ResumableSampler:

@@ -46,7 +46,8 @@ def test_captions_of_any_length_train_in_a_few_shapes(tmp_path: Path) -> None:
 
 def test_a_caption_batch_has_the_loss_and_the_count_that_it_has_without_padding() -> None:
     size = CaptionerSize(image_size=32, encoder_layers=2, decoder_layers=2, decoder_width=32, vocabulary_size=300)
-    task = Captioning(size=size, data=Shapes(batch_size=4, train_images=40, val_images=4, num_workers=0))
+    data = Shapes(batch_size=4, train_images=40, val_images=4, num_workers=0)
+    task = Captioning(size=size, data=data, initialise="host")
     declared = task.declare().ragged
     seen: list[tuple[Any, float]] = []
 

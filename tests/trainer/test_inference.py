@@ -102,7 +102,8 @@ def test_a_validation_step_is_timed_too(tmp_path: Path) -> None:
     assert record.final_metrics == {}
 
 
-def test_weights_come_from_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("initialise", ["host", "device"])
+def test_weights_come_from_a_training(initialise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "training")
     weights: list[Tensor] = []
     predict_step = Captioner.predict_step
@@ -112,7 +113,7 @@ def test_weights_come_from_a_training(tmp_path: Path, monkeypatch: pytest.Monkey
         return predict_step(self, batch, batch_idx)
 
     monkeypatch.setattr(Captioner, "predict_step", noting)
-    record = infer(tmp_path / "inference", f"resume={tmp_path / 'training'}")
+    record = infer(tmp_path / "inference", f"resume={tmp_path / 'training'}", f"task.initialise={initialise}")
     assert record.resumed_from == str(tmp_path / "training" / "checkpoints" / "last.ckpt")
     trained = last_checkpoint(tmp_path / "training")["state_dict"]["net.tail.head.weight"]
     assert all(torch.equal(weight, trained) for weight in weights)

@@ -1,7 +1,8 @@
-"""With two processes: what one of them finds in the rehearsal, both act on."""
+"""With two processes: both draw the same weights, and what one of them finds in the rehearsal, both act on."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,49 @@ def test_both_stop_when_one_computes_something_else(processes: list[Facts]) -> N
     for facts in processes:
         assert facts["wrong"]["error"].startswith("ParityError: parity=on")
         assert facts["wrong"]["steps"] == 0
+
+
+DRAWING = """
+import json, os, sys
+from pathlib import Path
+import lightning as L
+import torch
+from tasks.captioner_size import CaptionerSize
+from tasks.captioning import Captioning
+from tasks.data.shapes import Shapes
+
+folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+torch.set_num_threads(1)
+L.seed_everything(0, verbose=False)
+size = CaptionerSize(
+    image_size=32, encoder_layers=1, encoder_width=16, decoder_layers=1, decoder_width=16, vocabulary_size=300
+)
+data = Shapes(batch_size=2, train_images=8, val_images=2, num_workers=0)
+task = Captioning(size=size, data=data, initialise="device")
+module = task.build_module(max_steps=2)
+torch.rand(1 + rank)  # what a process draws of its own between building and training
+sums, draw = [], module.configure_model
+
+def total():
+    sums.append(sum(float(parameter.detach().double().abs().sum()) for parameter in module.parameters()))
+
+def configure_model():
+    draw()
+    total()  # before DDP makes the first process's weights everyone's
+
+module.configure_model = configure_model
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_steps=2, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, default_root_dir=folder,
+)
+trainer.fit(module, datamodule=task.build_data(seed=0))
+total()
+(folder / f"{rank}.json").write_text(json.dumps({"sums": sums, "steps": trainer.global_step}))
+"""
+
+
+def test_both_draw_the_same_weights_on_their_devices(tmp_path: Path) -> None:
+    one, other = said_by_two(DRAWING, tmp_path)
+    assert one == other
+    assert one["steps"] == 2
+    assert one["sums"][0] != one["sums"][1]

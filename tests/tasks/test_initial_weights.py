@@ -1,0 +1,192 @@
+"""Where every task's initial weights are drawn: now, or on the device before training, the same for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from scripts.hand_loop import placed
+from strategies import Regional, Whole
+from strategies.artifact_fingerprint import model_digest
+from tasks import TASKS, Task
+from tasks.bert_network import BertNetwork
+from tasks.captioner_size import CaptionerSize
+from tasks.data.labelled_shapes import LabelledShapes
+from tasks.data.shapes import Shapes
+from tasks.data.text_stdlib import Stdlib
+from tasks.language_network import Gpt2Network
+from tasks.models import materialise
+from tasks.models.materialise import is_on_meta, on_meta, start
+from trainer.callback import Compile
+
+SMALL: dict[str, dict[str, Any]] = {
+    "captioning": {
+        "size": CaptionerSize(
+            image_size=32, encoder_layers=2, encoder_width=16, decoder_layers=2, decoder_width=24, vocabulary_size=300
+        ),
+        "data": Shapes(batch_size=2, train_images=8, val_images=2, num_workers=0),
+    },
+    "image_classification": {
+        "model": "timm/test_resnet",
+        "image_size": 32,
+        "data": LabelledShapes(batch_size=2, train_images=8, val_images=2, num_workers=0),
+    },
+    "language_modelling": {
+        "network": Gpt2Network(layers=2, width=16, heads=2, vocabulary_size=300, max_tokens=16),
+        "data": Stdlib(batch_size=2, max_documents=24, max_tokens=16),
+    },
+    "masked_lm": {
+        "network": BertNetwork(layers=2, width=16, heads=2, vocabulary_size=300, max_tokens=16),
+        "data": Stdlib(batch_size=2, max_documents=24, max_tokens=16, packing="documents"),
+    },
+    "micro": {"model": "convnet", "batch_size": 4, "width": 4, "image_size": 16},
+}
+EVERY_TASK = pytest.mark.parametrize("name", TASKS)
+
+
+def small(name: str, **options: Any) -> Task:
+    return TASKS[name](**SMALL[name], **options)
+
+
+def build(task: Task, seed: int = 3) -> L.LightningModule:
+    torch.manual_seed(seed)
+    return task.build_module(max_steps=4)
+
+
+class Watch(L.Callback):
+    """Keeps the weights before the first step, and the losses."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, torch.Tensor] = {}
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.first = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit(task: Task, module: L.LightningModule, *callbacks: L.Callback) -> Watch:
+    watch = Watch()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=3, max_epochs=-1, logger=False, callbacks=[watch, *callbacks],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=task.build_data(seed=0))
+    return watch
+
+
+@EVERY_TASK
+def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the_seed(name: str) -> None:
+    task = small(name, initialise="device")
+    module = build(task)
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state()), "nothing drawn yet"
+    assert all(tensor.is_meta for tensor in module.state_dict().values())
+    torch.rand(7)  # whatever is drawn between building and training
+    watch = fit(task, module)
+    reference = build(small(name, initialise="host"))
+    assert list(watch.first) == list(reference.state_dict())
+    for path, value in reference.state_dict().items():
+        assert torch.equal(watch.first[path], value), path
+    buffers = dict(module.named_buffers())
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *buffers.values()))
+    assert set(buffers) == set(dict(reference.named_buffers()))
+    shapes = [(parameter.shape, parameter.stride()) for parameter in module.parameters()]
+    assert shapes == [(parameter.shape, parameter.stride()) for parameter in reference.parameters()], "ties and formats"
+    assert model_digest(module) == model_digest(reference) == model_digest(build(task)), "one key for compiled code"
+    assert watch.losses == fit(task, reference).losses
+
+
+@EVERY_TASK
+def test_by_default_they_wait_for_the_device_where_there_is_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert not is_on_meta(build(small(name, initialise="host")))
+        module = build(small(name))
+    assert is_on_meta(module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reference = build(small(name))
+    weights = [parameter.clone() for parameter in placed(module, torch.device("cpu")).parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(weights, reference.parameters(), strict=True))
+    placed(module, torch.device("cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(weights, module.parameters(), strict=True)), "drawn once"
+
+
+@pytest.mark.parametrize("strategy", [Whole, Regional])
+def test_a_network_compiled_before_its_weights_are_there_learns_as_eager(strategy: Callable[..., Any]) -> None:
+    task, losses = small("captioning", initialise="device"), []
+    declared = task.declare()
+    for strategies in ([], [strategy(backend="aot_eager")]):
+        torch._dynamo.reset()
+        compile_ = Compile(strategies, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
+        losses.append(fit(task, build(task), compile_).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert compile_.record.regions_compiled == compile_.record.regions
+    torch._dynamo.reset()
+
+
+def test_a_refusal_before_the_weights_are_there_is_what_is_said() -> None:
+    class Refusing(L.Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            raise ValueError("compile.buckets: no")
+
+    task = small("micro", initialise="device")
+    with pytest.raises(ValueError, match=r"^compile\.buckets: no$"):
+        fit(task, build(task), Refusing())
+
+
+def test_a_large_network_waits_for_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialise, "LARGE", 1)
+    assert is_on_meta(build(small("masked_lm")))
+
+
+class Computes(nn.Linear):
+    """Reads its values as it is made."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.largest = self.weight.max().item()
+
+
+class Hides(nn.Linear):
+    """Keeps a tensor where only it knows."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.tables = {"halves": [torch.full((2,), 0.5)]}
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Computes, r"item\(\) cannot be called"), (Hides, r"\.tables holds")])
+def test_a_network_that_needs_memory_is_drawn_on_the_host(
+    kind: type[nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    net = start(lambda: nn.Sequential(kind()), "auto")
+    assert not is_on_meta(net)
+    with pytest.raises(ValueError, match=rf"^task\.initialise=device: .* without memory \(.*{reason}") as refused:
+        start(lambda: nn.Sequential(kind()), "device")
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_wrong_with_an_option_is_said_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^task\.initialise='gpu' is not one of"):
+        small("captioning", initialise="gpu")
+
+    def broken() -> nn.Module:
+        raise ValueError("task.model='resnet5' is no network")
+
+    for initialise in ("auto", "host", "device"):
+        with pytest.raises(ValueError, match=r"^task\.model='resnet5' is no network$"):
+            start(broken, initialise)
+
+
+def test_building_without_memory_draws_nothing_even_where_a_constructor_insists() -> None:
+    before = torch.get_rng_state()
+    on_meta(lambda: nn.Linear(int(torch.randint(1, 9, (), device="cpu")), 2))
+    assert torch.equal(torch.get_rng_state(), before)
