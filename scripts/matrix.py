@@ -53,6 +53,8 @@ class Row:
     overrides: tuple[str, ...] = ()
     smoke: str = ""
     """The experiment in small, where it is not called ``<experiment>_smoke``."""
+    warm: bool = False
+    """Whether its warm starts are what it is there for."""
 
     def cells(self, *, smoke: bool) -> list[str]:
         """Overrides of every cell."""
@@ -67,8 +69,17 @@ ROWS = (
         experiment="captioning_base",
         steps=150,
         overrides=("task.data.pad_to=64",),
-        arms=(*STATIC, "whole compile.whole.mode=reduce-overhead", *AUTO),
+        arms=(*STATIC, "[regional,optimizer,cuda_graph]", "whole compile.whole.mode=reduce-overhead", *AUTO),
         smoke="smoke",
+    ),
+    Row(
+        name="captioning_start",
+        experiment="captioning_base",
+        steps=40,
+        overrides=("task.data.pad_to=64",),
+        arms=("eager", "[regional,cached]", "[whole,cached]", "[regional,cached,cuda_graph]"),
+        smoke="smoke",
+        warm=True,
     ),
     Row(
         name="captioning_ragged",
@@ -123,7 +134,7 @@ def sweep(row: Row, options: argparse.Namespace, until: float | None) -> int:
     described = benchmark_strategies.parse(
         [
             *("--arms", *row.arms, "--rounds", str(options.rounds), "--out", str(options.out / row.name)),
-            *("--timeout", str(options.timeout), *(["--warm"] if options.warm else [])),
+            *("--timeout", str(options.timeout), *(["--warm"] if options.warm or row.warm else [])),
             *("--", *row.cells(smoke=options.smoke)),
         ]
     )
@@ -157,7 +168,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--list", action="store_true", help="show the rows and their arms, run nothing")
     add("--out", type=Path, default=Path("outputs/matrix"), metavar="DIR", help="default: %(default)s")
     add("--rounds", type=int, default=1, metavar="N", help="turns of each arm, for the spread (default %(default)s)")
-    add("--warm", action="store_true", help="a second process after each cold one, on its caches")
+    add("--warm", action="store_true", help="warm starts of every row, not of captioning_start alone")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on (default: no limit)")
     add("--timeout", type=int, default=300, metavar="SECONDS", help="a cell is given up then (default %(default)s)")
     add(
