@@ -1,0 +1,51 @@
+"""What is kept away from users of one version of torch, shown with torch's own class and sizes of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+from torch._inductor.scheduler import MixOrderReduction
+
+from strategies import inductor_faults
+from strategies.compose import compiler_settings
+
+S = sympy.Symbol("s", integer=True, positive=True)
+
+
+@pytest.fixture(autouse=True)
+def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would fuse whatever it is asked about; a node is its own size here."""
+    monkeypatch.setattr(MixOrderReduction, "can_fuse", classmethod(lambda *_: True))
+    monkeypatch.setattr(MixOrderReduction, "get_numel_rnumel", classmethod(lambda _, node: node))
+
+
+def fuses(*size: Any) -> bool:
+    node: Any = tuple(sympy.sympify(each) for each in size)
+    return MixOrderReduction.can_fuse(node, node)
+
+
+@pytest.mark.parametrize("rows", [32 * S - 32, 32 * (S - 1)], ids=["sum", "product of a sum"])
+def test_reductions_with_a_sum_for_a_size_stay_apart_in_2_11(monkeypatch: pytest.MonkeyPatch, rows: sympy.Expr) -> None:
+    monkeypatch.setattr(inductor_faults.torch, "__version__", "2.11.0+cu130")
+    with compiler_settings({}):
+        assert fuses(8192, 768)
+        assert fuses(32 * S, 768)
+        assert not fuses(rows, 768)
+        assert not fuses(8192, S + 1)
+    assert fuses(rows, 768), "torch is as it was"
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.15.1+cu130"])
+def test_later_versions_are_left_alone(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(inductor_faults.torch, "__version__", version)
+    with compiler_settings({}):
+        assert fuses(32 * S - 32, 768)
+
+
+def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_faults.torch, "__version__", "2.11.0")
+    monkeypatch.delitem(inductor_faults.sys.modules, "torch._inductor.scheduler")
+    with compiler_settings({}):
+        assert "torch._inductor.scheduler" not in inductor_faults.sys.modules
