@@ -16,7 +16,8 @@ class Auto(Strategy):
     """Choose how modules are compiled, and whether steps are captured, when the first batch is there.
 
     A few eager steps are timed; a candidate is compiled and timed as well where the steps to come could pay for that;
-    what loses is undone. Everything happens before the first step and leaves no trace in the training. The decision,
+    what loses is undone. Inductor is imported for the first trial that compiles with it, which a short run never comes
+    to. Everything happens before the first step and leaves no trace in the training. The decision,
     with its table, is in the record, and is remembered: a second run of the same program decides at once.
     ``trainer.auto`` does the work; other strategies (``buckets``, ``cached``, ``optimizer``) go with it as they are.
     """
@@ -50,8 +51,3 @@ class Auto(Strategy):
             complaints.append(f"compile.auto.margin={self.margin} must be at least 0 and below 1")
         if complaints:
             raise ValueError("\n".join(complaints))
-
-    @property
-    def needs_inductor(self) -> bool:
-        """It is likely to compile something."""
-        return True

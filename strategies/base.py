@@ -84,6 +84,8 @@ class Program:
     """Filled by a strategy of the SHAPES stage: what ``dynamic=null`` of a module strategy then stands for."""
     around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     """Filled by a strategy of the SHAPES stage: wraps the compiled call of each region in code that runs eagerly."""
+    outlined: bool = False
+    """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost."""
     step: StepGraphs | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)

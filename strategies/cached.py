@@ -84,6 +84,11 @@ class Cached(Strategy, HoldsSession):
                     "the record; set them in the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS)"
                 )
 
+    @property
+    def needs_inductor(self) -> bool:
+        """What it loads is Inductor's; also beside ``auto``, which needs it only if it compiles."""
+        return True
+
     def check(self) -> None:
         """Raises ValueError for a protocol or key that cannot be used, and where torch's caches are switched off."""
         import fsspec

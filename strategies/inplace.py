@@ -21,24 +21,25 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
     """Hand ``program.module``'s submodule at ``path`` to the compiler and note it as a region.
 
     ``arguments`` are ``torch.compile``'s keyword arguments; where they leave ``dynamic`` open, a strategy of the SHAPES
-    stage may have decided it. Compilation itself happens at the first call.
+    stage may have decided it. Compilation itself happens at the first call. A program that is ``outlined`` is told its
+    regions and no more: torch imports Inductor as soon as it is handed anything.
     """
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
     module = program.module.get_submodule(path)
-    if _forward_is_torchs_own(module):
+    wrapped = _forward_is_torchs_own(module)
+    if program.outlined:
+        pass
+    elif wrapped:
         # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
         # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
         module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
-        frame = (external_utils.__file__, 0)
     else:
         module.compile(**arguments)
-        code = module.forward.__code__
-        frame = (code.co_filename, code.co_firstlineno)
-    if program.around_region is not None:
+    if program.around_region is not None and not program.outlined:
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = program.around_region(compiled)
-    region = Region(path=path, kind=type(module).__name__, frame=frame)
+    region = Region(path=path, kind=type(module).__name__, frame=_frame(module, wrapped))
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Without it, code beyond the limit runs eager for the rest of the run and nobody is told.
@@ -98,6 +99,13 @@ def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -
         inside = any(region.path.startswith(f"{path}.") for path in paths)
         if not inside and not isinstance(module._compiled_call_impl, GuardedCall):
             module._compiled_call_impl = GuardedCall(region, module, failed)
+
+
+def _frame(module: nn.Module, wrapped: bool) -> tuple[str, int]:
+    if wrapped:
+        return external_utils.__file__, 0
+    code = module.forward.__code__
+    return code.co_filename, code.co_firstlineno
 
 
 def _forward_is_torchs_own(module: nn.Module) -> bool:

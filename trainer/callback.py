@@ -128,7 +128,7 @@ class Compile(L.Callback):
             self.record.regions = len(self.program.regions) if self.strategies else None
             if self._preparation is not None:
                 self._preparation.wait()
-                self.record.preparation_seconds = self._preparation.waited_seconds
+                self.record.preparation_seconds = self._preparation.cost_seconds
         self._cuda_graphs = self.program.uses_cuda_graphs
         if self._cuda_graphs:
             refuse_accumulation(trainer)

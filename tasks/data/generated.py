@@ -31,4 +31,9 @@ class GeneratedBatch(NamedTuple):
 
 def generator(key: str) -> torch.Generator:
     """A generator of random numbers for ``key``, the same in every process (``hash()`` is not)."""
-    return torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.Generator().manual_seed(seed_of(key))
+
+
+def seed_of(key: str) -> int:
+    """The seed for ``key``."""
+    return zlib.crc32(key.encode())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.data.generated import GeneratedBatch, generator
+from tasks.data.generated import GeneratedBatch, generator, seed_of
 from tasks.data.loading import Loading
 from tasks.data.resumable import ResumableDataModule
 
@@ -45,19 +45,18 @@ class GeneratedTensors(ResumableDataModule):
     def open(self) -> str:
         """Generate all examples."""
         patterns = class_patterns(self._shape, classes=self._classes, seed=self.seed)
-        examples = [
-            noisy_example(patterns, self._shape, key=f"{self.seed}/{split}/{index}")
+        keys = [
+            f"{self.seed}/{split}/{index}"
             for split, count in (("train", self._train_count), ("val", self._val_count))
             for index in range(count)
         ]
-        inputs = torch.stack([example for example, _ in examples])
-        targets = torch.stack([target for _, target in examples])
+        inputs, targets = noisy_examples(patterns, self._shape, keys=keys)
         if len(self._shape) == 3:
             # Rows of channels, so that a batch of images is channels_last, the layout of fast convolutions.
             inputs = inputs.permute(0, 2, 3, 1).contiguous()
         self._inputs, self._targets = inputs, targets
         self.train_set = Numbers(range(self._train_count))
-        self.val_set = Numbers(range(self._train_count, len(examples)))
+        self.val_set = Numbers(range(self._train_count, len(keys)))
         return "the generated data"
 
     def _numbered(self, numbers: Sequence[int]) -> GeneratedBatch:
@@ -111,8 +110,16 @@ def class_patterns(shape: tuple[int, ...], *, classes: int, seed: int) -> Tensor
     return patterns * (PATTERN_NORM / patterns.norm(dim=1, keepdim=True))
 
 
-def noisy_example(patterns: Tensor, shape: tuple[int, ...], *, key: str) -> tuple[Tensor, Tensor]:
-    """One example: float32 input of ``shape`` and the class, int64, 0-D or [S], that it was made from."""
-    draw = generator(key)
-    classes = torch.randint(0, len(patterns), shape[:1] if len(shape) == 2 else (), generator=draw)
-    return torch.randn(shape, generator=draw) + patterns[classes], classes
+def noisy_examples(patterns: Tensor, shape: tuple[int, ...], *, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """An example for each key: float32 inputs [N, ...] and the classes, int64, [N] or [N, S], that they were made from.
+
+    Each is drawn by itself, in place: an operation more is one more for each of some thousand examples.
+    """
+    classes = torch.empty(len(keys), *(shape[:1] if len(shape) == 2 else ()), dtype=torch.int64)
+    inputs = torch.empty(len(keys), *shape)
+    draw = torch.Generator()
+    for key, its_classes, its_input in zip(keys, classes.unbind(), inputs.unbind(), strict=True):
+        draw.manual_seed(seed_of(key))
+        torch.randint(0, len(patterns), its_classes.shape, generator=draw, out=its_classes)
+        torch.randn(shape, generator=draw, out=its_input)
+    return inputs.add_(patterns[classes]), classes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from strategies import STRATEGIES, CudaGraph, Regional, Whole
 from strategies.auto import Auto
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
-from trainer.auto import candidates, estimates, trial
+from trainer.auto import candidates, chooser, estimates, trial
 from trainer.callback import Compile
 
 MANY = "compile.auto.planned_steps=1000000000"
@@ -120,6 +122,52 @@ def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:
     record = train(tmp_path, strategy="auto")
     assert record.report["auto"]["tried"] == ["eager"]
     assert (record.graphs, record.compile_seconds) == (0, None)
+    assert record.preparation_seconds is None
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import sys
+from pathlib import Path
+from strategies.auto import Auto
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile
+callback = Compile([Auto(planned_steps=10, memory=sys.argv[1])])
+fit(Blocks(), Path(sys.argv[1]), [callback])
+costs = [row["cost_seconds"] for row in callback.record.report["auto"]["table"]]
+print(callback.record.report["auto"]["tried"], costs, "torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+def test_a_run_that_compiles_nothing_does_not_import_inductor(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    assert told.startswith("['eager'] [0.0, ")
+    assert told.endswith(" False")
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_inductor_is_imported_for_the_first_trial_that_needs_it_and_that_is_no_compile(
+    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setitem(estimates.FUSED, "cpu", 2.0)  # so that whole is tried too
+    clock(eager=1.0, regional=0.9, whole=0.95)
+    prepared: list[str] = []
+
+    class Preparation:
+        def wait(self) -> None:
+            prepared.append("now")
+
+    monkeypatch.setattr(trial, "Preparation", Preparation)
+    for module in (trial, chooser):
+        monkeypatch.setattr(module, "is_prepared", lambda: bool(prepared))
+    needs = property(lambda self: backend == "inductor")
+    monkeypatch.setattr(candidates.Candidate, "needs_inductor", needs)
+    record = train(tmp_path, MANY, strategy="auto")
+    assert record.report["auto"]["tried"] == ["eager", "regional", "whole"]
+    assert prepared == (["now"] if backend == "inductor" else [])
+    assert record.preparation_seconds is None, "it is no part of the setup"
+    costs = {row["strategies"]: row["cost_seconds"] for row in record.report["auto"]["table"]}
+    assert costs["regional"] < estimates.IMPORT_SECONDS, "it is paid for"
 
 
 def test_what_is_logged_after_the_choice_arrives(tmp_path: Path, clock: Callable[..., None]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import CAPTURE_SECONDS, EAGER, Estimates, Module
+from trainer.auto.estimates import CAPTURE_SECONDS, EAGER, IMPORT_SECONDS, Estimates, Module
 from trainer.auto.remembered import Remembered, directory
 from trainer.auto.words import say
 
@@ -145,6 +145,19 @@ def test_validations_graphs_are_part_of_the_cost() -> None:
     before = known.expected_compile_seconds(known.modules["regional"])
     known.validates = True
     assert known.expected_compile_seconds(known.modules["regional"]) > before
+
+
+def test_inductors_import_is_part_of_the_cost_of_whatever_would_be_compiled_first() -> None:
+    truth = MEASURED["gpt2"]
+    steps = 300  # enough for the compile alone
+    known = estimates(truth, steps, capture="no")
+    assert measure(known, truth)[:2] == [EAGER, "regional"]
+    known = estimates(truth, steps, capture="no")
+    known.import_seconds = IMPORT_SECONDS
+    assert measure(known, truth) == [EAGER]
+    assert known.expected_compile_seconds(known.modules[EAGER]) == 0
+    known.modules["regional"].spent = True
+    assert known.expected_compile_seconds(known.modules["regional"]) == 0, "its own trial has imported it"
 
 
 def test_a_slow_machine_is_noticed_by_its_first_compile() -> None:

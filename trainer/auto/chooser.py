@@ -11,9 +11,10 @@ import lightning as L
 from strategies import STRATEGIES, Program, Strategy
 from strategies.artifact_fingerprint import facts_of, fingerprint_of
 from strategies.auto import Auto
+from strategies.prepare import is_prepared
 from trainer.auto.candidates import Candidate, prepare
 from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import EAGER, Estimates, Module, Row
+from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row
 from trainer.auto.remembered import Remembered, directory
 from trainer.auto.trial import Trials
 from trainer.auto.words import say
@@ -118,6 +119,8 @@ class Chooser:
         for name in ("regional", "whole"):
             if name in self._auto.candidates:
                 estimates.modules[name] = self._module(name)
+        if any(candidate.needs_inductor for candidate in self._candidates.values()) and not is_prepared():
+            estimates.import_seconds = IMPORT_SECONDS
         return estimates
 
     def _module(self, name: str) -> Module:

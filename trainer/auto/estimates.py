@@ -26,6 +26,8 @@ GRAPH_SECONDS, LEAF_SECONDS = 2.5, 0.11
 """A cold compile takes about this for each graph and for each module without children in it, those that share their
 code once: 6 s for GPT-2's block and head, 31 s for the nine kinds of blocks in a ResNet-50, 32 s for a ViT and a
 decoder of 12 blocks each as one graph (measured: 5 to 6, 34 and 35 to 41 s)."""
+IMPORT_SECONDS = 2.5
+"""Importing Inductor and starting its workers, once a process (measured on an H200 host, 2026-11-21)."""
 VALIDATION = 0.35
 """Share by which validation's own graphs lengthen the compile; they are forwards only."""
 WARM = 0.35
@@ -48,7 +50,8 @@ class Module:
     device_seconds: float | None = None
     """The device's work of that step, which is what a captured step takes; None where it was not measured."""
     cold_seconds: float | None = None
-    """From applying it until its first whole step was over, measured in this run or remembered; compiled anew."""
+    """From applying it until its first whole step was over, measured in this run or remembered; compiled anew. Without
+    Inductor's import."""
     warm_seconds: float | None = None
     """The same, taken from the compiler's caches."""
     spent: bool = False
@@ -102,6 +105,7 @@ class Estimates:
         capture: ``no``, ``maybe`` or ``always``: whether whole steps may or will be captured.
         warm: Whether the compiler's caches hold what an earlier run of this program compiled.
         validates: Whether validation's graphs have to be compiled too.
+        import_seconds: Until Inductor is imported, which the first candidate that compiles has to pay for.
     """
 
     steps: int
@@ -110,6 +114,7 @@ class Estimates:
     capture: str = "no"
     warm: bool = False
     validates: bool = False
+    import_seconds: float = 0.0
     host_factor: float = 1.0
     """Compile seconds on this machine over those of the rule."""
 
@@ -125,12 +130,12 @@ class Estimates:
         return sorted(rows, key=lambda row: float("inf") if row.total_seconds is None else row.total_seconds)
 
     def expected_compile_seconds(self, module: Module) -> float:
-        """What compiling it costs from here, validation's graphs included."""
+        """What compiling it costs from here, validation's graphs and Inductor's import included."""
         if not module.graphs:
             return 0.0
         training = self._training_compile_seconds(module)
         validation = VALIDATION * training if self.validates else 0.0
-        return validation if module.spent else training + validation
+        return validation if module.spent else self.import_seconds + training + validation
 
     def _training_compile_seconds(self, module: Module) -> float:
         cold, warm = module.cold_seconds, module.warm_seconds

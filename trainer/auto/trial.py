@@ -11,6 +11,7 @@ import lightning as L
 
 from strategies import Program
 from strategies.compile_errors import is_out_of_memory
+from strategies.prepare import Preparation, is_prepared
 from trainer.auto.candidates import Candidate
 from trainer.auto.estimates import EAGER, WAITS, Estimates, Module
 from trainer.auto.probe import device_seconds, step_seconds
@@ -45,7 +46,7 @@ class Trials:
         self._snapshot: Snapshot | None = None
         self.tried: list[str] = []
         self.seconds = 0.0
-        """Spent on trials."""
+        """Spent on trials, Inductor's import included."""
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -76,14 +77,26 @@ class Trials:
             self._snapshot = Snapshot(self._trainer, batch)
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
+        self._prepare(module, estimates)
+        prepared = time.perf_counter()
         self.wear(module.name)
         second = self._first_steps(batch)
         if isinstance(second, Exception):
             self._give_up(module, second)
         else:
-            self._time(module, estimates, batch, second, time.perf_counter() - began)
+            self._time(module, estimates, batch, second, time.perf_counter() - prepared)
         self._snapshot.restore()
         self.seconds += time.perf_counter() - began
+
+    def _prepare(self, module: Module, estimates: Estimates) -> None:
+        """Import Inductor where ``module`` is the first that needs it; no part of what its compile takes, which is
+        remembered and is the measure of this machine. Data workers are there already, none is forked meanwhile."""
+        candidate = self._candidates.get(module.name)
+        if candidate is None or not candidate.needs_inductor:
+            return
+        if not is_prepared():
+            Preparation().wait()
+        estimates.import_seconds = 0.0
 
     def _step(self, batch: Any) -> None:
         """An optimizer step with all its micro-batches."""

@@ -3,8 +3,8 @@
     total(N) = start + overhead + N x step
 
 The overhead is what warm-up takes beyond as many steady steps. What compiling cost is the larger of the extra overhead
-and the time in the compiler, which includes validation's graphs, and the wait for the compiler to be ready before. In
-inference a step is a batch.
+and the time in the compiler, which includes validation's graphs; and what getting the compiler ready took from the
+setup. In inference a step is a batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def step_seconds(record: RunRecord) -> float | None:
 
 
 def setup_seconds(record: RunRecord) -> float | None:
-    """Building data, module and trainer; waiting for the compiler, which is an arm's own cost, left out."""
+    """Building data, module and trainer; getting the compiler ready, which is an arm's own cost, left out."""
     return None if record.setup_seconds is None else record.setup_seconds - (record.preparation_seconds or 0.0)
 
 

@@ -75,7 +75,8 @@ class RunRecord:
     setup_seconds: float | None = None
     """Building data, module and trainer, up to the first training batch."""
     preparation_seconds: float | None = None
-    """Of the setup, waiting for Inductor to be imported and its workers to start; None where it compiles nothing."""
+    """Of the setup, what importing Inductor and starting its workers in the background cost: waited for, or taken from
+    the main thread; at most, see ``strategies.prepare``. None without; under ``auto`` it is part of the rehearsal."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
     rehearsal_seconds: float | None = None
