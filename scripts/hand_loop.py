@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def placed(module: L.LightningModule, device: torch.device) -> L.LightningModule:
-    """Give the module its weights and its device, as Lightning does before it asks for optimizers."""
+    """Give the module its weights and its device, as Lightning does before it asks for optimizers, and let it train."""
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=device))
     module.trainer = trainer
     module.configure_model()
     module.trainer = None  # ``self.log`` of a module in a hand-written loop goes nowhere
-    return module.to(device)
+    return module.to(device).train()
 
 
 class HandLoop:

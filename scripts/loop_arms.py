@@ -111,7 +111,7 @@ def strategies_applied(workload: Workload) -> Iterator[None]:
 def raw(workload: Workload, steps: int) -> list[float]:
     """A hand-written loop; returns the seconds of each step."""
     device = workload.device
-    module = placed(workload.module, device).train()
+    module = placed(workload.module, device)
     clip = workload.config.trainer.gradient_clip_val
     loop = HandLoop(module, device=device, precision=workload.precision, clip=clip)
     clock = step_clock(device)

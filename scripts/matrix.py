@@ -30,15 +30,13 @@ Exit codes: 0 all ran, 1 some cells failed, 2 wrong arguments, 3 time was up, 12
 """
 STATIC = ("eager", "cuda_graph", "optimizer", "regional", "[regional,cuda_graph]", "whole", "[whole,cuda_graph]")
 RAGGED = (
-    *(
-        "eager",
-        "regional",
-        "[regional,dynamic]",
-        "[whole,dynamic]",
-        "buckets",
-        "[regional,buckets]",
-        "[regional,buckets,cuda_graph]",
-    ),
+    "eager",
+    "regional",
+    "[regional,dynamic]",
+    "[whole,dynamic]",
+    "buckets",
+    "[regional,buckets]",
+    "[regional,buckets,cuda_graph]",
     "full_stack",
 )
 BY_TOKENS = " compile.buckets.tokens_per_batch=16384"

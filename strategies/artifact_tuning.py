@@ -30,14 +30,14 @@ def tuning_in(directory: Path) -> Iterator[None]:
     @functools.wraps(recheck)
     def recheck_here(kernel: Any, reload_kernel_from_src: Callable[[], Any]) -> None:
         _move(kernel, directory)
-        configs = [result.config for result in kernel.compile_results]
+        configs = _configs(kernel)
         recheck(kernel, reload_kernel_from_src)
         if forgets:
             _take(kernel, configs, reload_kernel_from_src)
 
     @functools.wraps(scale)
     def scale_and_keep(kernel: Any) -> None:
-        configs = [result.config for result in kernel.compile_results]
+        configs = _configs(kernel)
         scale(kernel)
         if len(configs) == 1 < len(kernel.compile_results) and kernel.save_cache_hook is None:
             cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
@@ -81,10 +81,13 @@ def _take(kernel: Any, configs: list[Any], reload_kernel_from_src: Callable[[], 
     """Leave ``kernel`` the configuration that was chosen, compiled anew where it had been made while tuning."""
     cache = _cache(kernel, configs)
     best = None if cache is None else cache._read()
-    named = (*configs[0].kwargs, "num_warps", "num_stages")
-    if best is None or best.get("configs_hash") != cache.configs_hash or not all(name in best for name in named):
+    if (
+        best is None
+        or best.get("configs_hash") != cache.configs_hash
+        or not _settings(configs[0]).keys() <= best.keys()
+    ):
         return
-    chosen = [result for result in kernel.compile_results if _is(result.config, best)]
+    chosen = [result for result in kernel.compile_results if _settings(result.config).items() <= best.items()]
     if not chosen:
         config = copy.deepcopy(configs[0])
         config.kwargs.update({name: best[name] for name in config.kwargs})
@@ -97,5 +100,10 @@ def _take(kernel: Any, configs: list[Any], reload_kernel_from_src: Callable[[], 
     kernel.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
 
 
-def _is(config: Any, best: dict[str, Any]) -> bool:
-    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}.items() <= best.items()
+def _configs(kernel: Any) -> list[Any]:
+    return [result.config for result in kernel.compile_results]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What torch keeps of a configuration."""
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

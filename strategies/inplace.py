@@ -24,22 +24,11 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
     stage may have decided it. Compilation itself happens at the first call. A program that is ``outlined`` is told its
     regions and no more: torch imports Inductor as soon as it is handed anything.
     """
-    if arguments.get("dynamic") is None:
-        arguments = {**arguments, "dynamic": program.dynamic}
     module = program.module.get_submodule(path)
     wrapped = _forward_is_torchs_own(module)
-    if program.outlined:
-        pass
-    elif wrapped:
-        # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
-        # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
-        module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
-    else:
-        module.compile(**arguments)
-    if program.around_region is not None and not program.outlined:
-        compiled: Any = module._compiled_call_impl
-        module._compiled_call_impl = program.around_region(compiled)
-    region = Region(path=path, kind=type(module).__name__, frame=_frame(module, wrapped))
+    if not program.outlined:
+        _hand_over(program, module, arguments, wrapped=wrapped)
+    region = Region(path=path, kind=type(module).__name__, frame=_frame(module, wrapped=wrapped))
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Without it, code beyond the limit runs eager for the rest of the run and nobody is told.
@@ -101,7 +90,21 @@ def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -
             module._compiled_call_impl = GuardedCall(region, module, failed)
 
 
-def _frame(module: nn.Module, wrapped: bool) -> tuple[str, int]:
+def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any], *, wrapped: bool) -> None:
+    if arguments.get("dynamic") is None:
+        arguments = {**arguments, "dynamic": program.dynamic}
+    if wrapped:
+        # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
+        # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
+        module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
+    else:
+        module.compile(**arguments)
+    if program.around_region is not None:
+        compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = program.around_region(compiled)
+
+
+def _frame(module: nn.Module, *, wrapped: bool) -> tuple[str, int]:
     if wrapped:
         return external_utils.__file__, 0
     code = module.forward.__code__

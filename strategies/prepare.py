@@ -24,7 +24,7 @@ class Preparation:
 
     def __init__(self) -> None:
         self._waited_seconds = 0.0
-        self._thread_seconds: float | None = None
+        self._thread_seconds = 0.0
         self._idle_seconds: float | None = None
         self._began, self._began_working = time.perf_counter(), time.thread_time()
         self._imported = threading.Event()
@@ -39,7 +39,7 @@ class Preparation:
         from the main thread while both want it. Of these no more than the main thread did not work meanwhile: a core
         that drew weights in C++ lost nothing. Still an upper bound, where it was waiting for something else.
         """
-        taken = min(self._thread_seconds or 0.0, self._idle_seconds or 0.0)
+        taken = min(self._thread_seconds, self._idle_seconds or 0.0)
         return max(self._waited_seconds, taken)
 
     def wait_for_imports(self) -> None:

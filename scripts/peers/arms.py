@@ -68,7 +68,7 @@ def loop_compile(work: Work) -> Trained:
 
 def _by_hand(work: Work, compiled: Sequence[str]) -> Trained:
     trainer, settings = work.loop_trainer(), work.config.trainer
-    module = placed(work.module, work.device).train()
+    module = placed(work.module, work.device)
     functions = [module.get_submodule(path).forward for path in compiled]
     for path in compiled:
         network: Any = torch.compile(module.get_submodule(path), backend=work.backend)
@@ -149,7 +149,7 @@ def accelerate_regional(work: Work) -> Trained:
         mixed_precision="bf16" if trainer.precision == "bf16-mixed" else "no",
         dynamo_plugin=TorchDynamoPlugin(backend=work.backend, use_regional_compilation=True),
     )
-    module = placed(work.module, work.device).train()
+    module = placed(work.module, work.device)
     optimizer, schedule = optimizer_and_schedule(module)
     model, optimizer, loader = accelerator.prepare(TrainingStep(module), optimizer, work.loader())
     schedule = None if schedule is None else accelerator.prepare(schedule)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+
+from strategies import Program
 
 
 class Block(nn.Module):
@@ -39,3 +44,9 @@ class Holder(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
+
+
+def new_program(*strategies: Any, **changes: Any) -> Program:
+    """Three blocks and ``strategies``, on the CPU."""
+    module = nn.Sequential(*(Block() for _ in range(3)))
+    return Program(module=module, strategies=strategies, device=torch.device("cpu"), **changes)

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, hash_configs
 
-from strategies import Cached, Program, Regional
+from strategies import Cached, Regional
 from strategies.artifact_tuning import tuning_in
-from tests.strategies.modules import Block
+from tests.strategies.modules import new_program
 
 triton = pytest.importorskip("triton")
 FILE = "ab/cabcd.py"
@@ -58,22 +56,17 @@ def tune(kernel: Any, choice: Any) -> None:
     kernel.save_cache_hook(choice, 1_000_000)
 
 
-def program(strategy: Cached) -> Program:
-    module = nn.Sequential(*(Block() for _ in range(3)))
-    return Program(module=module, strategies=(strategy, Regional()), device=torch.device("cpu"))
-
-
 def test_a_warm_start_takes_what_the_cold_one_chose(tmp_path: Path) -> None:
     before = counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
     strategy = Cached(url=str(tmp_path / "store"))
-    strategy.apply(cold := program(strategy))
+    strategy.apply(cold := new_program(strategy, Regional()))
     compiled_in = cache_dir()
     tune(new_kernel(compiled_in), configs()[1])
     counters["inductor"]["fxgraph_cache_miss"] += 1
     strategy.end(cold)
     assert cold.report["cached"]["artifacts_saved"] == 1
 
-    strategy.apply(warm := program(strategy))
+    strategy.apply(warm := new_program(strategy, Regional()))
     try:
         assert cache_dir() != compiled_in
         kernel = new_kernel(compiled_in)

@@ -23,7 +23,7 @@ from strategies import Cached, Program, Regional, Whole, artifact_store
 from strategies.artifact_directory import VARIABLES
 from strategies.artifact_fingerprint import facts_of, fingerprint_of
 from strategies.artifact_store import ArtifactStore
-from tests.strategies.modules import Block
+from tests.strategies.modules import Block, new_program
 
 KEY = "a secret of the team"
 
@@ -37,11 +37,6 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
     yield
     counters["inductor"].update({name: value - counters["inductor"][name] for name, value in before.items()})
-
-
-def new_program(*strategies: Any, **changes: Any) -> Program:
-    module = nn.Sequential(*(Block() for _ in range(3)))
-    return Program(module=module, strategies=strategies, device=torch.device("cpu"), **changes)
 
 
 def artifact(key: str) -> tuple[str, bytes]:

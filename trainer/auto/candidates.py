@@ -23,11 +23,11 @@ class Candidate:
     kinds: list[int]
     """Modules without children in each kind of region; regions of one kind share their compiled code."""
     notes: list[str]
-    _regions: list[Region] = field(default_factory=list)
-    _calls: list[Any] = field(default_factory=list)
+    _regions: list[Region] = field(default_factory=list, init=False)
+    _calls: list[Any] = field(default_factory=list, init=False)
     """Compiled calls of the regions, there once it has been put on; what they have compiled stays with them while they
     are off."""
-    _settings: dict[str, Any] = field(default_factory=dict)
+    _settings: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def needs_inductor(self) -> bool:
