@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from strategies.base import Program
 
 
+REVISION = 2
+"""Raised when strategies let the compiler make something else of the same program: artifacts of before are stale."""
+
+
 def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
     """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing."""
     import torch
 
     return {
+        "revision": REVISION,
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "triton": _version("triton"),
         "cuda": torch.version.cuda or torch.version.hip,

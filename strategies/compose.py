@@ -51,13 +51,14 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Set ``torch._dynamo.config`` values for the length of a run and restore them after it."""
     import torch._dynamo.config as config
 
+    from strategies.inductor_embeddings import embeddings_as_in_eager
     from strategies.inductor_faults import faults_avoided
 
     before = {name: getattr(config, name) for name in settings}
     try:
         for name, value in settings.items():
             setattr(config, name, value)
-        with faults_avoided():
+        with faults_avoided(), embeddings_as_in_eager():
             yield
     finally:
         for name, value in before.items():

@@ -118,6 +118,13 @@ class Passes:
         call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss)
         return losses[-1]
 
+    def optimize(self) -> None:
+        """An optimizer step with the gradients that are there, clipping and scaling included."""
+        trainer = self._trainer
+        loss = torch.zeros((), device=trainer.strategy.root_device)
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, lambda: loss)
+
     def evaluate(self, batch: Any) -> None:
         """A validation step on ``batch``, with the training flags as Lightning's validation sets them."""
         trainer = self._trainer

@@ -34,22 +34,43 @@ def test_a_warm_start_times_no_kernel_again_and_has_the_cold_ones_loss(how: str,
     assert warm.final_loss == cold.final_loss
 
 
-def test_a_layer_norm_over_all_positions_but_the_last_trains_with_symbolic_lengths() -> None:
-    norm = nn.LayerNorm(768, device="cuda")
+@pytest.mark.parametrize("batch_too", [False, True])
+def test_a_layer_norm_over_all_tokens_but_the_last_trains_with_symbolic_lengths(batch_too: bool) -> None:
+    embedding, norm = nn.Embedding(1000, 768, device="cuda"), nn.LayerNorm(768, device="cuda")
     linear = nn.Linear(768, 768, device="cuda")
 
-    def loss(x_BSD: Tensor) -> Tensor:
-        return linear(norm(x_BSD[:, :-1])).float().square().mean()
+    def loss(tokens_BS: Tensor) -> Tensor:
+        return linear(norm(embedding(tokens_BS[:, :-1]))).float().square().mean()
 
-    def gradients(function: object, x_BSD: Tensor) -> list[Tensor]:
-        for module in (norm, linear):
+    def gradients(function: object, tokens_BS: Tensor) -> list[Tensor]:
+        for module in (embedding, norm, linear):
             module.zero_grad()
-        function(x_BSD).backward()  # type: ignore[operator]
+        function(tokens_BS).backward()  # type: ignore[operator]
         return [parameter.grad.clone() for parameter in norm.parameters() if parameter.grad is not None]
 
     with compiler_settings({}):
-        compiled = torch.compile(loss, dynamic=True)
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, dynamic=True if batch_too else None)
         for length in (257, 321, 193):
-            x_BSD = torch.randn(32, length, 768, device="cuda")
-            for found, expected in zip(gradients(compiled, x_BSD), gradients(loss, x_BSD), strict=True):
+            tokens_BS = torch.randint(0, 1000, (32, length), device="cuda")
+            torch._dynamo.mark_dynamic(tokens_BS, 1)
+            for found, expected in zip(gradients(compiled, tokens_BS), gradients(loss, tokens_BS), strict=True):
                 assert torch.allclose(found, expected, rtol=1e-2, atol=1e-4)
+
+
+def test_the_gradient_of_an_embedding_is_eagers_to_the_last_bit() -> None:
+    embedding = nn.Embedding(50, 256, device="cuda")
+    tokens_BS = torch.randint(0, 50, (32, 512), device="cuda")
+    weights_BSD = torch.randn(32, 512, 256, device="cuda")
+
+    def gradient(function: object) -> Tensor:
+        embedding.zero_grad()
+        (function(tokens_BS) * weights_BSD).sum().backward()  # type: ignore[operator]
+        assert embedding.weight.grad is not None
+        return embedding.weight.grad.clone()
+
+    expected = gradient(embedding)
+    with compiler_settings({}):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda tokens_BS: embedding(tokens_BS))
+        assert all(torch.equal(gradient(compiled), expected) for _ in range(5))

@@ -18,6 +18,7 @@ from strategies.auto import Auto
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
 from trainer.auto import candidates, chooser, estimates, trial
+from trainer.auto.probe import Work
 from trainer.callback import Compile
 
 MANY = "compile.auto.planned_steps=1000000000"
@@ -78,6 +79,31 @@ def test_what_loses_is_taken_off_again_and_what_was_compiled_before_it_goes_on(
     graphs = train(tmp_path / "fixed", strategy="regional").graphs
     assert graphs is not None
     assert record.graphs == graphs + 1, "whole's one, and none of regional's anew"
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(2, []), (10**9, [False, True])])
+def test_a_bound_on_captured_steps_is_made_exact_once_something_is_compiled(
+    steps: int, timed: list[bool], tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host too slow for a GPU's queue, acted out on a CPU, where nothing can be captured."""
+    compiled = []
+
+    def captured_seconds(trainer: L.Trainer, *_: Any) -> float:
+        compiled.append(any(part._compiled_call_impl for part in trainer.lightning_module.modules()))
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(chooser.Chooser, "_capture", lambda _: "maybe")
+    monkeypatch.setattr(trial, "device_work", lambda *_: Work(seconds=0.4, exact=False))
+    monkeypatch.setattr(trial, "captured_seconds", captured_seconds)
+    clock(eager=0.5, regional=0.3, whole=0.4)
+    callback = Compile([Auto(planned_steps=steps, remember=False)])
+    fit(Blocks(), tmp_path, [callback])
+    assert compiled == timed
+    assert callback.record.report["auto"]["chosen"] == ("regional" if timed else "eager")
+    said = any(
+        "cuda_graph is out: not captured, RuntimeError: operation not permitted" in n for n in callback.program.notes
+    )
+    assert said == bool(timed)
 
 
 def test_a_candidate_that_does_not_compile_is_out_and_the_run_goes_on(

@@ -140,6 +140,31 @@ def test_where_eager_does_not_fit_whatever_does_is_taken() -> None:
         best(known, MARGIN)
 
 
+@pytest.mark.parametrize(("capture", "left"), [("maybe", "regional"), ("always", "regional+cuda_graph")])
+def test_what_cannot_be_captured_runs_as_it_is(capture: str, left: str) -> None:
+    truth = MEASURED["captioning"]
+    known = estimates(truth, 20_000, capture=capture)
+    del known.modules["whole"]
+    measure(known, truth)
+    known.modules[EAGER].device_seconds = 1.0
+    known.modules["regional"].cannot_capture = "not captured, it reads a value"
+    known.modules["regional"].step_seconds = 0.03
+    row = best(known, MARGIN)
+    assert row.name == left
+    assert row.step_seconds == 0.03
+    assert ("regional+cuda_graph is out: not captured, it reads a value" in say(known, row)) == (capture == "maybe")
+
+
+def test_a_bound_is_called_one() -> None:
+    truth = MEASURED["captioning"]
+    known = estimates(truth, 500)
+    measure(known, truth)
+    known.modules[EAGER].at_most = True
+    row = best(known, MARGIN)
+    assert say(known, row).startswith("auto: cuda_graph, at most 17.7 s for 500 steps of 34.4 ms; eager 18.5 s")
+    assert [line["strategies"] for line in (row.facts() for row in known.rows()) if "at_most" in line] == ["cuda_graph"]
+
+
 def test_validations_graphs_are_part_of_the_cost() -> None:
     known = estimates(MEASURED["gpt2"], 500)
     before = known.expected_compile_seconds(known.modules["regional"])
@@ -193,7 +218,7 @@ def test_what_was_measured_is_remembered_and_another_run_length_decided_anew(
     assert best(cached, MARGIN).name == "regional", "the compiler's caches are still there"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"format": 0}), json.dumps({"format": 1, "modules": 3})])
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"format": 0}), json.dumps({"format": 2, "modules": 3})])
 def test_a_damaged_or_foreign_memory_counts_as_none(tmp_path: Path, text: str) -> None:
     remembered = Remembered(tmp_path, "a" * 64)
     remembered.file.write_text(text)

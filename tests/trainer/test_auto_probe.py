@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.auto.probe import device_seconds, step_seconds
+from trainer.auto.probe import device_work, step_seconds
 
 TRAINER: Any = SimpleNamespace(
     strategy=SimpleNamespace(root_device=torch.device("cpu"), broadcast=lambda figure: figure)
@@ -33,4 +33,4 @@ def test_a_short_run_is_timed_by_fewer_steps(about: float, planned_steps: int, t
 
 
 def test_the_device_s_work_is_timed_on_cuda_alone() -> None:
-    assert device_seconds(TRAINER, lambda: None, 1.0) is None
+    assert device_work(TRAINER, lambda: None, 1.0) is None

@@ -98,21 +98,11 @@ class Chooser:
     def _estimates(self) -> Estimates:
         trainer, program = self._trainer, self._program
         assert program.device is not None
-        capture = "no"
-        if any(strategy.captures_step for strategy in program.strategies):
-            capture = "always"
-        elif (
-            "cuda_graph" in self._auto.candidates
-            and program.device.type == "cuda"
-            and trainer.world_size == 1
-            and not any(reasons_against(trainer))
-        ):
-            capture = "maybe"
         estimates = Estimates(
             steps=self._planned(),
             device=program.device.type,
             modules={EAGER: Module(name=EAGER)},
-            capture=capture,
+            capture=self._capture(),
             warm=bool(program.findings),
             validates=bool(trainer.enable_validation),
         )
@@ -122,6 +112,14 @@ class Chooser:
         if any(candidate.needs_inductor for candidate in self._candidates.values()) and not is_prepared():
             estimates.import_seconds = IMPORT_SECONDS
         return estimates
+
+    def _capture(self) -> str:
+        trainer, program = self._trainer, self._program
+        assert program.device is not None
+        if any(strategy.captures_step for strategy in program.strategies):
+            return "always"
+        wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and trainer.world_size == 1
+        return "maybe" if wanted and not any(reasons_against(trainer)) else "no"
 
     def _module(self, name: str) -> Module:
         try:

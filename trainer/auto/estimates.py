@@ -22,6 +22,8 @@ HOST = {EAGER: 1.0, "regional": 0.95, "whole": 0.70}
 """The host's part of a step as a share of eager's: regions call Python in between, one graph does not."""
 WAITS = 1.1
 """A step that takes longer than this many times the device's work is bound by the host's launches."""
+GAPS = 1.02
+"""A step that takes no longer than this has no gaps between kernels that a graph would close."""
 GRAPH_SECONDS, LEAF_SECONDS = 2.5, 0.11
 """A cold compile takes about this for each graph and for each module without children in it, those that share their
 code once: 6 s for GPT-2's block and head, 31 s for the nine kinds of blocks in a ResNet-50, 32 s for a ViT and a
@@ -32,8 +34,9 @@ VALIDATION = 0.35
 """Share by which validation's own graphs lengthen the compile; they are forwards only."""
 WARM = 0.35
 """Share of a cold compile that is left where the compiler's caches have it."""
-CAPTURE_SECONDS = 1.0
-"""Capturing a step, comparing its first replay, and the steps that run before it."""
+CAPTURE_SECONDS = 0.5
+"""Capturing a step, comparing its first replay, and the steps that run before it: 0.05 to 0.5 s more than the first
+steps of eager take (five workloads, H200)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +51,11 @@ class Module:
     step_seconds: float | None = None
     """Of an optimizer step as the host launches it, measured; None before."""
     device_seconds: float | None = None
-    """The device's work of that step, which is what a captured step takes; None where it was not measured."""
+    """What it would take captured; None where that was not measured."""
+    at_most: bool = False
+    """Whether ``device_seconds`` is only known not to be exceeded: the host did not launch the step in time."""
+    cannot_capture: str | None = None
+    """Why no graph can stand for its steps."""
     cold_seconds: float | None = None
     """From applying it until its first whole step was over, measured in this run or remembered; compiled anew. Without
     Inductor's import."""
@@ -73,6 +80,8 @@ class Row:
     """What is still to be spent before its steady steps."""
     total_seconds: float | None
     """Both, for the planned steps."""
+    at_most: bool = False
+    """Whether ``step_seconds`` is only known not to be exceeded."""
     why: str = ""
     """Why it was not tried, where it was not."""
 
@@ -90,6 +99,7 @@ class Row:
             "step_seconds": self.step_seconds,
             "cost_seconds": self.cost_seconds,
             "total_seconds": self.total_seconds,
+            **({"at_most": True} if self.at_most else {}),
             **({"why": self.why} if self.why else {}),
         }
 
@@ -147,7 +157,12 @@ class Estimates:
         return GRAPH_SECONDS * module.graphs + LEAF_SECONDS * module.leaves
 
     def _row(self, module: Module, captured: bool) -> Row:
-        if module.failed is not None:
+        # Where steps are to be captured, those that cannot be run as they are.
+        replayed = captured and module.cannot_capture is None
+        why = module.failed or (
+            "" if replayed or self.capture == "always" else module.cannot_capture if captured else ""
+        )
+        if why:
             return Row(
                 module=module.name,
                 captured=captured,
@@ -155,11 +170,11 @@ class Estimates:
                 step_seconds=None,
                 cost_seconds=None,
                 total_seconds=None,
-                why=module.failed,
+                why=why,
             )
-        step = self._device_seconds(module) if captured else self._step_seconds(module)
-        cost = self.expected_compile_seconds(module) + (CAPTURE_SECONDS if captured else 0.0)
-        measured = (module.device_seconds if captured else module.step_seconds) is not None
+        step = self._device_seconds(module) if replayed else self._step_seconds(module)
+        cost = self.expected_compile_seconds(module) + (CAPTURE_SECONDS if replayed else 0.0)
+        measured = (module.device_seconds if replayed else module.step_seconds) is not None
         total = None if step is None else cost + self.steps * step
         return Row(
             module=module.name,
@@ -168,6 +183,7 @@ class Estimates:
             step_seconds=step,
             cost_seconds=cost,
             total_seconds=total,
+            at_most=replayed and module.at_most,
         )
 
     def _step_seconds(self, module: Module) -> float | None:

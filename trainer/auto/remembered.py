@@ -12,9 +12,17 @@ from tasks.data.cache_files import cache_folder
 from trainer.atomic import written_whole
 from trainer.auto.estimates import Estimates
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the meaning of what is kept changes; files of another format count as none."""
-_MEASURED = ("step_seconds", "device_seconds", "cold_seconds", "warm_seconds", "failed")
+_MEASURED = (
+    "step_seconds",
+    "device_seconds",
+    "at_most",
+    "cannot_capture",
+    "cold_seconds",
+    "warm_seconds",
+    "failed",
+)
 
 
 def directory(given: str | None) -> Path:

@@ -11,16 +11,19 @@ import lightning as L
 
 from strategies import Program
 from strategies.compile_errors import is_out_of_memory
+from strategies.graph_engine import first_line
 from strategies.prepare import Preparation, is_prepared
 from trainer.auto.candidates import Candidate
-from trainer.auto.estimates import EAGER, WAITS, Estimates, Module
-from trainer.auto.probe import device_seconds, step_seconds
+from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
+from trainer.auto.probe import captured_seconds, device_work, step_seconds
 from trainer.passes import Passes, SkippedStep
 from trainer.reasons import one_line
 from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
 from trainer.timed import seconds_of
+
+NO_MEMORY = "it needs more memory than there is"
 
 
 class Trials:
@@ -77,6 +80,8 @@ class Trials:
             self._snapshot = Snapshot(self._trainer, batch)
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
+        if module.name != EAGER:  # what it is going to be compared with
+            self._capture(estimates.modules[EAGER], batch)
         self._prepare(module, estimates)
         prepared = time.perf_counter()
         self.wear(module.name)
@@ -85,6 +90,8 @@ class Trials:
             self._give_up(module, second)
         else:
             self._time(module, estimates, batch, second, time.perf_counter() - prepared)
+            if module.name != EAGER:
+                self._capture(module, batch)
         self._snapshot.restore()
         self.seconds += time.perf_counter() - began
 
@@ -134,10 +141,11 @@ class Trials:
             self._trainer, lambda: self._step(batch), about=second, planned_steps=estimates.steps
         )
         if estimates.capture != "no":
-            works = device_seconds(self._trainer, lambda: self._step(batch), module.step_seconds)
-            # Where the device does not wait for the host, a graph has nothing to take away.
-            waits = works is not None and module.step_seconds > WAITS * works
-            module.device_seconds = works if waits else module.step_seconds
+            work = device_work(self._trainer, lambda: self._step(batch), module.step_seconds)
+            # Where the device never waits for the host, a graph has nothing to take away.
+            waits = work is not None and module.step_seconds > GAPS * work.seconds
+            module.device_seconds = work.seconds if work is not None and waits else module.step_seconds
+            module.at_most = work is not None and not work.exact
         if module.name == EAGER:
             return
         module.spent = True
@@ -149,10 +157,22 @@ class Trials:
             module.cold_seconds = compiling
             estimates.learn_host(module)
 
+    def _capture(self, module: Module, batch: Any) -> None:
+        """Find out what a captured step of ``module`` takes where only a bound is known, which would be taken for what
+        its compile gave. Where nothing is compiled, eager's bound is enough."""
+        if not module.at_most:
+            return
+        module.at_most = False
+        self.wear(module.name)
+        try:
+            module.device_seconds = captured_seconds(self._trainer, self._passes, batch)
+        except Exception as error:
+            module.cannot_capture = NO_MEMORY if is_out_of_memory(error) else f"not captured, {first_line(error)}"
+
     def _give_up(self, module: Module, error: Exception) -> None:
         if module.name == EAGER and not is_out_of_memory(error):
             raise error  # the user's own mistake
-        module.failed = "it needs more memory than there is" if is_out_of_memory(error) else one_line(error)
+        module.failed = NO_MEMORY if is_out_of_memory(error) else one_line(error)
         self.wear(EAGER)
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         memory.give_back(self._trainer.strategy.root_device)

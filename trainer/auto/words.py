@@ -15,7 +15,8 @@ UNITS = ((3600, "h"), (60, "min"))
 def say(estimates: Estimates, chosen: Row) -> str:
     """The line, but for where its figures come from."""
     rows = {row.name: row for row in estimates.rows()}
-    told = [f"about {_time(chosen.total_seconds)} for {estimates.steps:,} steps{_each(chosen)}"]
+    expected = f"{'at most' if chosen.at_most else 'about'} {_time(chosen.total_seconds)}"
+    told = [f"{expected} for {estimates.steps:,} steps{_each(chosen)}"]
     plain = rows.get(EAGER)
     if plain is not None and chosen.name != EAGER and plain.total_seconds is not None:
         told.append(f"eager {_time(plain.total_seconds)}")
@@ -25,7 +26,10 @@ def say(estimates: Estimates, chosen: Row) -> str:
         for row in others
         if row.total_seconds is not None
     ]
-    told += [f"{row.name} is out: {row.why}" for row in others if row.why and not row.captured]
+    for row in others:
+        plain = rows.get(row.module)
+        if row.why and not (row.captured and plain is not None and plain.why):  # for both in the same words
+            told.append(f"{row.name} is out: {row.why}")
     return f"auto: {chosen.name}, {'; '.join(told)}"
 
 

@@ -1,0 +1,44 @@
+"""Gradients of embeddings under Inductor: eager's kernel adds them up, in eager's order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._inductor.compile_fx  # what is changed needs it to be there
+from torch import nn
+from torch._inductor.utils import run_fw_bw_and_get_code
+
+from strategies import inductor_embeddings
+from strategies.compose import compiler_settings
+
+
+def compiled_code(vocabulary: int) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, 8))
+    tokens_BS = torch.randint(0, vocabulary, (4, 32))
+    compiled = torch.compile(module, backend="inductor")
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(tokens_BS).square().sum())
+    gradient = module[0].weight.grad.clone()
+    module.zero_grad()
+    module(tokens_BS).square().sum().backward()
+    assert torch.allclose(gradient, module[0].weight.grad, rtol=1e-4)
+    return "\n".join(codes)
+
+
+def test_eagers_kernel_is_called_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")  # where torch refuses to call kernels that it could decompose
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    with compiler_settings({}), compiler_settings({}):  # as `auto` does it
+        code = compiled_code(5)
+    assert "torch.ops.aten.embedding_dense_backward" in code
+    assert "atomic_add" not in code
+    code = compiled_code(6)
+    assert "torch.ops.aten.embedding_dense_backward" not in code, "torch is as it was"
+    assert "atomic_add" in code
+
+
+def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(inductor_embeddings.sys.modules, "torch._inductor.compile_fx")
+    with compiler_settings({}):
+        assert "torch._inductor.compile_fx" not in inductor_embeddings.sys.modules
