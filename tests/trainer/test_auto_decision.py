@@ -165,6 +165,29 @@ def test_a_bound_is_called_one() -> None:
     assert [line["strategies"] for line in (row.facts() for row in known.rows()) if "at_most" in line] == ["cuda_graph"]
 
 
+@pytest.mark.parametrize(
+    ("name", "steps", "step", "device", "at_most", "unsure"),
+    [
+        ("regional", 100, 0.1, 0.05, False, False),
+        ("regional", 100, 0.1, 0.05, True, True),
+        (EAGER, 100, 0.1, 0.05, True, False),  # unless something is compiled
+        (EAGER, 400, 0.1, 0.1, False, False),
+        (EAGER, 600, 0.1, 0.1, False, True),  # a minute: half a second may be worth it
+        (EAGER, 600, 0.1, 0.05, False, False),
+    ],
+)
+def test_a_capture_is_tried_where_too_little_is_known(
+    name: str, steps: int, step: float, device: float, at_most: bool, unsure: bool
+) -> None:
+    known = estimates(MEASURED["captioning"], steps)
+    module = known.modules[name]
+    assert not known.unsure_of_capture(module)
+    module.step_seconds, module.device_seconds, module.at_most = step, device, at_most
+    assert known.unsure_of_capture(module) is unsure
+    known.capture = "no"
+    assert not known.unsure_of_capture(module)
+
+
 def test_validations_graphs_are_part_of_the_cost() -> None:
     known = estimates(MEASURED["gpt2"], 500)
     before = known.expected_compile_seconds(known.modules["regional"])

@@ -38,6 +38,9 @@ CAPTURE_SECONDS = 0.5
 """Capturing a step, comparing its first replay, and the steps that run before it: 0.05 to 0.5 s more than the first
 steps of eager take (five workloads, H200)."""
 
+CAPTURE_SHARE = 0.01
+"""Of a run, that capturing a step on trial may take where it will hardly gain more than some percent."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Module:
@@ -138,6 +141,18 @@ class Estimates:
         captures = {"no": (False,), "maybe": (False, True), "always": (True,)}[self.capture]
         rows = [self._row(module, captured) for module in self.modules.values() for captured in captures]
         return sorted(rows, key=lambda row: float("inf") if row.total_seconds is None else row.total_seconds)
+
+    def unsure_of_capture(self, module: Module) -> bool:
+        """Whether what a captured step takes is worth measuring with a graph, after ``module`` was timed.
+
+        Of a compiled one, where only a bound is known: that would be taken for what its compile gave. Eager's bound is
+        enough until something is compiled. And in a long run where the device seems never to wait: the gaps between
+        kernels that are launched in time are too short to be seen, and a graph closes them as well (3% of a ResNet-50).
+        """
+        if self.capture == "no" or module.step_seconds is None:
+            return False
+        long = CAPTURE_SHARE * self.steps * module.step_seconds > CAPTURE_SECONDS
+        return (module.at_most and module.name != EAGER) or (long and module.device_seconds == module.step_seconds)
 
     def expected_compile_seconds(self, module: Module) -> float:
         """What compiling it costs from here, validation's graphs and Inductor's import included."""

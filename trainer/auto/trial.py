@@ -80,7 +80,7 @@ class Trials:
             self._snapshot = Snapshot(self._trainer, batch)
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
-        if module.name != EAGER:  # what it is going to be compared with
+        if module.name != EAGER and estimates.modules[EAGER].at_most:  # what it is going to be compared with
             self._capture(estimates.modules[EAGER], batch)
         self._prepare(module, estimates)
         prepared = time.perf_counter()
@@ -90,7 +90,7 @@ class Trials:
             self._give_up(module, second)
         else:
             self._time(module, estimates, batch, second, time.perf_counter() - prepared)
-            if module.name != EAGER:
+            if estimates.unsure_of_capture(module):
                 self._capture(module, batch)
         self._snapshot.restore()
         self.seconds += time.perf_counter() - began
@@ -158,10 +158,7 @@ class Trials:
             estimates.learn_host(module)
 
     def _capture(self, module: Module, batch: Any) -> None:
-        """Find out what a captured step of ``module`` takes where only a bound is known, which would be taken for what
-        its compile gave. Where nothing is compiled, eager's bound is enough."""
-        if not module.at_most:
-            return
+        """Find out what a captured step of ``module`` takes by capturing one."""
         module.at_most = False
         self.wear(module.name)
         try:
