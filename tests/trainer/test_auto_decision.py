@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import CAPTURE_SECONDS, EAGER, IMPORT_SECONDS, Estimates, Module
+from trainer.auto.estimates import CAPTURE_SECONDS, IMPORT_SECONDS, Estimates
+from trainer.auto.measured import EAGER, Module
 from trainer.auto.remembered import Remembered, directory
 from trainer.auto.words import say
 
@@ -170,7 +171,7 @@ def test_a_bound_is_called_one() -> None:
     [
         ("regional", 100, 0.1, 0.05, False, False),
         ("regional", 100, 0.1, 0.05, True, True),
-        (EAGER, 100, 0.1, 0.05, True, False),  # unless something is compiled
+        (EAGER, 100, 0.1, 0.05, True, False),
         (EAGER, 400, 0.1, 0.1, False, False),
         (EAGER, 600, 0.1, 0.1, False, True),  # a minute: half a second may be worth it
         (EAGER, 600, 0.1, 0.05, False, False),
@@ -186,6 +187,23 @@ def test_a_capture_is_tried_where_too_little_is_known(
     assert known.unsure_of_capture(module) is unsure
     known.capture = "no"
     assert not known.unsure_of_capture(module)
+
+
+@pytest.mark.parametrize(
+    ("device", "cannot_capture", "unsure"),
+    [(0.060, None, False), (0.080, None, True), (0.060, "it reads a value", True)],
+)
+def test_eagers_bound_is_made_exact_where_a_compile_gained_less_than_expected(
+    device: float, cannot_capture: str | None, unsure: bool
+) -> None:
+    known = estimates(MEASURED["captioning"], 2_000)
+    eager, regional = known.modules[EAGER], known.modules["regional"]
+    eager.step_seconds, eager.device_seconds, eager.at_most = 0.2, 0.1, True
+    assert not known.unsure_of_eager(eager)
+    regional.step_seconds, regional.device_seconds, regional.cannot_capture = 0.1, device, cannot_capture
+    assert known.unsure_of_eager(regional) is unsure
+    eager.at_most = False
+    assert not known.unsure_of_eager(regional)
 
 
 def test_validations_graphs_are_part_of_the_cost() -> None:

@@ -14,7 +14,8 @@ from strategies.auto import Auto
 from strategies.prepare import is_prepared
 from trainer.auto.candidates import Candidate, prepare
 from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row
+from trainer.auto.estimates import IMPORT_SECONDS, Estimates
+from trainer.auto.measured import EAGER, Module, Row
 from trainer.auto.remembered import Remembered, directory
 from trainer.auto.trial import Trials
 from trainer.auto.words import say

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.auto.estimates import EAGER, Estimates, Module, Row
+from trainer.auto.estimates import Estimates
+from trainer.auto.measured import EAGER, Module, Row
 
 FIRST = "regional"
 """Tried before others that are worth a trial: it costs least, and tells what they can be expected to give."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
-EAGER = "eager"
+from trainer.auto.measured import EAGER, Module, Row
+
 FUSED = {"cuda": 1.40, "cpu": 1.15}
 """How many times faster than eager's the device's work of a compiled step is: 1.35 to 1.55 over six models (H200)."""
 WHOLE_OVER_REGIONAL = 1.02
@@ -43,71 +43,6 @@ CAPTURE_SHARE = 0.01
 
 
 @dataclass(slots=True, kw_only=True)
-class Module:
-    """A way to compile modules: ``eager``, ``regional`` or ``whole``."""
-
-    name: str
-    graphs: int = 0
-    """Graphs that have to be compiled, each for training alone, over all shapes; 0 for eager."""
-    leaves: int = 0
-    """Modules without children in them."""
-    step_seconds: float | None = None
-    """Of an optimizer step as the host launches it, measured; None before."""
-    device_seconds: float | None = None
-    """What it would take captured; None where that was not measured."""
-    at_most: bool = False
-    """Whether ``device_seconds`` is only known not to be exceeded: the host did not launch the step in time."""
-    cannot_capture: str | None = None
-    """Why no graph can stand for its steps."""
-    cold_seconds: float | None = None
-    """From applying it until its first whole step was over, measured in this run or remembered; compiled anew. Without
-    Inductor's import."""
-    warm_seconds: float | None = None
-    """The same, taken from the compiler's caches."""
-    spent: bool = False
-    """Whether compiling it is behind us, so that choosing it costs nothing more."""
-    failed: str | None = None
-    """Why it cannot be had."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """One line of the decision's table: modules compiled in one way, steps captured or not."""
-
-    module: str
-    captured: bool
-    measured: bool
-    """Whether the step was timed, or is expected."""
-    step_seconds: float | None
-    cost_seconds: float | None
-    """What is still to be spent before its steady steps."""
-    total_seconds: float | None
-    """Both, for the planned steps."""
-    at_most: bool = False
-    """Whether ``step_seconds`` is only known not to be exceeded."""
-    why: str = ""
-    """Why it was not tried, where it was not."""
-
-    @property
-    def name(self) -> str:
-        """As in ``compile=[...]``."""
-        names = [name for name in (self.module,) if name != EAGER] + (["cuda_graph"] if self.captured else [])
-        return "+".join(names) or EAGER
-
-    def facts(self) -> dict[str, Any]:
-        """For the record."""
-        return {
-            "strategies": self.name,
-            "measured": self.measured,
-            "step_seconds": self.step_seconds,
-            "cost_seconds": self.cost_seconds,
-            "total_seconds": self.total_seconds,
-            **({"at_most": True} if self.at_most else {}),
-            **({"why": self.why} if self.why else {}),
-        }
-
-
-@dataclass(slots=True, kw_only=True)
 class Estimates:
     """Everything known or expected about the candidates of one run.
 
@@ -131,6 +66,10 @@ class Estimates:
     host_factor: float = 1.0
     """Compile seconds on this machine over those of the rule."""
 
+    @property
+    def _fused(self) -> float:
+        return FUSED.get(self.device, FUSED["cpu"])
+
     def learn_host(self, module: Module) -> None:
         """Take what ``module``'s compile took as the measure of this machine."""
         if module.cold_seconds is not None and module.graphs:
@@ -145,14 +84,23 @@ class Estimates:
     def unsure_of_capture(self, module: Module) -> bool:
         """Whether what a captured step takes is worth measuring with a graph, after ``module`` was timed.
 
-        Of a compiled one, where only a bound is known: that would be taken for what its compile gave. Eager's bound is
-        enough until something is compiled. And in a long run where the device seems never to wait: the gaps between
-        kernels that are launched in time are too short to be seen, and a graph closes them as well (3% of a ResNet-50).
+        Of a compiled one, where only a bound is known: that would be taken for what its compile gave. And in a long run
+        where the device seems never to wait: the gaps between kernels that are launched in time are too short to be
+        seen, and a graph closes them as well (3% of a ResNet-50).
         """
         if self.capture == "no" or module.step_seconds is None:
             return False
         long = CAPTURE_SHARE * self.steps * module.step_seconds > CAPTURE_SECONDS
         return (module.at_most and module.name != EAGER) or (long and module.device_seconds == module.step_seconds)
+
+    def unsure_of_eager(self, module: Module) -> bool:
+        """Whether the same is worth measuring of eager's, after the compiled ``module``: eager's bound is enough where
+        that gains as much as is to be expected, and where nothing is compiled."""
+        eager = self.modules[EAGER]
+        if module.name == EAGER or not eager.at_most or eager.device_seconds is None:
+            return False
+        works = module.device_seconds if module.cannot_capture is None else None
+        return works is None or self._fused * works > eager.device_seconds
 
     def expected_compile_seconds(self, module: Module) -> float:
         """What compiling it costs from here, validation's graphs and Inductor's import included."""
@@ -224,7 +172,7 @@ class Estimates:
         """How many times faster than eager's the device's work is expected to be."""
         if name == EAGER:
             return 1.0
-        expected = FUSED.get(self.device, FUSED["cpu"])
+        expected = self._fused
         regional, eager = self.modules.get("regional"), self.modules[EAGER]
         if name != "whole" or regional is None:
             return expected

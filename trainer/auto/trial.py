@@ -14,7 +14,8 @@ from strategies.compile_errors import is_out_of_memory
 from strategies.graph_engine import first_line
 from strategies.prepare import Preparation, is_prepared
 from trainer.auto.candidates import Candidate
-from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
+from trainer.auto.estimates import GAPS, Estimates
+from trainer.auto.measured import EAGER, Module
 from trainer.auto.probe import captured_seconds, device_work, step_seconds
 from trainer.passes import Passes, SkippedStep
 from trainer.reasons import one_line
@@ -80,8 +81,6 @@ class Trials:
             self._snapshot = Snapshot(self._trainer, batch)
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
-        if module.name != EAGER and estimates.modules[EAGER].at_most:  # what it is going to be compared with
-            self._capture(estimates.modules[EAGER], batch)
         self._prepare(module, estimates)
         prepared = time.perf_counter()
         self.wear(module.name)
@@ -92,6 +91,8 @@ class Trials:
             self._time(module, estimates, batch, second, time.perf_counter() - prepared)
             if estimates.unsure_of_capture(module):
                 self._capture(module, batch)
+            if estimates.unsure_of_eager(module):
+                self._capture(estimates.modules[EAGER], batch)
         self._snapshot.restore()
         self.seconds += time.perf_counter() - began
 

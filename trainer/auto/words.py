@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from strategies import Strategy
 from strategies.auto import Auto
-from trainer.auto.estimates import EAGER, Estimates, Row
+from trainer.auto.estimates import Estimates
+from trainer.auto.measured import EAGER, Row
 
 UNITS = ((3600, "h"), (60, "min"))
 """Seconds of a unit that is used from two of it on."""
