@@ -60,7 +60,10 @@ def test_a_cell_whose_time_is_up_is_asked_to_stop(watch: SimpleNamespace, tmp_pa
     watch.seconds = 10.0
     end = ended(process)
     assert (end.exit_code, end.seconds) == (-15, 10.0)
-    assert (end.record.status, end.record.reason) == ("failed", "given up after 10 s (hydra.launcher.timeout_seconds)")
+    assert (end.record.status, end.record.reason) == (
+        "failed",
+        "given up after 10 s, the longest that a cell was to take",
+    )
 
 
 def test_one_that_does_not_hear_is_killed_after_a_grace(watch: SimpleNamespace, tmp_path: Path) -> None:
@@ -70,4 +73,7 @@ def test_one_that_does_not_hear_is_killed_after_a_grace(watch: SimpleNamespace, 
     watch.seconds = 12.1
     end = ended(process)
     assert end.exit_code == -9
-    assert (end.record.status, end.record.reason) == ("failed", "given up after 10 s (hydra.launcher.timeout_seconds)")
+    assert (end.record.status, end.record.reason) == (
+        "failed",
+        "given up after 10 s, the longest that a cell was to take",
+    )

@@ -141,7 +141,7 @@ class CellProcess:
             return record
         if self._stopped is not None:
             record.status = "failed"
-            record.reason = f"given up after {self.timeout_seconds:g} s (hydra.launcher.timeout_seconds)"
+            record.reason = f"given up after {self.timeout_seconds:g} s, the longest that a cell was to take"
         elif record.status not in ("failed", "interrupted"):
             asked = self._signalled is not None
             record.status = "interrupted" if asked else "failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     it, and win. A directory without a sweep becomes the directory of a new one, when there is anything else to run.
 
     Goes to the working directory of the sweep, which its paths are relative to. Raises ValueError for a directory
-    without a sweep where nothing else is given.
+    without a sweep where nothing else is given, or with the runs of something else.
     """
     chosen = [argument for argument in arguments if argument.startswith(OPTION)]
     if not chosen:
@@ -32,6 +33,9 @@ def expanded(arguments: Sequence[str]) -> list[str]:
         if not others:
             raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
         return ["-m", *others, f"{DIRECTORY}={quoted(directory)}"]
+    if any(word.partition("=")[0] == "--out" for word in ledger.arguments):  # it has the same kind of file
+        command = shlex.join(["python", "-m", "scripts.benchmark_peers", *ledger.arguments])
+        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; go on with: {command}")
     directory = directory.resolve()
     if not Path(ledger.working_directory).is_dir():
         raise ValueError(f"{chosen[-1]}: its working directory {ledger.working_directory} is no more")
