@@ -14,8 +14,8 @@ import torch
 def embeddings_as_in_eager() -> Iterator[None]:
     """Until the block ends, compiled graphs call eager's own kernel for the gradient of an embedding.
 
-    Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive: no
-    two runs of a compiled network then end at the same loss to the last bit, cold or warm, though two of eager do.
+    Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive: two
+    runs of the same compiled captioner ended at different losses, cold and warm, where two of eager's do not.
 
     Where Inductor is not imported yet, there is nothing to do.
     """

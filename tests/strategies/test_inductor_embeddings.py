@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx  # what is changed needs it to be there
 from torch import nn
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 
 from strategies import inductor_embeddings
 from strategies.compose import compiler_settings
@@ -28,12 +28,12 @@ def compiled_code(vocabulary: int) -> str:
 
 def test_eagers_kernel_is_called_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")  # where torch refuses to call kernels that it could decompose
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    with compiler_settings({}), compiler_settings({}):  # as `auto` does it
+    with fresh_cache(), compiler_settings({}), compiler_settings({}):  # settings twice, as `auto` does it
         code = compiled_code(5)
     assert "torch.ops.aten.embedding_dense_backward" in code
     assert "atomic_add" not in code
-    code = compiled_code(6)
+    with fresh_cache():
+        code = compiled_code(6)
     assert "torch.ops.aten.embedding_dense_backward" not in code, "torch is as it was"
     assert "atomic_add" in code
 
