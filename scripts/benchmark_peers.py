@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import compare
@@ -42,15 +40,6 @@ from trainer.telemetry.record import RunRecord
 
 RESERVED = ("compile", "repeat", "resume", "run", OVERRIDE.rstrip("="))
 """Names of overrides that are the arms' or this command's."""
-
-
-@dataclass(kw_only=True, slots=True)
-class PeerLedger(Ledger):
-    """What ``sweep.json`` says of runs of ours and of peers."""
-
-    def go_on_with(self) -> str:
-        """The line that goes on with them, for the shell."""
-        return shlex.join(["python", "-m", "scripts.benchmark_peers", *self.arguments])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,17 +142,16 @@ def in_turns(drafts: Sequence[PlannedCell], rounds: int) -> list[PlannedCell]:
     return cells
 
 
-def opened(out: Path, arguments: list[str]) -> PeerLedger:
+def opened(out: Path, arguments: list[str]) -> Ledger:
     """The ledger of a folder, a new one in a new folder. Raises ValueError for a folder of something else."""
-    ledger = PeerLedger.load(out) or PeerLedger(directory=out)
-    assert isinstance(ledger, PeerLedger)
-    if ledger.arguments and not any(word.startswith("--out") for word in ledger.arguments):
+    ledger = Ledger.load(out) or Ledger(directory=out)
+    if ledger.arguments and not ledger.of_peers:
         raise ValueError(f"--out={out}: holds a sweep of python -m trainer; take another folder")
     ledger.arguments, ledger.working_directory, ledger.state = arguments, str(Path.cwd()), "running"
     return ledger
 
 
-def run(cells: Sequence[PlannedCell], ledger: PeerLedger, signals: Signals, *, timeout_seconds: float | None) -> bool:
+def run(cells: Sequence[PlannedCell], ledger: Ledger, signals: Signals, *, timeout_seconds: float | None) -> bool:
     """Run the cells that have not finished, one after the other; returns whether some failed."""
     for cell in cells:
         place(cell, ledger)
@@ -181,7 +169,7 @@ def run(cells: Sequence[PlannedCell], ledger: PeerLedger, signals: Signals, *, t
     return any(result.exit_code != 0 for result in sweep.results)
 
 
-def place(cell: PlannedCell, ledger: PeerLedger) -> None:
+def place(cell: PlannedCell, ledger: Ledger) -> None:
     """Give a cell its number, directory and caches: those of an earlier call, where it was planned before."""
     cell.number = ledger.next_number()
     cell.directory = ledger.directory / f"{cell.number}-{directory_name(cell.chosen)}"

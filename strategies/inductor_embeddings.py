@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from strategies.prepare import is_prepared
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def embeddings_as_in_eager() -> Iterator[None]:
 
     Where Inductor is not imported yet, there is nothing to do.
     """
-    if "torch._inductor.compile_fx" not in sys.modules:
+    if not is_prepared():
         yield
         return
     from torch._inductor import decomposition, lowering

@@ -40,11 +40,8 @@ def _reductions_over_sums_kept_apart() -> Iterator[None]:
         fused: bool = before.__func__(cls, node1, node2)
         return fused and not any(size.expand().is_Add for size in cls.get_numel_rnumel(node1))
 
-    fusing.can_fuse = classmethod(can_fuse)
-    try:
+    with _replaced(fusing, "can_fuse", classmethod(can_fuse)):
         yield
-    finally:
-        fusing.can_fuse = before
 
 
 @contextlib.contextmanager
@@ -66,8 +63,15 @@ def _sizes_compared_by_value() -> Iterator[None]:
             pointwise_numel = size
         return before(n, pointwise_numel, *others, **options)
 
-    tiling.get_pw_red_splits = get_pw_red_splits
+    with _replaced(tiling, "get_pw_red_splits", get_pw_red_splits):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        tiling.get_pw_red_splits = before
+        setattr(owner, name, before)

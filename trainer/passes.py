@@ -107,23 +107,20 @@ class Passes:
         """
         if self._by_hand is not None:
             return self._stepped_by_hand(batch, inspect, together=True)
-        trainer, losses = self._trainer, []
+        losses: list[Tensor] = []
         closure = self._closure(batch, inspect)
 
         def keep_loss() -> Tensor:
             losses.append(closure())
             return losses[-1]
 
-        optimizer = trainer.strategy._lightning_optimizers[0]
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss)
+        self._optimizer_step(keep_loss)
         return losses[-1]
 
     def optimize(self) -> None:
         """An optimizer step with the gradients that are there, clipping and scaling included."""
-        trainer = self._trainer
-        loss = torch.zeros((), device=trainer.strategy.root_device)
-        optimizer = trainer.strategy._lightning_optimizers[0]
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, lambda: loss)
+        loss = torch.zeros((), device=self._trainer.strategy.root_device)
+        self._optimizer_step(lambda: loss)
 
     def evaluate(self, batch: Any) -> None:
         """A validation step on ``batch``, with the training flags as Lightning's validation sets them."""
@@ -143,6 +140,11 @@ class Passes:
         finally:
             for module, training in flags:
                 module.training = training
+
+    def _optimizer_step(self, closure: Callable[[], Tensor]) -> None:
+        trainer = self._trainer
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure)
 
     def _closure(self, batch: Any, inspect: Inspect | None) -> Callable[[], Tensor]:
         loop = self._trainer.fit_loop.epoch_loop

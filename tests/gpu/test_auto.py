@@ -41,7 +41,6 @@ class Probes(L.Callback):
 
     work: Work | None
     captured: float | Exception
-    launched: float
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -50,8 +49,8 @@ class Probes(L.Callback):
         with passes.quiet():
             for _ in range(3):
                 passes.step(batch)
-            self.launched = seconds_of(pl_module.device, lambda: passes.step(batch), times=4)
-            self.work = device_work(trainer, lambda: passes.step(batch), self.launched)
+            launched = seconds_of(pl_module.device, lambda: passes.step(batch), times=4)
+            self.work = device_work(trainer, lambda: passes.step(batch), launched)
             try:
                 self.captured = captured_seconds(trainer, passes, batch)
             except Exception as error:

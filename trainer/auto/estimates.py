@@ -120,11 +120,7 @@ class Estimates:
         return GRAPH_SECONDS * module.graphs + LEAF_SECONDS * module.leaves
 
     def _row(self, module: Module, captured: bool) -> Row:
-        # Where steps are to be captured, those that cannot be run as they are.
-        replayed = captured and module.cannot_capture is None
-        why = module.failed or (
-            "" if replayed or self.capture == "always" else module.cannot_capture if captured else ""
-        )
+        why = module.failed or (module.cannot_capture if captured and self.capture == "maybe" else None)
         if why:
             return Row(
                 module=module.name,
@@ -135,6 +131,8 @@ class Estimates:
                 total_seconds=None,
                 why=why,
             )
+        # Where all steps are to be captured, those that cannot be run as they are.
+        replayed = captured and module.cannot_capture is None
         step = self._device_seconds(module) if replayed else self._step_seconds(module)
         cost = self.expected_compile_seconds(module) + (CAPTURE_SECONDS if replayed else 0.0)
         measured = (module.device_seconds if replayed else module.step_seconds) is not None

@@ -144,9 +144,11 @@ class Trials:
         if estimates.capture != "no":
             work = device_work(self._trainer, lambda: self._step(batch), module.step_seconds)
             # Where the device never waits for the host, a graph has nothing to take away.
-            waits = work is not None and module.step_seconds > GAPS * work.seconds
-            module.device_seconds = work.seconds if work is not None and waits else module.step_seconds
-            module.at_most = work is not None and not work.exact
+            module.device_seconds = module.step_seconds
+            if work is not None:
+                module.at_most = not work.exact
+                if module.step_seconds > GAPS * work.seconds:
+                    module.device_seconds = work.seconds
         if module.name == EAGER:
             return
         module.spent = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,9 +32,8 @@ def expanded(arguments: Sequence[str]) -> list[str]:
         if not others:
             raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
         return ["-m", *others, f"{DIRECTORY}={quoted(directory)}"]
-    if any(word.partition("=")[0] == "--out" for word in ledger.arguments):  # it has the same kind of file
-        command = shlex.join(["python", "-m", "scripts.benchmark_peers", *ledger.arguments])
-        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; go on with: {command}")
+    if ledger.of_peers:
+        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; go on with: {ledger.go_on_with()}")
     directory = directory.resolve()
     if not Path(ledger.working_directory).is_dir():
         raise ValueError(f"{chosen[-1]}: its working directory {ledger.working_directory} is no more")

@@ -95,8 +95,15 @@ class Ledger:
         with written_whole(self.directory / FILE_NAME, "w") as file:
             json.dump(values, file, indent=1)
 
+    @property
+    def of_peers(self) -> bool:
+        """Whether these are the runs of ``scripts.benchmark_peers``, which keeps the same kind of file."""
+        return any(word.startswith("--out") for word in self.arguments)
+
     def go_on_with(self) -> str:
-        """The line that goes on with this sweep, for the shell."""
+        """The line that goes on with these runs, for the shell."""
+        if self.of_peers:
+            return shlex.join(["python", "-m", "scripts.benchmark_peers", *self.arguments])
         return shlex.join(["python", "-m", "trainer", "-m", f"sweep={self.directory}"])
 
     def enter(self, cell: PlannedCell) -> Entry:
