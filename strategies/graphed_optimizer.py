@@ -95,6 +95,8 @@ class OwnStep:
 
     def prepare(self) -> None:
         """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
+        for group in self._optimizer.param_groups[len(self._rates) :]:  # added since
+            self._rates.append(_rate_on_device(group))
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if rate is not None:
                 rate.write(group["lr"])

@@ -1,21 +1,23 @@
 """Step graphs: training steps captured in CUDA graphs, one for each kind of batch, and replayed on its tensors.
 
 What is captured reads its batch from static tensors, which every replay fills first, and leaves its results in static
-tensors, of which every replay returns copies.
+tensors, of which every replay returns copies. Before a step is captured it is observed: what it reads on the host is
+part of the graph's key, and compared before each replay while the device still works on the step before.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies.graph_engine import CannotCapture, Engine, NotYet, first_line
+from strategies.host_state import HostState
 
 Step = Callable[[Any], Any]
 """Maps a batch to results, a tree whose tensors are results of the step."""
@@ -37,6 +39,30 @@ class Verifier(Protocol):
         """Compare the replay that has just happened. Raises what should end the run."""
 
 
+MAX_CHANGES = 6
+"""Times that the state of a step may change before capture is given up, unless graphs were replayed in between:"""
+MIN_REPLAYS = 16
+"""replays for each change that make up for observing and capturing again."""
+MAX_VARIANTS = 4
+"""Graphs of one shape that are kept for states which may come back."""
+MAX_KEYS = 256
+"""Kinds of batches of which none came twice after which capture is given up."""
+MAX_OBSERVATIONS = 3
+"""Observations in vain after which a shape runs without a graph: first steps often fill caches of their own."""
+
+
+class StateChanges(CannotCapture):
+    """What the step reads on the host changes too often; the message says what."""
+
+
+class Observation(NamedTuple):
+    """What a step was seen to read on the host."""
+
+    state: HostState
+    problems: list[str]
+    """Why no graph can stand for it."""
+
+
 @dataclass(slots=True)
 class Captured:
     """One graph with its static tensors."""
@@ -44,6 +70,24 @@ class Captured:
     replay: Callable[[], None]
     inputs: list[Tensor]
     results: Any
+    state: HostState
+    """What must hold beside the variant's own state."""
+
+
+@dataclass(slots=True)
+class Variant:
+    """One state on the host for one kind of batch."""
+
+    state: HostState
+    captured: Captured | None = None
+
+    def holds(self) -> bool:
+        """Whether this is the state now."""
+        return self.state.holds() and (self.captured is None or self.captured.state.holds())
+
+    def changed(self) -> str | None:
+        """What is different now."""
+        return self.state.changed() or (None if self.captured is None else self.captured.state.changed())
 
 
 @dataclass(slots=True)
@@ -54,7 +98,10 @@ class Shape:
     """For messages: the shapes of its tensors."""
     seen: int = 0
     """Steps run without a graph."""
-    captured: Captured | None = None
+    variants: list[Variant] = field(default_factory=list)
+    """The last one used comes last."""
+    observations: int = 0
+    """Observations in vain."""
     failed: bool = False
     """Whether a capture was tried in vain."""
     refused: bool = False
@@ -62,7 +109,7 @@ class Shape:
 
 
 class StepGraphs:
-    """Runs steps, from a graph where there is one for the batch at hand.
+    """Runs steps, from a graph where there is one for the batch and the state at hand.
 
     Args:
         engine: Captures and replays.
@@ -83,6 +130,8 @@ class StepGraphs:
         """Graphs captured so far."""
         self.replays = 0
         """Steps replayed so far."""
+        self.changes = 0
+        """Times that a step's state on the host was a new one."""
         self.eager_count = 0
         """Steps run without a graph so far."""
         self.settled = True
@@ -92,16 +141,30 @@ class StepGraphs:
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
 
-    def run(self, kind: Hashable, batch: Any, step: Step, *, name: str, before_replay: Callable[[], None]) -> Any:
+    def run(
+        self,
+        kind: Hashable,
+        batch: Any,
+        step: Step,
+        *,
+        name: str,
+        before_replay: Callable[[], None],
+        observe: Callable[[], Observation],
+        after_capture: Callable[[], HostState] = lambda: HostState([], [], [], []),
+    ) -> Any:
         """Run ``step`` on ``batch`` and return its results.
 
         Args:
-            kind: Whatever beside the batch's shapes tells graphs apart (which part of a step, frozen parameters).
+            kind: Whatever beside the batch's shapes tells graphs apart (which part of a step, micro-batches).
             batch: Tree with tensors on the device. What is no tensor is part of the graph's key, but for the fields
                 that a NamedTuple's method ``host_only()`` lists.
             step: The step; it is called in Python when it runs without a graph and once when it is captured.
             name: What is being run, for the report.
             before_replay: The host's part of a replayed step; steps that run without a graph do it themselves.
+            observe: Runs the step once for what it reads on the host, and takes everything back.
+            after_capture: State that exists once the step has been captured: the optimizer's.
+
+        Raises StateChanges when capture is to be given up, CannotCapture when the step cannot be captured.
         """
         leaves, tree = pytree.tree_flatten(batch)
         try:
@@ -115,31 +178,34 @@ class StepGraphs:
         if shape is None:
             described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
             shape = self._shapes[key] = Shape(name=f"{name} on {described}")
-        self.settled = shape.captured is not None or shape.refused
+            self._look_for_endless_keys()
+        variant = next((each for each in reversed(shape.variants) if each.holds()), None)
+        captured = None if variant is None else variant.captured
+        self.settled = captured is not None or shape.refused
         verifier = None
-        if shape.captured is None:
+        if captured is None:
             ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
-            if shape.refused or not ready:
+            if shape.refused or not ready or not self._may_capture(shape, variant, observe):
                 shape.seen += 1
                 results = self.eager(step, batch)
                 self._kinds.add(kind)
                 return results
-            if self.captures >= self._max_graphs:
-                shape.refused = True
-                self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
-                return self.eager(step, batch)
             if self.verifier is not None and self.verifier.wants(shape.name):
                 verifier = self.verifier
                 verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
-            self._capture(shape, step, leaves, tree)
-        assert shape.captured is not None
-        torch._foreach_copy_(shape.captured.inputs, tensors)
+            variant = shape.variants[-1]
+            captured = variant.captured = self._captured(shape, step, leaves, tree, after_capture)
+        elif variant is not shape.variants[-1]:
+            assert variant is not None
+            shape.variants.remove(variant)
+            shape.variants.append(variant)
+        torch._foreach_copy_(captured.inputs, tensors)
         before_replay()
-        shape.captured.replay()
+        captured.replay()
         self.replays += 1
         if verifier is not None:
-            verifier.compare(shape.captured.results)
-        return pytree.tree_map_only(Tensor, torch.clone, shape.captured.results)
+            verifier.compare(captured.results)
+        return pytree.tree_map_only(Tensor, torch.clone, captured.results)
 
     def eager(self, step: Step, batch: Any) -> Any:
         """Run ``step`` without a graph."""
@@ -159,18 +225,68 @@ class StepGraphs:
         if reason not in self.refusals:
             self.refusals.append(reason)
 
+    def release(self) -> None:
+        """Give up all graphs and their memory."""
+        for shape in self._shapes.values():
+            shape.variants.clear()
+
     def facts(self) -> dict[str, Any]:
         """What was captured, for the record."""
         return {
             "graphs": self.captures,
-            "captured": [shape.name for shape in self._shapes.values() if shape.captured is not None],
+            "captured": [shape.name for shape in self._shapes.values() for each in shape.variants if each.captured],
             "replayed_steps": self.replays,
             "eager_steps": self.eager_count,
+            "state_changes": self.changes,
             "refused": list(self.refusals),
             **({} if self.verifier is None else {"parity": self.verifier.facts}),
         }
 
-    def _capture(self, shape: Shape, step: Step, leaves: list[Any], tree: pytree.TreeSpec) -> None:
+    @property
+    def _graphs(self) -> int:
+        return sum(each.captured is not None for shape in self._shapes.values() for each in shape.variants)
+
+    def _may_capture(self, shape: Shape, variant: Variant | None, observe: Callable[[], Observation]) -> bool:
+        """Whether the step is captured now; if so, the last variant of ``shape`` is the one to capture."""
+        if self._graphs >= self._max_graphs:
+            shape.refused = True
+            self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
+            return False
+        if variant is not None:  # a state that was seen before, and is here again
+            shape.variants.remove(variant)
+            shape.variants.append(variant)
+            return True
+        if changed := bool(shape.variants):
+            self.changes += 1
+            change = shape.variants[-1].changed()
+            if self.changes > MAX_CHANGES and self.replays < MIN_REPLAYS * self.changes:
+                raise StateChanges(f"what the step reads on the host changes too often to capture it: {change}")
+        observation = observe()
+        if observation.problems:
+            shape.observations += 1
+            if shape.observations >= MAX_OBSERVATIONS:
+                shape.refused = True
+                self.refuse("; ".join(observation.problems[:3]))
+            return False
+        shape.variants[:] = [*shape.variants[1 - MAX_VARIANTS :], Variant(observation.state)]
+        # A state that changes at every step would otherwise be captured each time.
+        return not changed
+
+    def _look_for_endless_keys(self) -> None:
+        if len(self._shapes) > MAX_KEYS and not self.replays:
+            raise StateChanges(
+                f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch holds "
+                "beside tensors tells graphs apart"
+            )
+
+    def _captured(
+        self,
+        shape: Shape,
+        step: Step,
+        leaves: list[Any],
+        tree: pytree.TreeSpec,
+        after_capture: Callable[[], HostState],
+    ) -> Captured:
         statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         batch = pytree.tree_unflatten(statics, tree)
         try:
@@ -179,14 +295,14 @@ class StepGraphs:
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 replay, results = self._engine.capture(lambda: step(batch))
         except Exception as error:
-            for other in self._shapes.values():
-                other.captured = None
+            self.release()
             shape.failed = True
             shape.refused = shape.seen >= self._eager_steps
             raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {first_line(error)}") from error
         self.captures += 1
         inputs = [static for static in statics if isinstance(static, Tensor)]
-        shape.captured = Captured(replay, inputs, pytree.tree_map_only(Tensor, Tensor.detach, results))
+        results = pytree.tree_map_only(Tensor, Tensor.detach, results)
+        return Captured(replay, inputs, results, after_capture())
 
 
 def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:

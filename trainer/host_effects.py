@@ -1,31 +1,36 @@
 """Host effects: what a training step does beside launching kernels, which a CUDA graph would not repeat.
 
-A replay calls no Python. What a step logs is written again after each replay; whatever else it does on the host is
-looked for before it is captured, and then it is not captured.
+A replay calls no Python. What a step logs is written again after each replay; what it reads is observed before it is
+captured, and compared before each replay; whatever else it does on the host is a reason not to capture it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import inspect
-import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-import numpy
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-PROGRESS = {"current_epoch", "global_step", "trainer"}
-"""Names by which a training step asks how far training is."""
+from strategies import Program
+from strategies.host_recorder import HostRecorder
+from strategies.host_state import HostState, Names, entries_of
+from strategies.step_graphs import Observation
+from trainer.eager import eager
+from trainer.reasons import one_line
+from trainer.snapshot import Snapshot
+
+LOG_METHODS = frozenset({"log", "log_dict"})
+"""Stood in for while a step runs."""
 SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Hooks within a step; a replay would not call them."""
 REPLACED_METHODS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
-PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def reasons_against(trainer: L.Trainer) -> Iterator[str]:
@@ -45,78 +50,74 @@ def reasons_against(trainer: L.Trainer) -> Iterator[str]:
                 yield f"{type(callback).__name__}.{hook} is called on the host in every step"
     if trainer._detect_anomaly:
         yield "detect_anomaly reads every gradient on the host"
-    yield from _progress_read(module)
 
 
-def _progress_read(module: L.LightningModule) -> Iterator[str]:
-    function = inspect.unwrap(type(module).training_step)
-    code = function.__code__
-    parameters = list(inspect.signature(function).parameters)
-    loads = [instruction for instruction in dis.get_instructions(code) if instruction.opname.startswith("LOAD_")]
-    if len(parameters) > 2 and any(_names(load.argval, parameters[2]) for load in loads):
-        yield f"training_step reads {parameters[2]}, which a graph would keep as it was"
-    for name in sorted(PROGRESS.intersection(code.co_names)):
-        yield f"training_step reads self.{name}, which a graph would keep as it was"
+def observed(trainer: L.Trainer, program: Program, batch: Any, run: Callable[[], Any]) -> Observation:
+    """What ``run``, a step's forward on ``batch``, reads on the host: it runs once in eager, and everything is put back.
+
+    Compiled code calls no Python either, so that eager code tells what it depends on. Where memory is short, the
+    forward runs without gradients.
+    """
+    assert program.device is not None
+    if problems := list(_hooks(trainer.lightning_module)):
+        return Observation(HostState([], [], [], []), problems)
+    for gradients in (contextlib.nullcontext(), torch.no_grad()):
+        recorder = HostRecorder(program.device, {Logger: "which a replay would not call: use self.log"}, LOG_METHODS)
+        snapshot = Snapshot(trainer, batch, weights=False)
+        try:
+            with eager(program), gradients, recorder.recording(trainer.lightning_module):
+                run()
+        except torch.OutOfMemoryError:
+            problems = ["could not be observed: out of memory"]
+            continue
+        except Exception as error:
+            return Observation(recorder.state(), [f"could not be observed: {one_line(error)}"])
+        finally:
+            snapshot.restore()
+        return Observation(recorder.state(), recorder.problems)
+    return Observation(HostState([], [], [], []), problems)
 
 
-def _names(argument: Any, name: str) -> bool:
-    # Python 3.13 loads two local variables with one instruction and names both.
-    return argument == name or (isinstance(argument, tuple) and name in argument)
+def _hooks(module: nn.Module) -> Iterator[str]:
+    """Hooks that run on the host in a backward, where nothing observes them."""
+    for path, submodule in module.named_modules():
+        if submodule._backward_hooks or submodule._backward_pre_hooks:
+            yield f"a backward hook on {path or 'the module'} runs on the host"
+    for path, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            yield f"a hook on the parameter {path} runs on the host"
 
 
-class HostEffects:
-    """Watches the first run of each kind of step for changes on the host."""
-
-    def __init__(self, module: L.LightningModule) -> None:
-        self._module = module
-        self._lightnings = set(vars(L.LightningModule()))
-        self._watched: set[Hashable] = set()
-        self.found: str | None = None
-        """What a step did that a graph would not repeat, to follow "training_step"."""
-
-    @contextlib.contextmanager
-    def watched(self, kind: Hashable) -> Iterator[None]:
-        """Compare before and after, once for each kind."""
-        if kind in self._watched:
-            yield
-            return
-        self._watched.add(kind)
-        attributes, generators = self._attributes(), self._generators()
-        yield
-        if changed := sorted(name for name, value in self._attributes().items() if attributes.get(name) != value):
-            self.found = f"changes {', '.join(changed)} on the host, which a graph would not repeat"
-        elif generators != self._generators():
-            self.found = "draws random numbers on the host, which a graph would not repeat"
-
-    def _attributes(self) -> dict[str, Any]:
-        """Plain attributes by value and tensors by identity; a tensor changed in place is changed by a graph too."""
-        found: dict[str, Any] = {}
-        for path, submodule in self._module.named_modules():
-            ours = self._lightnings if submodule is self._module else vars(_BARE)
-            for name, value in vars(submodule).items():
-                if name not in ours:
-                    found[f"{path}.{name}".lstrip(".")] = _seen(value)
-        return found
-
-    def _generators(self) -> tuple[Any, ...]:
-        kind, keys, *rest = numpy.random.get_state(legacy=True)
-        states = random.getstate(), kind, numpy.asarray(keys).tobytes(), tuple(rest)
-        if self._module.device.type == "cpu":  # there, torch's generator is the device's own
-            return states
-        return *states, bytes(torch.get_rng_state().numpy())
+def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
+    """The tensors that a captured step of ``optimizer`` works on, its hooks and its parameters."""
+    states = [Names(state, "optimizer.state.", expected=dict(state)) for state in optimizer.state.values()]
+    held = [optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    held += [group["params"] for group in optimizer.param_groups]
+    return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held], [], [])
 
 
-_BARE = nn.Module()
+class Used(BaseException):
+    """A step made use of what ``Unused`` stands for. No Exception: a step may catch those."""
 
 
-def _seen(value: Any) -> Any:
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        return id(value)
-    if isinstance(value, list | tuple | set | dict):
-        return type(value), len(value)
-    return None
+class Unused:
+    """Stands for a number that a step is given; any use of it raises ``Used``."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """No attribute is there, not even a class for ``isinstance``."""
+        raise Used
+
+
+def _use(*_: Any) -> Any:
+    raise Used
+
+
+for _name in (
+    "bool index int float complex eq ne lt le gt ge hash repr str format len iter contains getitem call add radd sub rsub "
+    "mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow neg pos abs and rand or ror xor rxor "
+    "lshift rlshift rshift rrshift invert round trunc floor ceil reduce_ex"
+).split():
+    setattr(Unused, f"__{_name}__", _use)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from torch import Tensor
 from strategies import Program
 from strategies.graph_engine import CannotCapture, NotYet
 from strategies.graphed_optimizer import GraphedStep, graphed
-from strategies.step_graphs import StepGraphs
-from trainer.host_effects import HostEffects, Logged, reasons_against
+from strategies.host_state import HostState, Value
+from strategies.step_graphs import Observation, StateChanges, StepGraphs
+from trainer.host_effects import Logged, Unused, Used, observed, optimizer_state, reasons_against
 from trainer.parity.replay import ReplayParity
 
 MOST_CONSTANTS = 3
@@ -46,17 +47,15 @@ class StepCapture:
     """Stands in for ``run`` of Lightning's automatic optimization; what it cannot capture goes to the original."""
 
     def __init__(self, trainer: L.Trainer, program: Program, graphs: StepGraphs) -> None:
-        self._trainer, self._graphs = trainer, graphs
+        self._trainer, self._program, self._graphs = trainer, program, graphs
         self._module: L.LightningModule = trainer.lightning_module
         self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
         self._original = self._automatic.run
-        self._parameters = list(self._module.parameters())
-        self._submodules = list(self._module.modules())
         self._logged = Logged(self._module)
-        self._effects = HostEffects(self._module)
-        self._gradients: list[Tensor | None] | None = None
+        self._gradients: dict[Tensor, Tensor | None] | None = None
         self._constants: set[Hashable] = set()
         self._called = False
+        self._index = 0
         self._progress = self._automatic.optim_progress.optimizer
         self._off = False
         self._optimizer: GraphedStep | None = None
@@ -93,16 +92,18 @@ class StepCapture:
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         ends = not self._trainer.fit_loop._should_accumulate()
         try:
+            if ends and self._optimizer is not None:
+                self._optimizer.prepare()
             constants = self._constants_of_step() if ends else None
             whole = ends and self._optimizer is not None
             outputs = self._graphed(optimizer, batch_idx, kwargs, begins=begins, whole=whole, constants=constants)
         except CannotCapture as error:
-            # Nothing was executed: only Lightning's counters have moved.
-            self._automatic.optim_progress.optimizer = self._progress
+            if self._called:  # nothing was executed: only Lightning's counters have moved
+                self._automatic.optim_progress.optimizer = self._progress
             if isinstance(error, NotYet):
                 return self.run(optimizer, batch_idx, kwargs)
             self._graphs.refuse(str(error))
-            if whole:
+            if whole and not isinstance(error, StateChanges):
                 self._leave_optimizer_out(str(error))
                 return self.run(optimizer, batch_idx, kwargs)
             self._stop(str(error))
@@ -134,23 +135,25 @@ class StepCapture:
                 closure()
                 return closure.consume_result().asdict(), logged
 
-        self._called = False
+        self._called, self._index = False, batch_idx
         self._attach_gradients()
-        if whole and self._optimizer is not None:
-            self._optimizer.prepare()
         kind = self._kind(begins, whole, constants)
         captures = self._graphs.captures
         name = "whole step" if whole else "forward and backward"
-        count = self._optimizer.count if whole and self._optimizer is not None else _nothing
-        with self._effects.watched(kind):
-            outputs, logged = self._graphs.run(kind, kwargs["batch"], step, name=name, before_replay=count)
-        if self._effects.found:
-            self._stop(f"training_step {self._effects.found}")
+        outputs, logged = self._graphs.run(
+            kind,
+            kwargs["batch"],
+            step,
+            name=name,
+            before_replay=self._optimizer.count if whole and self._optimizer is not None else _nothing,
+            observe=lambda: self._observe(kwargs),
+            after_capture=lambda: self._state_of_optimizer(optimizer, whole=whole),
+        )
         if not self._called:
             self._advance(begins=begins, whole=whole)
         elif not (whole and begins):
             if self._gradients is None:  # from now on these tensors hold the gradients, zeroed in place
-                self._gradients = [parameter.grad for parameter in self._parameters]
+                self._gradients = {parameter: parameter.grad for parameter in self._module.parameters()}
         elif self._graphs.captures > captures:
             # They lie in the graphs' memory, which every graph uses for something else.
             self._module.zero_grad(set_to_none=True)
@@ -159,14 +162,33 @@ class StepCapture:
         return results
 
     def _kind(self, begins: bool, whole: bool, constants: Hashable) -> Hashable:
-        # A graph goes on as it was captured: what decides at the time which kernels run is part of its key.
-        return (
-            begins,
-            whole,
-            constants,
-            tuple(parameter.requires_grad for parameter in self._parameters),
-            tuple(submodule.training for submodule in self._submodules),
-        )
+        # A graph stays as it was captured: what Lightning and the optimizer take by value is part of its key.
+        trainer = self._trainer
+        clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm  # type: ignore[attr-defined]
+        return begins, whole, constants, trainer.accumulate_grad_batches, clipping, torch.is_grad_enabled()
+
+    def _observe(self, kwargs: Any) -> Observation:
+        """What ``training_step`` reads on the host; its batch index only where it makes use of it."""
+        self._index = kwargs.get("batch_idx")
+
+        def observation(given: Any) -> Observation:
+            def run() -> None:
+                with self._logged.recording() as logged:
+                    self._trainer.strategy.training_step(*given.values())
+                if any(isinstance(value, Unused) for _, value in logged):
+                    raise Used
+
+            return observed(self._trainer, self._program, kwargs["batch"], run)
+
+        try:
+            return observation({**kwargs, "batch_idx": Unused()} if "batch_idx" in kwargs else kwargs)
+        except Used:
+            state, problems = observation(kwargs)
+        state.add(Value("batch_idx", lambda: self._index, self._index, type(self._module).__name__ + ".training_step"))
+        return Observation(state, problems)
+
+    def _state_of_optimizer(self, optimizer: torch.optim.Optimizer, *, whole: bool) -> HostState:
+        return optimizer_state(optimizer) if whole else HostState([], [], [], [])
 
     def _constants_of_step(self) -> Hashable:
         """What the optimizer takes by value; one for which that changes all the time is left out of the graphs."""
@@ -187,6 +209,7 @@ class StepCapture:
 
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)
+        self._graphs.release()
         self._off = True
 
     def _advance(self, *, begins: bool, whole: bool) -> None:
@@ -202,7 +225,7 @@ class StepCapture:
 
     def _attach_gradients(self) -> None:
         # A validation sets them to None; the graphs go on writing to the same tensors.
-        for parameter, gradient in zip(self._parameters, self._gradients or (), strict=False):
+        for parameter, gradient in (self._gradients or {}).items():
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
@@ -211,7 +234,7 @@ class StepCapture:
         if self._gradients is None:
             yield
             return
-        gradients = [gradient for gradient in self._gradients if gradient is not None]
+        gradients = [gradient for gradient in self._gradients.values() if gradient is not None]
 
         def zero_grad(set_to_none: bool = True) -> None:
             torch._foreach_zero_(gradients)

@@ -19,8 +19,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.graph_engine import CannotCapture
 from strategies.inplace import uncompile
+from strategies.step_graphs import StateChanges
 from trainer.guards import Guards
-from trainer.host_effects import HostEffects
+from trainer.host_effects import observed
 from trainer.inference.batches import Batches
 from trainer.inference.callback import CompileForInference
 from trainer.inference.parity import compare_outputs
@@ -69,7 +70,7 @@ class InferenceLoop:
             self._compile.record,
             cuda_graphs=False,
         )
-        self._effects, self._off = HostEffects(module), False
+        self._off = False
         step = f"{self._mode.step}_step"
         takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
         self._arguments = (0,) if takes_index else ()
@@ -137,15 +138,18 @@ class InferenceLoop:
         if graphs is None or self._off:
             return self._plain(batch)
         try:
-            with self._effects.watched("predict"):
-                results = graphs.run("predict", batch, self._plain, name="predict", before_replay=_nothing)
+            return graphs.run(
+                "predict",
+                batch,
+                self._plain,
+                name="predict",
+                before_replay=_nothing,
+                observe=lambda: observed(self._trainer, self._program, batch, lambda: self._plain(batch)),
+            )
         except CannotCapture as error:
             graphs.refuse(str(error))
+            self._off = isinstance(error, StateChanges)
             return self._plain(batch)
-        if self._effects.found:
-            self._off = True
-            graphs.refuse(f"predict_step {self._effects.found}")
-        return results
 
     def _plain(self, batch: Any) -> Any:
         return self._call(batch, *self._arguments)

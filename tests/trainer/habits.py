@@ -1,0 +1,749 @@
+"""Habits: small Lightning modules whose training step depends on ordinary Python state, as researchers write them.
+
+Each is trained in eager and captured, on the CPU (``test_captured_habits.py``) and on a GPU (``tests/gpu``); the losses
+must be the same, step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy
+import torch
+from torch import Tensor, nn
+
+SCALE = 1.0
+SETTINGS = {"scale": 1.0}
+
+
+class Hyperparameters:
+    scale = 1.0
+
+
+class Plain(L.LightningModule):
+    """Two layers; the loss is scaled by ``scale``, which each habit gets from somewhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BD, target_B1 = batch
+        return nn.functional.mse_loss(self.net(x_BD), target_B1) * self.scale(batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+HABITS: dict[str, tuple[type[Plain], str | None]] = {}
+"""By name: the module, and a part of the reason why it is not captured for good; None where it stays captured."""
+CALLBACKS: dict[str, type[L.Callback]] = {}
+
+
+def habit(reason: str | None) -> Callable[[type[Plain]], type[Plain]]:
+    def add(kind: type[Plain]) -> type[Plain]:
+        HABITS[kind.__name__] = kind, reason
+        return kind
+
+    return add
+
+
+def wave(step: int) -> float:
+    return 1.0 + step % 7
+
+
+# ---- what does not change ---------------------------------------------------------------------------------------------
+
+
+@habit(None)
+class ReadsNothing(Plain):
+    pass
+
+
+@habit(None)
+class HasConstantsEverywhere(Plain):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.names = [0.5, 1.5], {"scale": 2.0}
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.factor * self.weights[1] * self.names["scale"] * SCALE * SETTINGS["scale"] * Hyperparameters.scale
+
+
+@habit(None)
+class CountsWithoutReading(Plain):
+    """A callback's or hook's counter, of which the step knows nothing."""
+
+    seen = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+
+@habit(None)
+class FillsABuffer(Plain):
+    """What the messages advise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kl", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kl.fill_(wave(self.global_step))
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+@habit(None)
+class CachesInItsFirstStep(Plain):
+    cache: Tensor | None = None
+
+    def scale(self, batch_idx: int) -> Any:
+        if self.cache is None:
+            self.cache = torch.full((), 2.0)
+        return self.cache
+
+
+@habit(None)
+class ChangesOnceInAWhile(Plain):
+    """A schedule by epoch."""
+
+    temperature = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature = 1.0 + self.current_epoch
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.temperature
+
+
+@habit(None)
+class StartsAtStepTen(Plain):
+    penalty = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.penalty = True
+
+    def scale(self, batch_idx: int) -> Any:
+        return 3.0 if self.penalty else 1.0
+
+
+@habit(None)
+class Freezes(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[0].requires_grad_(False)
+
+
+@habit(None)
+class SwitchesToEval(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(self.global_step < 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.norm(batch[0]), batch[1]), batch_idx)
+
+
+@habit(None)
+class AddsAHookLater(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[0].register_forward_hook(lambda module, given, output: output * 2)
+
+
+@habit(None)
+class ReplacesALayer(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[1] = nn.ReLU()
+
+
+@habit(None)
+class ReplacesAMethod(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.scale = lambda batch_idx: 3.0  # type: ignore[method-assign]
+
+
+@habit(None)
+class AddsAParameterLater(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("extra", None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.extra = nn.Parameter(torch.full((), 2.0, device=self.device))
+            self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0 if self.extra is None else self.extra
+
+
+@habit(None)
+class ReplacesATiedWeight(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.net[0].weight
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.tied.weight = nn.Parameter(self.net[0].weight.detach().clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.tied(batch[0]), batch[1]), batch_idx)
+
+
+@habit(None)
+class SwapsTheDataOfAWeight(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[0].weight.data = self.net[0].weight.data.clone() * 0.5
+
+
+@habit(None)
+class ResetsTheOptimizer(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.trainer.optimizers[0].state.clear()
+
+
+# ---- what changes at every step ---------------------------------------------------------------------------------------
+
+
+@habit("self.global_step")
+class HelperReadsGlobalStep(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return wave(self.global_step)
+
+
+@habit("self.trainer.global_step")
+class ReadsTheTrainer(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return wave(self.trainer.global_step)
+
+
+@habit("global_step")
+class PropertyReadsGlobalStep(Plain):
+    @property
+    def kl(self) -> float:
+        return wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+class Schedule:
+    def __init__(self, module: L.LightningModule) -> None:
+        self.module = module
+
+    def __call__(self) -> float:
+        return wave(self.module.global_step)
+
+
+@habit("global_step")
+class AnotherObjectReadsGlobalStep(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "schedule", Schedule(self))
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.schedule()
+
+
+@habit("batch_idx")
+class ReadsBatchIndex(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return wave(batch_idx)
+
+
+@habit("batch_idx")
+class LogsBatchIndex(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("index", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+class Sets(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.set(wave(self.global_step))
+
+    def set(self, value: float) -> None: ...
+
+
+@habit("self.kl")
+class AttributeSetInAHook(Sets):
+    def set(self, value: float) -> None:
+        self.kl = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+@habit("getattr")
+class AttributeByName(AttributeSetInAHook):
+    def scale(self, batch_idx: int) -> Any:
+        return getattr(self, "k" + "l")
+
+
+HABITS["AttributeByName"] = AttributeByName, "self.kl"
+
+
+@habit("kl")
+class AttributeThroughVars(AttributeSetInAHook):
+    def scale(self, batch_idx: int) -> Any:
+        return vars(self)["kl"]
+
+
+HABITS["AttributeThroughVars"] = AttributeThroughVars, "self.kl"
+
+
+@habit("self.net.1.factor")
+class AttributeOfASubmodule(Sets):
+    def set(self, value: float) -> None:
+        self.net[1].factor = value  # type: ignore[assignment]
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.net[1].factor
+
+
+@habit("self.drop.p")
+class ScheduledDropout(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def set(self, value: float) -> None:
+        self.drop.p = 0.05 * value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
+
+
+@habit("self.criterion.smoothing")
+class ScheduledSmoothing(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.Module()
+        self.criterion.smoothing = 0.0  # type: ignore[assignment]
+
+    def set(self, value: float) -> None:
+        self.criterion.smoothing = value / 10  # type: ignore[assignment]
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1 - self.criterion.smoothing
+
+
+@habit("self.weights[0] changes")
+class ListContents(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0]
+
+    def set(self, value: float) -> None:
+        self.weights[0] = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.weights[0]
+
+
+@habit("self.settings['loss'][0]['scale'] changes")
+class NestedContents(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"loss": [{"scale": 1.0}]}
+
+    def set(self, value: float) -> None:
+        self.settings["loss"][0]["scale"] = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.settings["loss"][0]["scale"]
+
+
+@habit("self.names")
+class SetContents(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[int] = set()
+
+    def set(self, value: float) -> None:
+        self.names.add(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return wave(len(self.names))
+
+
+@habit("self.recent")
+class DequeContents(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[float] = deque([1.0], maxlen=3)
+
+    def set(self, value: float) -> None:
+        self.recent.append(value)
+
+    def scale(self, batch_idx: int) -> Any:
+        return sum(self.recent)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+@dataclasses.dataclass
+class Dataclass:
+    scale: float = 1.0
+
+
+class Holds(Sets):
+    kind: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.kind()
+
+    def set(self, value: float) -> None:
+        self.held.scale = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.held.scale
+
+
+@habit("self.held.scale")
+class HoldsADataclass(Holds):
+    kind = Dataclass
+
+
+@habit("self.held.scale")
+class HoldsSlots(Holds):
+    kind = Slotted
+
+
+@habit("self.held['scale'] changes")
+class HoldsANamespace(Holds):
+    kind = staticmethod(lambda: SimpleNamespace(scale=1.0))
+
+
+@habit("self.held.scale")
+class HoldsAnObject(Holds):
+    kind = Hyperparameters
+
+
+@habit("Hyperparameters.scale")
+class ReadsAClass(Sets):
+    def set(self, value: float) -> None:
+        Hyperparameters.scale = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return Hyperparameters.scale
+
+
+@habit("ReadsItsClass.factor")
+class ReadsItsClass(Sets):
+    factor = 1.0
+
+    def set(self, value: float) -> None:
+        type(self).factor = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return type(self).factor
+
+
+@habit("global SCALE")
+class ReadsAGlobal(Sets):
+    def set(self, value: float) -> None:
+        global SCALE
+        SCALE = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return SCALE
+
+
+@habit("SETTINGS['scale']")
+class ReadsAGlobalDictionary(Sets):
+    def set(self, value: float) -> None:
+        SETTINGS["scale"] = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return SETTINGS["scale"]
+
+
+@habit("environment")
+class ReadsTheEnvironment(Sets):
+    def set(self, value: float) -> None:
+        os.environ["TESTS_SCALE"] = str(value)
+
+    def scale(self, batch_idx: int) -> Any:
+        return float(os.environ["TESTS_SCALE"])
+
+
+def closure() -> tuple[Callable[[float], None], Callable[[], float]]:
+    value = 1.0
+
+    def write(to: float) -> None:
+        nonlocal value
+        value = to
+
+    return write, lambda: value
+
+
+@habit("value in closure")
+class ReadsAClosure(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.look = closure()
+
+    def set(self, value: float) -> None:
+        self.write(value)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.look()
+
+
+def with_default(held: list[float] = [1.0]) -> float:  # noqa: B006
+    return held[0]
+
+
+@habit("a default of with_default")
+class ReadsADefault(Sets):
+    def set(self, value: float) -> None:
+        assert with_default.__defaults__ is not None
+        with_default.__defaults__[0][0] = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return with_default()
+
+
+@habit("self.look[0][0] changes")
+class ReadsAPartial(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0]
+        self.look = functools.partial(list.__getitem__, self.weights, 0)
+
+    def set(self, value: float) -> None:
+        self.weights[0] = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.look()
+
+
+@habit("'lr'")
+class ReadsTheLearningRate(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.001 * wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return 100 * self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+
+
+HABITS["ReadsTheLearningRate"] = ReadsTheLearningRate, "param_groups[0]['lr'] changes"
+
+
+@habit("another tensor")
+class ReplacesATensor(Sets):
+    def set(self, value: float) -> None:
+        self.kl = torch.full((), value, device=self.device)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+@habit("numbers in self.table")
+class FillsAnArray(Sets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = numpy.ones(4)
+
+    def set(self, value: float) -> None:
+        self.table[0] = value
+
+    def scale(self, batch_idx: int) -> Any:
+        return float(self.table[0])
+
+
+@habit("callback_metrics")
+class ReadsALoggedMetric(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0 + self.trainer.callback_metrics.get("loss", torch.zeros(()))
+
+
+# ---- what draws, counts and tells the time ----------------------------------------------------------------------------
+
+
+@habit("draws random numbers on the host")
+class PythonsRandom(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return 1 + random.random()
+
+
+@habit("draws random numbers on the host")
+class NumpysRandom(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return 1 + numpy.random.rand()
+
+
+class OwnGenerator(Plain):
+    make: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = self.make(0)
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1 + self.generator.random()
+
+
+@habit("draws random numbers on the host from self.generator")
+class OwnNumpyGenerator(OwnGenerator):
+    make = staticmethod(numpy.random.default_rng)
+
+
+@habit("draws random numbers on the host from self.generator")
+class OwnPythonGenerator(OwnGenerator):
+    make = random.Random
+
+
+@habit("draws random numbers on the host")
+class TeacherForcing(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        given = batch[0] if random.random() < 0.5 else -batch[0]
+        return super().training_step((given, batch[1]), batch_idx)
+
+
+@habit("time")
+class TellsTheTime(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0 if time.time() > 0 else 2.0
+
+
+@habit("self.endless")
+class ReadsAnIterator(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.endless = itertools.cycle([1.0, 2.0, 3.0])
+
+    def scale(self, batch_idx: int) -> Any:
+        return next(self.endless)
+
+
+@habit("changes self.count")
+class CountsInTheStep(Plain):
+    count = 0
+
+    def scale(self, batch_idx: int) -> Any:
+        self.count += 1
+        return 1.0 if self.count % 3 else 2.0
+
+
+@habit("changes self.last")
+class KeepsItsLastLoss(Plain):
+    last: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + 0.1 * self.last
+        self.last = loss.detach()
+        return loss
+
+
+@habit("entries of self.losses")
+class AppendsLosses(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+
+@habit("changes global SCALE")
+class CountsInAGlobal(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        global SCALE
+        SCALE = wave(int(SCALE))
+        return SCALE
+
+
+@habit("changes self.accuracy")
+class CountsInAMetric(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.accuracy = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.accuracy.update(loss.detach())
+        self.log("mean", self.accuracy)
+        return loss
+
+
+@habit("a backward hook on net.0")
+class HasABackwardHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.net[0].register_full_backward_hook(lambda *_: None)
+
+
+@habit("a hook on the parameter net.0.weight")
+class HasAGradientHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient * wave(self.global_step))
+
+
+@habit("use self.log")
+class LogsToTheLogger(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.logger is not None:
+            self.logger.log_metrics({"loss": 1.0})
+        return loss
+
+
+class SetsKl(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.kl = wave(trainer.global_step)
+
+
+@habit("self.kl")
+class AttributeSetByACallback(Plain):
+    kl = 1.0
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+CALLBACKS["AttributeSetByACallback"] = SetsKl

@@ -1,0 +1,56 @@
+"""A captured step is right by construction: modules that depend on Python state train as in eager, captured or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.trainer import habits
+from tests.trainer.test_step_capture import Recorded
+from trainer.callback import Compile
+
+STEPS = 64
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def losses(name: str, folder: Path, compile_: Compile) -> list[float]:
+    L.seed_everything(0, verbose=False)
+    habits.SCALE, habits.SETTINGS["scale"], habits.Hyperparameters.scale = 1.0, 1.0, 1.0
+    kind, _ = habits.HABITS[name]
+    data = DataLoader(TensorDataset(torch.randn(48, 8), torch.randn(48, 1)), batch_size=2)
+    watch = Losses()
+    callbacks = [watch, *([habits.CALLBACKS[name]()] if name in habits.CALLBACKS else []), compile_]
+    trainer = L.Trainer(
+        callbacks=callbacks, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, logger=CSVLogger(folder) if name == "LogsToTheLogger" else False,
+        accelerator="cpu", max_steps=STEPS, max_epochs=-1,
+    )  # fmt: skip
+    trainer.fit(kind(), data)
+    return watch.seen
+
+
+@pytest.mark.parametrize("name", list(habits.HABITS))
+def test_losses_are_eagers_step_by_step(name: str, tmp_path: Path) -> None:
+    compile_ = Compile([Recorded()])
+    captured = losses(name, tmp_path, compile_)
+    assert captured == pytest.approx(losses(name, tmp_path, Compile()), rel=1e-5)
+    assert len(captured) == STEPS
+    report, (_, reason) = compile_.record.report["recorded"], habits.HABITS[name]
+    if reason is None:
+        assert report["refused"] == []
+        assert report["replayed_steps"] > STEPS // 2
+    else:
+        assert any(reason in refusal for refusal in report["refused"]), report["refused"]
