@@ -16,8 +16,9 @@ class CudaGraph(Strategy):
     batch has a graph of its own; all of them share one memory pool. A step that cannot be captured runs as it would
     without this strategy, and the record says why. Validation is not captured.
 
-    Python code runs while a step is captured, not when it is replayed: a training step with side effects on the host
-    is found out by running it once before (``trainer.step_capture`` says what is checked), and not captured.
+    Python code runs while a step is captured, not when it is replayed. So the step is observed before: what it reads on
+    the host tells graphs apart and is compared before each replay; a step that changes something there, or reads what
+    cannot be compared, is not captured.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
 
@@ -29,7 +30,7 @@ class CudaGraph(Strategy):
     max_graphs: int = 64
     """Most graphs; batches of further shapes run without one, and the record says so."""
     required: bool = True
-    """Whether a machine without CUDA is an error; false = the strategy leaves itself out there with a note."""
+    """Whether a machine without CUDA, or several devices, is an error; false = it leaves itself out, with a note."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
@@ -54,6 +55,8 @@ class CudaGraph(Strategy):
 
     def begin(self, program: Program) -> None:
         """Let the trainer run its steps through graphs. Raises ValueError where there is no CUDA device to train on."""
+        import torch
+
         from strategies.graph_engine import CudaEngine
         from strategies.step_graphs import StepGraphs
 
@@ -65,6 +68,12 @@ class CudaGraph(Strategy):
                 )
             program.notes.append("cuda_graph: left out, CUDA graphs need a CUDA device")
             return
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if processes > 1:
+            if self.required:
+                raise ValueError(f"compile.cuda_graph: captures steps on one device only, this run has {processes}")
+            program.notes.append(f"cuda_graph: left out, it captures steps on one device and this run has {processes}")
+            return
         program.step = StepGraphs(CudaEngine(program.device), eager_steps=self.eager_steps, max_graphs=self.max_graphs)
 
     def end(self, program: Program) -> None:
@@ -73,7 +82,5 @@ class CudaGraph(Strategy):
             return
         program.report[self.name] = program.step.facts()
         if not program.step.captures:
-            program.notes.append(
-                "cuda_graph: no step was captured" + "".join(f"; {reason}" for reason in program.step.refusals)
-            )
+            program.notes.append("cuda_graph: no step was captured")
         program.step = None

@@ -1,9 +1,9 @@
 """Host recorder: records every Python value that a call reads while it runs once.
 
-Reads of attributes are seen by a ``__getattribute__`` that classes have while the recorder is on; reads of globals and
-calls into C by ``sys.setprofile``. What is read is followed: containers into their entries, functions into their
-closures and defaults. What the call changes on the host, and what it reads that nothing could compare later (a clock, an
-iterator), is a problem: a graph of that call could not stand for it.
+Reads of attributes are seen by a ``__getattribute__`` that classes have while the recorder is on; reads of globals
+and calls into C by ``sys.setprofile``. What is read is followed: containers into their entries, functions into their
+closures and defaults. What the call changes on the host, and what it reads that nothing could compare later (a clock,
+an iterator), is a problem: a graph of that call could not stand for it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ MAX_BYTES = 1 << 20
 
 TORCH_AND_LIGHTNING = ("torch", "torchvision", "triton", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-PURE_STDLIB = frozenset(
-    "builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq _struct "
-    "_sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat "
-    "_statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata".split()
-)
+_PURE = """builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq
+_struct _sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat
+_statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata"""
+PURE_STDLIB = frozenset(_PURE.split())
 """Modules of the standard library whose C functions bring nothing from outside; generators are compared by state."""
 CONSTANT = (
     *PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, enum.Enum, PurePath, re.Pattern,
@@ -138,7 +137,9 @@ class HostRecorder:
         """Let ``cls`` report reads and writes of its objects' attributes until recording ends."""
         if any(base in self._patched for base in cls.__mro__):
             return
-        recorder, getter, setter, deleter = self, cls.__getattribute__, cls.__setattr__, cls.__delattr__
+        recorder, getter = self, cls.__getattribute__
+        setter: Any = cls.__setattr__
+        deleter: Any = cls.__delattr__
 
         def __getattribute__(obj: Any, name: str) -> Any:
             if recorder._busy or threading.get_ident() != recorder._thread:
@@ -321,7 +322,7 @@ class HostRecorder:
         if isinstance(value, Tensor):
             self._label(value, label)
             self._reach_tensor(value, label)
-        elif isinstance(value, CONTAINERS) or isinstance(value, types.MappingProxyType):
+        elif isinstance(value, (*CONTAINERS, types.MappingProxyType)):
             self._reach_container(value, label)
         elif isinstance(value, types.FunctionType):
             self._label(value, label)

@@ -1,7 +1,7 @@
 """Host state: the Python values that a call has read, by which a captured graph of it is told apart from others.
 
-A CUDA graph calls no Python when it is replayed. Which kernels it holds, and with which numbers, was decided by what the
-call read on the host while it was captured. ``HostState`` holds these values and compares them before each replay;
+A CUDA graph calls no Python when it is replayed. Which kernels it holds, and with which numbers, was decided by what
+the call read on the host while it was captured. ``HostState`` holds these values and compares them before each replay;
 ``strategies.host_recorder`` records them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -69,10 +69,10 @@ class HostState:
 
     def __init__(
         self,
-        names: list[Names],
-        contents: list[tuple[Any, str, Any]],
-        tensors: list[tuple[Tensor, str]],
-        values: list[Value],
+        names: Sequence[Names] = (),
+        contents: Sequence[tuple[Any, str, Any]] = (),
+        tensors: Sequence[tuple[Tensor, str]] = (),
+        values: Sequence[Value] = (),
     ) -> None:
         read = [each for each in names if each.expected]
         self._read = read
@@ -89,7 +89,7 @@ class HostState:
         self._tensors = [tensor for tensor, _ in tensors]
         self._tensor_labels = [label for _, label in tensors]
         self._storages, self._prints = self._of_tensors()
-        self._values = values
+        self._values = list(values)
         self._modes, self._environment = torch_modes(), environment()
 
     def add(self, value: Value) -> None:

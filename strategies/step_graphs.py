@@ -150,7 +150,7 @@ class StepGraphs:
         name: str,
         before_replay: Callable[[], None],
         observe: Callable[[], Observation],
-        after_capture: Callable[[], HostState] = lambda: HostState([], [], [], []),
+        after_capture: Callable[[], HostState] = lambda: HostState(),
     ) -> Any:
         """Run ``step`` on ``batch`` and return its results.
 

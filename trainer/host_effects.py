@@ -53,14 +53,14 @@ def reasons_against(trainer: L.Trainer) -> Iterator[str]:
 
 
 def observed(trainer: L.Trainer, program: Program, batch: Any, run: Callable[[], Any]) -> Observation:
-    """What ``run``, a step's forward on ``batch``, reads on the host: it runs once in eager, and everything is put back.
+    """What ``run``, a step's forward on ``batch``, reads on the host: it runs once in eager, and all is put back.
 
     Compiled code calls no Python either, so that eager code tells what it depends on. Where memory is short, the
     forward runs without gradients.
     """
     assert program.device is not None
     if problems := list(_hooks(trainer.lightning_module)):
-        return Observation(HostState([], [], [], []), problems)
+        return Observation(HostState(), problems)
     for gradients in (contextlib.nullcontext(), torch.no_grad()):
         recorder = HostRecorder(program.device, {Logger: "which a replay would not call: use self.log"}, LOG_METHODS)
         snapshot = Snapshot(trainer, batch, weights=False)
@@ -75,7 +75,7 @@ def observed(trainer: L.Trainer, program: Program, batch: Any, run: Callable[[],
         finally:
             snapshot.restore()
         return Observation(recorder.state(), recorder.problems)
-    return Observation(HostState([], [], [], []), problems)
+    return Observation(HostState(), problems)
 
 
 def _hooks(module: nn.Module) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _hooks(module: nn.Module) -> Iterator[str]:
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             yield f"a backward hook on {path or 'the module'} runs on the host"
     for path, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"a hook on the parameter {path} runs on the host"
 
 
@@ -93,7 +93,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
     states = [Names(state, "optimizer.state.", expected=dict(state)) for state in optimizer.state.values()]
     held = [optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     held += [group["params"] for group in optimizer.param_groups]
-    return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held], [], [])
+    return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held])
 
 
 class Used(BaseException):
@@ -112,11 +112,10 @@ def _use(*_: Any) -> Any:
     raise Used
 
 
-for _name in (
-    "bool index int float complex eq ne lt le gt ge hash repr str format len iter contains getitem call add radd sub rsub "
-    "mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow neg pos abs and rand or ror xor rxor "
-    "lshift rlshift rshift rrshift invert round trunc floor ceil reduce_ex"
-).split():
+_DUNDERS = """bool index int float complex eq ne lt le gt ge hash repr str format len iter contains getitem call add
+radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow neg pos abs and rand or ror
+xor rxor lshift rlshift rshift rrshift invert round trunc floor ceil reduce_ex"""
+for _name in _DUNDERS.split():
     setattr(Unused, f"__{_name}__", _use)
 
 

@@ -32,12 +32,8 @@ def capture_steps(trainer: L.Trainer, program: Program, *, parity: str) -> StepC
     """Let ``trainer`` run its training steps through ``program.step`` until ``StepCapture.release``.
 
     ``parity`` says whether replays are compared with the steps that they were captured from.
-
-    Raises ValueError for several devices, where a step is more than what this process launches.
     """
     assert program.step is not None
-    if trainer.world_size > 1:
-        raise ValueError(f"compile.cuda_graph: captures steps on one device only, this run has {trainer.world_size}")
     if parity != "off":
         program.step.verifier = ReplayParity(parity, trainer, program)
     return StepCapture(trainer, program, program.step)
@@ -55,7 +51,7 @@ class StepCapture:
         self._gradients: dict[Tensor, Tensor | None] | None = None
         self._constants: set[Hashable] = set()
         self._called = False
-        self._index = 0
+        self._index = self._reported = 0
         self._progress = self._automatic.optim_progress.optimizer
         self._off = False
         self._optimizer: GraphedStep | None = None
@@ -108,6 +104,8 @@ class StepCapture:
                 return self.run(optimizer, batch_idx, kwargs)
             self._stop(str(error))
             return self._original(optimizer, batch_idx, kwargs)
+        finally:
+            self._report_refusals()
         if ends and not whole:
             self._automatic._optimizer_step(batch_idx, lambda: outputs["loss"])
         return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
@@ -164,7 +162,7 @@ class StepCapture:
     def _kind(self, begins: bool, whole: bool, constants: Hashable) -> Hashable:
         # A graph stays as it was captured: what Lightning and the optimizer take by value is part of its key.
         trainer = self._trainer
-        clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm  # type: ignore[attr-defined]
+        clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         return begins, whole, constants, trainer.accumulate_grad_batches, clipping, torch.is_grad_enabled()
 
     def _observe(self, kwargs: Any) -> Observation:
@@ -188,7 +186,7 @@ class StepCapture:
         return Observation(state, problems)
 
     def _state_of_optimizer(self, optimizer: torch.optim.Optimizer, *, whole: bool) -> HostState:
-        return optimizer_state(optimizer) if whole else HostState([], [], [], [])
+        return optimizer_state(optimizer) if whole else HostState()
 
     def _constants_of_step(self) -> Hashable:
         """What the optimizer takes by value; one for which that changes all the time is left out of the graphs."""
@@ -211,6 +209,11 @@ class StepCapture:
         self._graphs.refuse(reason)
         self._graphs.release()
         self._off = True
+
+    def _report_refusals(self) -> None:
+        for reason in self._graphs.refusals[self._reported :]:
+            self._program.notes.append(f"cuda_graph: {reason}")
+        self._reported = len(self._graphs.refusals)
 
     def _advance(self, *, begins: bool, whole: bool) -> None:
         # A replay calls no Python: the counters by which Lightning knows the step are advanced here.

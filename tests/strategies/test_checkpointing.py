@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 
 from strategies import Checkpointing, Modular, Program, Regional, Whole
 from strategies.compose import apply, begin, end, ordered
-from strategies.step_graphs import StepGraphs
+from strategies.host_state import HostState
+from strategies.step_graphs import Observation, StepGraphs
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients
@@ -153,7 +154,8 @@ def test_a_captured_step_computes_again_too() -> None:
         for seed in range(5):
             x_BD = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
             if captured:
-                found.append(graphs.run("step", x_BD, step, name="step", before_replay=lambda: None))
+                named: Any = {"name": "step", "before_replay": lambda: None}
+                found.append(graphs.run("step", x_BD, step, observe=lambda: Observation(HostState(), []), **named))
             else:
                 found.append(step(x_BD))
         assert graphs.replays == (4 if captured else 0)

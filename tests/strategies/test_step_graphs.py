@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.graph_engine import CannotCapture, NotYet
-from strategies.step_graphs import StepGraphs
+from strategies.host_state import HostState, Names
+from strategies.step_graphs import MAX_CHANGES, MAX_OBSERVATIONS, Observation, StateChanges, StepGraphs
 from tests.trainer.recording import RecordingEngine
 
 
@@ -31,11 +32,31 @@ def engine() -> Failing:
     return Failing(nn.Linear(1, 1))
 
 
-def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
+class Host:
+    """What a step reads on the host."""
+
+    def __init__(self) -> None:
+        self.factor, self.observations, self.problems = 2.0, 0, list[str]()
+
+    def observe(self) -> Observation:
+        self.observations += 1
+        return Observation(HostState([Names(vars(self), "", expected={"factor": self.factor})]), self.problems)
+
+
+def multiplied(graphs: StepGraphs, rows: int, host: Host, *, kind: str = "step") -> Tensor:
     result: Tensor = graphs.run(
-        kind, torch.full((rows,), 2.0), lambda x_B: x_B * 2, name="step", before_replay=lambda: None
+        kind,
+        torch.full((rows,), 2.0),
+        lambda x_B: x_B * host.factor,
+        name="step",
+        before_replay=lambda: None,
+        observe=host.observe,
     )
     return result
+
+
+def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
+    return multiplied(graphs, rows, Host(), kind=kind)
 
 
 def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
@@ -78,3 +99,42 @@ def test_what_fails_after_it_has_run_is_not_tried_again(engine: Failing) -> None
     for _ in range(2):
         assert doubled(graphs, 4).tolist() == [4.0] * 4
     assert (graphs.eager_count, graphs.captures) == (3, 0)
+
+
+def test_a_state_that_comes_back_has_kept_its_graph(engine: Failing) -> None:
+    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    for factor in (1.0, 1.0, 3.0, 3.0, 1.0, 3.0, 1.0):
+        host.factor = factor
+        assert multiplied(graphs, 4, host).tolist() == [2.0 * factor] * 4
+    assert (graphs.captures, graphs.changes, graphs.replays) == (2, 1, 5)
+    assert (graphs.eager_count, host.observations) == (2, 2), "a new state runs once before it is captured"
+
+
+def test_a_state_that_changes_at_every_step_is_captured_once_and_given_up(engine: Failing) -> None:
+    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    for step in range(1, MAX_CHANGES + 3):
+        host.factor = float(step)
+        assert multiplied(graphs, 4, host).tolist() == [2.0 * step] * 4
+    host.factor = 9.0
+    with pytest.raises(StateChanges, match=r"factor changes \(8, then 9\): register it as a buffer"):
+        multiplied(graphs, 4, host)
+    assert (graphs.captures, graphs.changes) == (1, MAX_CHANGES + 1)
+
+
+def test_what_nothing_could_compare_is_observed_again_before_it_is_refused(engine: Failing) -> None:
+    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    host.problems = ["calls time.time"]
+    for _ in range(8):
+        multiplied(graphs, 4, host)
+    assert (graphs.captures, host.observations) == (0, MAX_OBSERVATIONS)
+    assert graphs.refusals == ["calls time.time"]
+
+
+def test_few_graphs_are_kept_of_a_shape_whose_state_changes_now_and_then(engine: Failing) -> None:
+    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    for epoch in range(12):
+        host.factor = float(epoch)
+        for _ in range(20):
+            multiplied(graphs, 4, host)
+    assert graphs.captures == 12
+    assert len(graphs.facts()["captured"]) == 4

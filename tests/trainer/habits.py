@@ -6,6 +6,7 @@ must be the same, step by step.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 import lightning as L
 import numpy
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 SCALE = 1.0
@@ -65,7 +67,7 @@ def wave(step: int) -> float:
     return 1.0 + step % 7
 
 
-# ---- what does not change ---------------------------------------------------------------------------------------------
+# ---- what does not change -------------------------------------------------------------------------------------------
 
 
 @habit(None)
@@ -83,6 +85,20 @@ class HasConstantsEverywhere(Plain):
 
     def scale(self, batch_idx: int) -> Any:
         return self.factor * self.weights[1] * self.names["scale"] * SCALE * SETTINGS["scale"] * Hyperparameters.scale
+
+
+@habit(None)
+class ReadsHyperparameters(Plain):
+    """As ``save_hyperparameters`` and Hydra leave them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"scale": 2.0})
+        self.config = OmegaConf.create({"loss": {"scale": 2.0, "kinds": [1.0, 2.0]}})
+        self.arguments = argparse.Namespace(scale=3.0)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.hparams.scale * self.config.loss.scale * self.config["loss"]["kinds"][1] * self.arguments.scale
 
 
 @habit(None)
@@ -230,7 +246,7 @@ class ResetsTheOptimizer(Plain):
             self.trainer.optimizers[0].state.clear()
 
 
-# ---- what changes at every step ---------------------------------------------------------------------------------------
+# ---- what changes at every step -------------------------------------------------------------------------------------
 
 
 @habit("self.global_step")
@@ -447,6 +463,11 @@ class HoldsANamespace(Holds):
     kind = staticmethod(lambda: SimpleNamespace(scale=1.0))
 
 
+@habit("self.held")
+class HoldsAConfiguration(Holds):
+    kind = staticmethod(lambda: OmegaConf.create({"scale": 1.0}))
+
+
 @habit("self.held.scale")
 class HoldsAnObject(Holds):
     kind = Hyperparameters
@@ -596,7 +617,7 @@ class ReadsALoggedMetric(Plain):
         return 1.0 + self.trainer.callback_metrics.get("loss", torch.zeros(()))
 
 
-# ---- what draws, counts and tells the time ----------------------------------------------------------------------------
+# ---- what draws, counts and tells the time --------------------------------------------------------------------------
 
 
 @habit("draws random numbers on the host")

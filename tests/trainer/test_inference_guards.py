@@ -86,7 +86,7 @@ def test_a_prediction_that_leaves_something_behind_is_not_captured(tmp_path: Pat
     record = infer_with(Plain(), tmp_path, Recorded())
     facts = record.report["cuda_graph"]
     assert (record.status, facts["graphs"]) == ("finished", 0)
-    assert facts["refused"] == ["predict_step changes seen on the host, which a graph would not repeat"]
+    assert facts["refused"] == ["changes the entries of self.seen, which a replay would not"]
 
 
 def test_a_prediction_that_cannot_be_captured_runs_eager(tmp_path: Path) -> None:
