@@ -19,7 +19,7 @@ _asked = torch.cuda.graphs._cuda_isCurrentStreamCapturing
 
 @contextlib.contextmanager
 def as_capturing(answer: bool = True) -> Iterator[None]:
-    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True; the truth again inside of ``answer=False``."""
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True for all but torch; the truth where not ``answer``."""
     graphs = torch.cuda.graphs
     before = graphs._cuda_isCurrentStreamCapturing
     graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
@@ -30,6 +30,6 @@ def as_capturing(answer: bool = True) -> Iterator[None]:
 
 
 def _capturing() -> bool:
-    # Dynamo refuses to compile in a capture since torch 2.15; this is where it still may.
+    # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one.
     asker = sys._getframe(2).f_globals.get("__name__", "")
-    return bool(_asked()) if asker.startswith("torch._dynamo.") else True
+    return bool(_asked()) if asker.startswith("torch.") else True

@@ -63,7 +63,8 @@ def recompiled(step: nn.Module, x: Tensor) -> Tensor:
 
 
 def filled(step: nn.Module, x: Tensor) -> Tensor:
-    x = x * torch.tensor(0.5) + torch.tensor([], device=x.device).sum()
+    x = x * torch.tensor(0.5)
+    x = x + torch.tensor([], device=x.device).sum()
     x[x > 0] = 0.0
     return step(x)
 
@@ -85,13 +86,13 @@ def test_the_stand_in_refuses_what_a_capture_on_a_gpu_does(call: Any) -> None:
         engine.capture(lambda: call(step, x))
 
 
-def test_who_asks_within_is_told_of_a_capture_and_dynamo_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_gets_the_answer_of_a_capture_and_torch_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.as_capturing._asked", lambda: False)
     asked = torch.cuda.is_current_stream_capturing
-    as_dynamo = {"__name__": "torch._dynamo.convert_frame", "asked": asked}
+    as_torch = {"__name__": "torch._dynamo.convert_frame", "asked": asked}
     with as_capturing():
         assert asked()
-        assert not eval("asked()", as_dynamo)
+        assert not eval("asked()", as_torch)
         with as_capturing(False):
             assert not asked()
         assert asked()
