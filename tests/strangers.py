@@ -139,9 +139,7 @@ class Drawn(Dataset[Batch]):
 def loader(name: str, *, tiny: bool, steps: int, device: str = "cpu", mask: bool = True) -> DataLoader[Batch]:
     """``steps`` batches for the model called ``name``, on ``device`` already; with padding where ``mask`` and text."""
     generator = torch.Generator().manual_seed(1)
-    drawn = [
-        {key: value.to(device) for key, value in _batch(name, tiny, mask, generator).items()} for _ in range(3)
-    ]
+    drawn = [{key: value.to(device) for key, value in _batch(name, tiny, mask, generator).items()} for _ in range(3)]
     return DataLoader(Drawn(drawn, steps), batch_size=None)
 
 
@@ -286,8 +284,13 @@ MODELS: dict[str, Callable[..., Stranger]] = {
     "swin": _swin,
     "efficientnet": _timm("test_efficientnet", "efficientnet_b0"),
     "maxvit": _timm(
-        "maxvit_rmlp_pico_rw_256", "maxvit_tiny_tf_224",
-        img_size=64, depths=(1, 1), embed_dim=(16, 32), stem_width=8, transformer_dim_head=8,
+        "maxvit_rmlp_pico_rw_256",
+        "maxvit_tiny_tf_224",
+        img_size=64,
+        depths=(1, 1),
+        embed_dim=(16, 32),
+        stem_width=8,
+        transformer_dim_head=8,
     ),  # fmt: skip
     "unet": _unet,
 }

@@ -42,6 +42,11 @@ def test_a_strangers_step_is_captured_with_eagers_losses(name: str, mask: bool) 
     assert (report["graphs"], report["replayed_steps"], report["refused"]) == (1, STEPS - 1, [])
 
 
+def test_a_region_is_compiled_once_though_its_library_takes_another_path_in_a_capture() -> None:
+    _, compile_ = train("llama", False, Regional(backend="eager"), Recorded())
+    assert compile_.record.graphs == 1
+
+
 def drawn_on_the_device(step: nn.Module, x: Tensor) -> Tensor:
     return x * torch.tensor([0.5], device=x.device)
 
