@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from strategies import Program
+from strategies.as_capturing import as_capturing
 from strategies.optimizer_step import ATTRIBUTE
 
 
 @contextlib.contextmanager
 def eager(program: Program) -> Iterator[None]:
     """Inside, modules and loss run uncompiled and optimizers take torch's own step; nothing is compiled, or lost."""
-    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as aside:
+    with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:
         for optimizer in program.optimizers:
             aside.enter_context(own_step(optimizer))
         yield

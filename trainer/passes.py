@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
+from strategies.as_capturing import as_capturing
 from trainer.parity.by_hand import ByHand, Span
 
 Inspect = Callable[[Tensor], None]
@@ -130,7 +131,7 @@ class Passes:
         self._mark()
         try:
             self._module.eval()
-            with torch.inference_mode() if loop.inference_mode else torch.no_grad():
+            with as_capturing(False), torch.inference_mode() if loop.inference_mode else torch.no_grad():
                 call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
                 call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
                 arguments = loop._build_step_args_from_hook_kwargs(

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 
 from strategies import Program, Stage
+from strategies.as_capturing import as_capturing
 from strategies.compile_errors import is_out_of_memory
 from trainer.eager import eager
 from trainer.findings import Findings, sample_of
@@ -94,7 +95,7 @@ class Rehearsal:
             self._skip(reason)
             return None
         rollback = Rollback(self._guarding.on_compile_error, self._trainer, self._program, self._telemetry.compiler)
-        with self._passes.quiet():
+        with self._passes.quiet(), as_capturing(self._program.step is not None):
             snapshot = Snapshot(self._trainer, batch)
             try:
                 self._rehearse(batch, snapshot, rollback)
@@ -108,7 +109,7 @@ class Rehearsal:
 
     def time_again(self, batch: Any) -> Sample:
         """Time eager and compiled steps on ``batch`` in the middle of the training, and restore everything."""
-        with self._passes.quiet():
+        with self._passes.quiet(), as_capturing(self._program.step is not None):
             snapshot = Snapshot(self._trainer, batch)
             try:
                 with eager(self._program):

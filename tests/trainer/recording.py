@@ -1,20 +1,31 @@
 """A CUDA graph for the CPU: records the tensor operations of a call and replays them on the same tensors.
 
-No Python of the call runs at a replay, numbers are those of the recording, and reading a value back to the host while
-recording is an error: what makes a step unfit for a CUDA graph makes it unfit for this.
+No Python of the call runs at a replay, and numbers are those of the recording. What a capture on a GPU refuses is an
+error while recording: reading a value back to the host, results whose shape depends on values, copies of Python's
+numbers to the device, and compiling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-READS_BACK = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
+from strategies.as_capturing import as_capturing
+
+aten = torch.ops.aten
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+"""A mask among their indices is turned into positions, whose number the host has to know."""
+REFUSED = "operation not permitted when stream is capturing"
 
 
 class Recorder(TorchDispatchMode):
@@ -24,9 +35,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs compiled: Dynamo goes eager under any other mode."""
+        return True
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation in READS_BACK:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if _reads_values(operation, args) or (operation is aten.lift_fresh.default and _copies(args[0])):
+            raise RuntimeError(REFUSED)
         results = operation(*args, **(kwargs or {}))
         self.operations.append((operation, args, kwargs or {}, results))
         return results
@@ -50,14 +66,15 @@ class RecordingEngine:
 
     def eager(self, call: Callable[[], Any]) -> Any:
         self.eager_calls += 1
-        return call()
+        with as_capturing():
+            return call()
 
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         before = torch.get_rng_state()
         state = {name: value.clone() for name, value in self._module.state_dict().items()}
         recorder = Recorder()
         try:
-            with recorder:
+            with as_capturing(), torch.compiler.set_stance("fail_on_recompile"), without_reading(), recorder:
                 results = call()
         except BaseException:
             # A capture on a device executes nothing, so that one that fails leaves nothing behind.
@@ -73,3 +90,40 @@ class RecordingEngine:
             recorder.replay()
 
         return replay, results
+
+
+@contextlib.contextmanager
+def without_reading() -> Iterator[None]:
+    """Refuse what reads a tensor of the CPU without an operation."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(REFUSED)
+
+    with contextlib.ExitStack() as patched:
+        for name in ("tolist", "numpy", "cpu"):
+            patched.enter_context(mock.patch.object(Tensor, name, refused))
+        yield
+
+
+def _reads_values(operation: Any, args: Any) -> bool:
+    if operation in INDEXED:
+        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        # With one number for all positions it is a masked_fill, which needs no positions.
+        filled = operation is not aten.index.Tensor and len(args[1]) == 1 and args[2].numel() == 1
+        return bool(masks) and not filled
+    tags = operation.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+def _copies(made: Tensor) -> bool:
+    """Whether ``torch.tensor(..., device=...)`` has made a tensor, from Python's numbers; an empty one needs no copy.
+
+    Patching ``torch.tensor`` would make Dynamo compile anew whatever calls it.
+    """
+    caller = sys._getframe(1)
+    while caller.f_code.co_filename.startswith((__file__, os.path.dirname(torch.__file__))):
+        assert caller.f_back is not None
+        caller = caller.f_back
+    line, end, *_ = list(caller.f_code.co_positions())[caller.f_lasti // 2]
+    text = "".join(linecache.getline(caller.f_code.co_filename, number) for number in range(line or 0, (end or 0) + 1))
+    return made.numel() > 0 and "device" in text

@@ -1,0 +1,35 @@
+"""As capturing: code that asks whether it is being captured gets, before the capture, the answer it will get within.
+
+Libraries take another path in a capture. Transformers then builds the attention masks that it leaves out otherwise,
+because leaving one out takes reading a tensor on the host (``transformers.masking_utils``). The run before a capture
+has to take the capture's path: else the capture is the first to hand a compiled region a mask, and has to compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+
+_asked = torch.cuda.graphs._cuda_isCurrentStreamCapturing
+"""What ``torch.cuda.is_current_stream_capturing`` calls by this name, however the caller imported that function."""
+
+
+@contextlib.contextmanager
+def as_capturing(answer: bool = True) -> Iterator[None]:
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True for all but torch; the truth where not ``answer``."""
+    graphs = torch.cuda.graphs
+    before = graphs._cuda_isCurrentStreamCapturing
+    graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
+    try:
+        yield
+    finally:
+        graphs._cuda_isCurrentStreamCapturing = before
+
+
+def _capturing() -> bool:
+    # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one.
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    return bool(_asked()) if asker.startswith("torch.") else True

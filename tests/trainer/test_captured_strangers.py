@@ -1,0 +1,103 @@
+"""Other people's models captured in graphs: eager's losses, nothing refused, no recompile in a capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import Regional, Strategy
+from strategies.as_capturing import as_capturing
+from tests.strangers import IMAGES, cases, loader, make
+from tests.trainer.conftest import FLOOR
+from tests.trainer.recording import RecordingEngine
+from tests.trainer.test_step_capture import Recorded, Watch
+from trainer.callback import Compile
+
+STEPS = 4
+
+
+def train(name: str, mask: bool, *strategies: Strategy) -> tuple[list[float], Compile]:
+    """Losses of some seeded steps, and the callback."""
+    L.seed_everything(0, verbose=False)
+    watch, compile_ = Watch(), Compile(strategies, warmup_steps=1)
+    trainer = L.Trainer(
+        max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[watch, compile_], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(make(name, tiny=True), loader(name, tiny=True, steps=STEPS, mask=mask))
+    return watch.losses, compile_
+
+
+@pytest.mark.parametrize(("name", "mask"), [pytest.param(*case, id="-".join(map(str, case))) for case in cases()])
+def test_a_strangers_step_is_captured_with_eagers_losses(name: str, mask: bool) -> None:
+    eager, _ = train(name, mask)
+    losses, compile_ = train(name, mask, Regional(backend="eager"), Recorded())
+    report = compile_.record.report["recorded"]
+    assert len(set(eager)) == STEPS
+    assert losses == pytest.approx(eager, rel=FLOOR)
+    assert (report["graphs"], report["replayed_steps"], report["refused"]) == (1, STEPS - 1, [])
+
+
+def test_a_region_is_compiled_once_though_its_library_takes_another_path_in_a_capture() -> None:
+    _, compile_ = train("llama", False, Regional(backend="eager"), Recorded())
+    assert compile_.record.graphs == 1
+
+
+def drawn_on_the_device(step: nn.Module, x: Tensor) -> Tensor:
+    return x * torch.tensor([0.5], device=x.device)
+
+
+def masked_away(step: nn.Module, x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def listed(step: nn.Module, x: Tensor) -> Tensor:
+    return x * x.sum(1).tolist()[0]
+
+
+def counted(step: nn.Module, x: Tensor) -> Tensor:
+    return x * x.unique().numel()
+
+
+def recompiled(step: nn.Module, x: Tensor) -> Tensor:
+    return step(x)
+
+
+def filled(step: nn.Module, x: Tensor) -> Tensor:
+    x = x * torch.tensor(0.5)
+    x = x + torch.tensor([], device=x.device).sum()
+    x[x > 0] = 0.0
+    return step(x)
+
+
+@pytest.mark.parametrize("call", [drawn_on_the_device, masked_away, listed, counted, recompiled, filled])
+def test_the_stand_in_refuses_what_a_capture_on_a_gpu_does(call: Any) -> None:
+    step = nn.Linear(2, 2)
+    step.compile(backend="eager", dynamic=False)
+    engine, x = RecordingEngine(step), torch.ones(3, 2)
+    call(step, x[:1])
+    if call is filled:
+        engine.eager(lambda: call(step, x))
+        engine.capture(lambda: call(step, x))
+        return
+    with pytest.raises(RuntimeError, match="not permitted|recompile"):
+        engine.capture(lambda: call(step, x))
+    if call is recompiled:
+        engine.eager(lambda: call(step, x))
+        engine.capture(lambda: call(step, x))
+
+
+def test_who_asks_gets_the_answer_of_a_capture_and_torch_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.as_capturing._asked", lambda: False)
+    asked = torch.cuda.is_current_stream_capturing
+    as_torch = {"__name__": "torch._dynamo.convert_frame", "asked": asked}
+    with as_capturing():
+        assert asked()
+        assert not eval("asked()", as_torch)
+        with as_capturing(False):
+            assert not asked()
+        assert asked()
