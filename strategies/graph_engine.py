@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from strategies.as_capturing import as_capturing
+
 
 class CannotCapture(RuntimeError):
     """A step that no CUDA graph can stand for; the message says why."""
@@ -43,7 +45,7 @@ class CudaEngine:
         """Run ``call`` on the side stream, where its libraries set up what a capture may not."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), as_capturing():
             results = call()
         current.wait_stream(self._stream)
         return results
@@ -55,7 +57,9 @@ class CudaEngine:
         try:
             # The outer stream: a capture that fails at its end does not come back from the side stream by itself.
             # thread_local: the data loader's pinning thread goes on calling CUDA meanwhile.
+            # fail_on_recompile: a compile within a capture breaks it on 2.11 with an error that names nothing.
             with (
+                torch.compiler.set_stance("fail_on_recompile"),
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):

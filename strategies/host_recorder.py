@@ -9,6 +9,7 @@ an iterator), is a problem: a graph of that call could not stand for it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import decimal
 import enum
@@ -341,6 +342,11 @@ class HostRecorder:
         elif isinstance(value, numpy.ndarray):
             self._label(value, label)
             self._compare_numbers(label, value.nbytes, value.tobytes)
+        elif isinstance(value, contextvars.ContextVar):
+            self._label(value, label)
+            read = functools.partial(value.get, None)
+            self._values[id(value), label] = Value(label, read, read(), self._line())
+            self._reach(read(), label)
         elif isinstance(value, type):
             self._reach_class(value)
         elif isinstance(value, types.ModuleType):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from strategies.as_capturing import as_capturing
 from strategies.graph_engine import CannotCapture, Engine, NotYet, first_line
 from strategies.host_state import HostState
 
@@ -187,7 +188,7 @@ class StepGraphs:
             ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
             if shape.refused or not ready or not self._may_capture(shape, variant, observe):
                 shape.seen += 1
-                results = self.eager(step, batch)
+                results = self.eager(step, batch, for_good=shape.refused)
                 self._kinds.add(kind)
                 return results
             if self.verifier is not None and self.verifier.wants(shape.name):
@@ -207,11 +208,16 @@ class StepGraphs:
             verifier.compare(captured.results)
         return pytree.tree_map_only(Tensor, torch.clone, captured.results)
 
-    def eager(self, step: Step, batch: Any) -> Any:
-        """Run ``step`` without a graph."""
+    def eager(self, step: Step, batch: Any, *, for_good: bool = True) -> Any:
+        """Run ``step`` without a graph; unless ``for_good``, as it will run in one."""
         self.eager_count += 1
+
+        def run() -> Any:
+            with as_capturing(not for_good):
+                return step(batch)
+
         try:
-            return self._engine.eager(lambda: step(batch))
+            return self._engine.eager(run)
         except torch.OutOfMemoryError as error:
             if not self.captures:
                 raise

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from strategies import Program
+from strategies.as_capturing import as_capturing
 from strategies.host_recorder import HostRecorder
 from strategies.host_state import HostState, Names, entries_of
 from strategies.step_graphs import Observation
@@ -65,7 +66,7 @@ def observed(trainer: L.Trainer, program: Program, batch: Any, run: Callable[[],
         recorder = HostRecorder(program.device, {Logger: "which a replay would not call: use self.log"}, LOG_METHODS)
         snapshot = Snapshot(trainer, batch, weights=False)
         try:
-            with eager(program), gradients, recorder.recording(trainer.lightning_module):
+            with eager(program), as_capturing(), gradients, recorder.recording(trainer.lightning_module):
                 run()
         except torch.OutOfMemoryError:
             problems = ["could not be observed: out of memory"]

@@ -26,7 +26,8 @@ class Losses(L.Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def losses(name: str, folder: Path, compile_: Compile) -> list[float]:
+def losses(name: str, folder: Path, compile_: Compile, *, accelerator: str = "cpu") -> list[float]:
+    """Losses of ``STEPS`` steps of one habit."""
     L.seed_everything(0, verbose=False)
     habits.SCALE, habits.SETTINGS["scale"], habits.Hyperparameters.scale = 1.0, 1.0, 1.0
     kind, _ = habits.HABITS[name]
@@ -36,7 +37,7 @@ def losses(name: str, folder: Path, compile_: Compile) -> list[float]:
     trainer = L.Trainer(
         callbacks=callbacks, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, logger=CSVLogger(folder) if name == "LogsToTheLogger" else False,
-        accelerator="cpu", max_steps=STEPS, max_epochs=-1,
+        accelerator=accelerator, devices=1, max_steps=STEPS, max_epochs=-1,
     )  # fmt: skip
     trainer.fit(kind(), data)
     return watch.seen

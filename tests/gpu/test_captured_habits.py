@@ -1,0 +1,35 @@
+"""The habits of ``tests.trainer.habits`` on a device: captured steps train as in eager, or say why they are not captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strategies import CudaGraph, Regional, Strategy
+from tests.trainer import habits
+from tests.trainer.test_captured_habits import STEPS, losses
+from trainer.callback import Compile
+
+pytestmark = pytest.mark.gpu
+OF_THE_REGION = {"AddsAHookLater", "ReplacesALayer", "AttributeOfASubmodule"}
+"""What changes lies within the compiled region, which is compiled anew outside of a graph first."""
+
+
+@pytest.mark.parametrize("regional", [False, True], ids=["cuda_graph", "regional-cuda_graph"])
+@pytest.mark.parametrize("name", list(habits.HABITS))
+def test_losses_are_eagers_step_by_step(name: str, regional: bool, tmp_path: Path) -> None:
+    strategies: list[Strategy] = [*([Regional(blocks=[], parts=["net"])] if regional else []), CudaGraph()]
+    compile_ = Compile(strategies)
+    captured = losses(name, tmp_path, compile_, accelerator="gpu")
+    assert captured == pytest.approx(losses(name, tmp_path, Compile(), accelerator="gpu"), rel=1e-4)
+    assert len(captured) == STEPS
+    report, (_, reason) = compile_.record.report["cuda_graph"], habits.HABITS[name]
+    print(name, "regional" if regional else "-", report["graphs"], report["replayed_steps"], report["refused"])
+    if regional and name in OF_THE_REGION:
+        return
+    if reason is None:
+        assert report["refused"] == []
+        assert report["replayed_steps"] > STEPS // 2
+    else:
+        assert any(reason in refusal for refusal in report["refused"]), report["refused"]
