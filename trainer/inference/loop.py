@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.graph_engine import CannotCapture
-from strategies.inplace import uncompile
+from strategies.inplace import give_up
 from trainer.guards import Guards
 from trainer.host_effects import HostEffects
 from trainer.inference.batches import Batches
@@ -68,6 +68,7 @@ class InferenceLoop:
             cast(Telemetry, self._telemetry),  # of which it reads the compiler alone, after the first batch
             self._compile.record,
             cuda_graphs=False,
+            chances=1,
         )
         self._effects, self._off = HostEffects(module), False
         step = f"{self._mode.step}_step"
@@ -82,12 +83,14 @@ class InferenceLoop:
                     module.on_validation_epoch_start()
                 self._measure()
         except BaseException:
+            self._guards.finish()
             self._compile.finish_inference(trainer, together=False)
             raise
         finally:
             self._stop.in_training = False
             for part, training in flags:
                 part.training = training
+        self._guards.finish()
         self._compile.finish_inference(trainer, together=True)
         return []
 
@@ -212,7 +215,7 @@ class InferenceLoop:
             self._program.report["profile"] = facts
 
     def _go_eager(self, line: str) -> None:
-        uncompile(self._program)
+        give_up(self._program, list(self._program.regions), line)
         self._program.notes.append(line)
         self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, phase="rehearsing"))
 
