@@ -44,12 +44,12 @@ def find_containers(module: nn.Module) -> list[Container]:
         nested = bool(children) and all(map(never_called, children))
         blocks = [block for _, block in _held(candidate)] if nested else children
         kinds = Counter(type(block) for block in blocks if any(True for _ in block.children()))
-        if not kinds or (not nested and kinds.total() < len(children)) or (not nested and len(kinds) > 1):
+        if not nested and (len(kinds) != 1 or kinds.total() < len(children)):
             continue
-        if isinstance(candidate, nn.ModuleDict) and not nested:
-            if not never_called(candidate) or any(map(find_containers, children)):
-                continue
-        if max(kinds.values()) >= 2:
+        own_forward = isinstance(candidate, nn.ModuleDict) and not never_called(candidate)
+        if own_forward or (isinstance(candidate, nn.ModuleDict) and not nested and any(map(find_containers, children))):
+            continue
+        if max(kinds.values(), default=0) >= 2:
             names = " and ".join(kind.__name__ for kind in kinds)
             found.append(Container(path=path, kind=names, count=kinds.total()))
     return found

@@ -69,7 +69,7 @@ def compiled_only(program: Program, regions: Collection[Region]) -> Iterator[Non
 
 
 class RegionCall:
-    """The compiled call of one region: knows that it was called, and runs eager where the compiler fails in its forward.
+    """The compiled call of one region: notes that it was called, and runs eager where its forward does not compile.
 
     ``failed(region, error)`` decides: it returns after it has rolled back what must be, or raises. None: all raise.
     """

@@ -57,13 +57,13 @@ class Guards:
             guarding = dataclasses.replace(guarding, on_compile_error="eager")
         self._chances, self._chosen = chances, chosen
         self._steps = self._waited = 0
-        self._verified = False
+        self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
         self._guarding, self._trainer, self._program, self._telemetry = guarding, trainer, program, telemetry
         self._record = record
         self._rehearsal = Rehearsal(guarding, trainer, program, telemetry, cuda_graphs=cuda_graphs, sample=sample)
         self._begun = self._stepped = False
-        self._rollback: Rollback | None = None
+        self._rollback = self._new_rollback()
         self._watchdog: Watchdog | None = None
         self._lock: Lock | None = None
 
@@ -72,10 +72,10 @@ class Guards:
         if not self._begun and self._program.strategies and self._waits_for_parameters():
             return
         if not self._begun:
-            self._begun = True
+            self._begun, self._waits = True, False
             if self._rehearsal.wanted:
                 with self._telemetry.rehearsal():
-                    self._rollback = self._rehearse(batch)
+                    self._rollback = self._rehearse(batch) or self._rollback
                 if self._rehearsal.sample is not None:
                     self._watchdog = Watchdog(self._trainer, self._telemetry, self._rehearsal.sample)
                 if self._rehearsal.warmed and self._program.padding is not None:
@@ -83,8 +83,6 @@ class Guards:
                     if self._program.step is not None:
                         self._program.step.warmed = True
                     self._lock = Lock(padding.on_recompile, padding.name, self._program, self._telemetry.compiler)
-            if self._rollback is None and self._program.regions:
-                self._rollback = self._new_rollback()
         elif self._watchdog is not None and self._watchdog.suspects:
             self._watchdog.suspects = False
             if self._program.step is not None:
@@ -96,7 +94,7 @@ class Guards:
     def after_batch(self, *, stepped: bool) -> None:
         """A training batch is through. Raises CompiledNothing after the first step, RecompileError after warming."""
         self._eagerly.close()
-        stepped = stepped and self._begun
+        stepped = stepped and not self._waits
         if stepped and self._program.regions and not self._verified:
             self._steps += 1
             if self._steps in (1, self._chances):
@@ -109,8 +107,7 @@ class Guards:
         elif self._lock is not None:
             self._lock.look(lambda: f"in training step {self._trainer.global_step}")
         if stepped and self._reads_clock():
-            if self._rollback is not None:
-                self._rollback.look()
+            self._rollback.look()
             if self._watchdog is not None:
                 self._watchdog.look()
 
@@ -124,8 +121,7 @@ class Guards:
         self._eagerly.close()
         if not self._stepped:
             return
-        if self._rollback is not None:
-            self._rollback.look()
+        self._rollback.look()
         missing = self._not_compiled()
         self._program.eager_parts.update(missing)
         if missing and not self._verified:
@@ -137,7 +133,7 @@ class Guards:
 
     def on_exception(self, error: BaseException) -> None:
         """A compile that failed in the middle of a step, where nothing can be rolled back, deserves a word."""
-        if self._rollback is not None and self._guarding.on_compile_error == "eager" and is_compile_error(error):
+        if self._stepped and self._guarding.on_compile_error == "eager" and is_compile_error(error):
             self._program.notes.append(
                 "on_compile_error=eager: this compile failed where nothing could be rolled back (in a backward, or "
                 "with several processes); resume with the part left out, or warm all shapes with compile=buckets"
@@ -195,7 +191,7 @@ class Guards:
             line += f" (in {self._steps} optimizer steps: {_by_reason(missing)})"
             if self._guarding.on_compile_error == "fail":
                 raise CompiledNothing(f"{line}; on_compile_error=eager trains all the same")
-            self._new_rollback().give_up(list(self._program.regions), line)
+            self._rollback.give_up(list(self._program.regions), line)
         elif last or not uncalled:
             self._verified = True
             if missing:
@@ -224,10 +220,11 @@ class Guards:
         lazy = [name for name, parameter in self._program.module.named_parameters() if is_lazy(parameter)]
         if not lazy:
             return False
+        self._waits = True
         self._waited += 1
         if self._waited > self._chances:
             reason = f"{', '.join(lazy[:3])} got no shape in {self._chances} batches"
-            self._begun, self._rollback = True, self._new_rollback()
+            self._begun, self._waits = True, False
             self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
             return True
         if self._waited == 1:
@@ -243,10 +240,9 @@ class Guards:
         except ParityError as error:
             if not self._chosen:
                 raise
-            rollback = self._new_rollback()
-            rollback.give_up(list(self._program.regions), one_line(error), because="compile=auto")
+            self._rollback.give_up(list(self._program.regions), one_line(error), because="compile=auto")
             self._rehearsal.sample = None
-            return self._rehearsal.run(batch) if rollback.anything_left else rollback
+            return self._rehearsal.run(batch) if self._rollback.anything_left else None
 
     def _new_rollback(self) -> Rollback:
         return Rollback(self._guarding.on_compile_error, self._trainer, self._program, self._telemetry.compiler)

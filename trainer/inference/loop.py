@@ -8,6 +8,7 @@ on a GPU would be measured by.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -62,7 +63,7 @@ class InferenceLoop:
         flags = [(part, part.training) for part in module.modules()]
         self._program = self._compile.begin_inference(trainer)
         self._guards = Guards(
-            self._guarding,
+            dataclasses.replace(self._guarding, on_compile_error="fail"),  # _attempt rolls back
             trainer,
             self._program,
             cast(Telemetry, self._telemetry),  # of which it reads the compiler alone, after the first batch
