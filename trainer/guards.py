@@ -69,7 +69,7 @@ class Guards:
 
     def before_batch(self, batch: Any) -> None:
         """A batch is on the device: rehearse on the first one; later, time it where the run is under suspicion."""
-        if not self._begun and self._program.strategies and self._waits_for_parameters():
+        if not self._begun and (self._rehearsal.wanted or self._program.regions) and self._waits_for_parameters():
             return
         if not self._begun:
             self._begun, self._waits = True, False
@@ -95,9 +95,10 @@ class Guards:
         """A training batch is through. Raises CompiledNothing after the first step, RecompileError after warming."""
         self._eagerly.close()
         stepped = stepped and not self._waits
-        if stepped and self._program.regions and not self._verified:
+        if stepped and self._steps < self._chances and self._record.regions:  # which is the same on all processes
             self._steps += 1
             if self._steps in (1, self._chances):
+                self._rollback.look()
                 self._verify(last=self._steps == self._chances)
         if stepped and not self._stepped:
             self._stepped = True
@@ -179,7 +180,7 @@ class Guards:
     def _verify(self, *, last: bool) -> None:
         """Raise CompiledNothing where that is certain: all regions were called, or had all their chances."""
         missing = self._not_compiled()
-        nothing = len(missing) == len(self._program.regions)
+        nothing = bool(missing) and len(missing) == len(self._program.regions)
         uncalled = NEVER_CALLED in missing.values()
         decide = self._trainer.strategy.reduce_boolean_decision
         if decide(nothing and (last or not uncalled), all=True):
@@ -192,7 +193,7 @@ class Guards:
             if self._guarding.on_compile_error == "fail":
                 raise CompiledNothing(f"{line}; on_compile_error=eager trains all the same")
             self._rollback.give_up(list(self._program.regions), line)
-        elif last or not uncalled:
+        elif (last or not uncalled) and not self._verified:
             self._verified = True
             if missing:
                 self._say_missing(missing)
@@ -225,7 +226,9 @@ class Guards:
         if self._waited > self._chances:
             reason = f"{', '.join(lazy[:3])} got no shape in {self._chances} batches"
             self._begun, self._waits = True, False
-            self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
+            self._program.notes.append(f"nothing was rehearsed, compared with eager or warmed: {reason}")
+            if self._program.regions:
+                self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
             return True
         if self._waited == 1:
             named = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
