@@ -52,8 +52,10 @@ class Region:
     """Path of the submodule, as in ``module.get_submodule(path)``."""
     kind: str
     """Class name of the submodule; regions of one kind share their compiled code."""
-    frame: tuple[str, int]
-    """File and first line of the code that the compiler is expected to compile."""
+    strict: bool = False
+    """Whether reaching the limit of graphs for one piece of code is an error, see ``ModuleRequest``."""
+    called: bool = False
+    """Whether the region has been called since it was handed to the compiler."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Program:
     """Filled by strategies: what was handed to the compiler."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Filled by strategies: ``torch._dynamo.config`` values needed while the run lasts, restored after it."""
+    eager_parts: dict[str, str] = field(default_factory=dict)
+    """What was to be compiled and runs eager now (path of a region, or ``optimizer``), with the reason."""
     notes: list[str] = field(default_factory=list)
     """Filled by strategies: lines the user should read (an option without effect, an undeclared loss)."""
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)

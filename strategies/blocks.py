@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from strategies.base import Program
 from strategies.options import near
 
-CONTAINERS = (nn.ModuleList, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +33,40 @@ class Container:
 def find_containers(module: nn.Module) -> list[Container]:
     """Outermost ModuleLists and Sequentials with two or more children of one class that has children of its own.
 
-    A list of bare layers (Linear, Conv2d) is not a list of blocks: compiling a single layer gains nothing.
+    A list of bare layers (Linear, Conv2d) is not a list of blocks: compiling a single layer gains nothing. Lists of
+    lists count by the blocks in them, one class of which has to repeat; dicts by blocks that hold no others.
     """
     found: list[Container] = []
     for path, candidate in module.named_modules():
         if not isinstance(candidate, CONTAINERS) or any(_lies_in(path, outer.path) for outer in found):
             continue
         children = list(candidate.children())
-        kinds = {type(child) for child in children}
-        if len(children) >= 2 and len(kinds) == 1 and any(True for _ in children[0].children()):
-            found.append(Container(path=path, kind=kinds.pop().__name__, count=len(children)))
+        nested = bool(children) and all(map(never_called, children))
+        blocks = [block for _, block in _held(candidate)] if nested else children
+        kinds = Counter(type(block) for block in blocks if any(True for _ in block.children()))
+        if not nested and (len(kinds) != 1 or kinds.total() < len(children)):
+            continue
+        own_forward = isinstance(candidate, nn.ModuleDict) and not never_called(candidate)
+        if own_forward or (isinstance(candidate, nn.ModuleDict) and not nested and any(map(find_containers, children))):
+            continue
+        if max(kinds.values(), default=0) >= 2:
+            names = " and ".join(kind.__name__ for kind in kinds)
+            found.append(Container(path=path, kind=names, count=kinds.total()))
     return found
+
+
+def never_called(module: nn.Module) -> bool:
+    """Whether ``module`` only holds others: a ModuleList or ModuleDict without a forward of its own."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _held(container: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """Path and module of what ``container`` holds, lists and dicts inside it opened."""
+    held: list[tuple[str, nn.Module]] = []
+    for name, child in container.named_children():
+        inner = f"{path}.{name}".lstrip(".")
+        held.extend(_held(child, inner) if never_called(child) else [(inner, child)])
+    return held
 
 
 def _lies_in(path: str, outer: str) -> bool:
@@ -49,12 +74,18 @@ def _lies_in(path: str, outer: str) -> bool:
 
 
 def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Paths of the blocks: the children of each container named, and every other submodule named as it is."""
+    """Paths of the blocks: the children of each container named, and every other submodule named as it is.
+
+    Of lists within a list those of the blocks in them, bare layers between these left out.
+    """
     blocks: list[str] = []
     for path in paths:
         submodule = module.get_submodule(path)
-        if isinstance(submodule, CONTAINERS):
-            blocks.extend(f"{path}.{name}".lstrip(".") for name, _ in submodule.named_children())
+        if isinstance(submodule, nn.Sequential) or never_called(submodule):
+            held = _held(submodule, path)
+            if any(map(never_called, submodule.children())):
+                held = [(name, block) for name, block in held if any(True for _ in block.children())] or held
+            blocks.extend(name for name, _ in held)
         else:
             blocks.append(path)
     return blocks
@@ -68,6 +99,8 @@ def kinds_of_several_sizes(module: nn.Module, paths: Sequence[str]) -> list[str]
         block = module.get_submodule(path)
         shapes = seen.setdefault(type(block), {})
         for name, weight in block.named_parameters():
+            if is_lazy(weight):  # of no shape before its first call
+                continue
             if shapes.setdefault(name, tuple(weight.shape)) != tuple(weight.shape):
                 kinds[type(block).__name__] = None
     return list(kinds)

@@ -23,6 +23,16 @@ def is_compile_error(error: BaseException) -> bool:
     return isinstance(error, OF_THE_COMPILER) and not is_out_of_memory(error)
 
 
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether torch refused to compile one piece of code once more; nothing of the call has run."""
+    return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
+
+
+def is_double_backward(error: BaseException) -> bool:
+    """Whether a gradient was to be taken of a gradient (a gradient penalty), which AOTAutograd does not support."""
+    return "does not currently support double backward" in str(error)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or what it was raised from, is a device without memory."""
     current: BaseException | None = error

@@ -89,7 +89,8 @@ class Modular(Strategy):
         }
         for path, name in planned.regions.items():
             arguments = compiled[name].compile_arguments()
-            compile_in_place(program, path, {**arguments, "dynamic": False} if name in fixed else arguments)
+            arguments = {**arguments, "dynamic": False} if name in fixed else arguments
+            compile_in_place(program, path, arguments, strict=compiled[name].on_recompile_limit == "fail")
         if any(part.how == "regional" for part in compiled.values()):
             # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
             program.settings["optimize_ddp"] = False

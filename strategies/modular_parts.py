@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from strategies.base import Program
-from strategies.blocks import expand_blocks, find_containers
+from strategies.blocks import expand_blocks, find_containers, never_called
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,10 +133,10 @@ def _regions_within(program: Program, path: str, name: str) -> list[str]:
 def _require_called(program: Program, paths: Iterable[str], name: str) -> None:
     """A list of modules is never called itself, so that compiling it would do nothing."""
     for path in paths:
-        kind = type(program.module.get_submodule(path))
-        if issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
+        submodule = program.module.get_submodule(path)
+        if never_called(submodule):
             raise ValueError(
-                f"compile.modular.parts.{name}: {path} is a {kind.__name__}, which is never called itself; "
+                f"compile.modular.parts.{name}: {path} is a {type(submodule).__name__}, which is never called itself; "
                 f"write {path}.* or set compile.modular.parts.{name}.how=regional"
             )
 

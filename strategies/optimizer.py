@@ -79,7 +79,7 @@ class Optimizer(CompileOptions):
             program.notes.append("optimizer: the module has no optimizer, nothing is compiled")
         for optimizer in program.optimizers:
             if reason := _reason_for_eager(optimizer, program):
-                program.notes.append(f"optimizer: {type(optimizer).__name__} runs eager: {reason}")
+                self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
                 self._report(program, {"form": "eager", "tensors": None, "chunks": None, "graphs": None})
                 continue
             if getattr(optimizer, "_step_supports_amp_scaling", False) and program.precision == "16-mixed":
@@ -148,8 +148,12 @@ class Optimizer(CompileOptions):
         return GenericUpdate(
             optimizer,
             compiler=lambda function: torch.compile(function, **arguments),
-            tell=lambda line: program.notes.append(f"optimizer: {line}"),
+            tell=functools.partial(self._runs_eager, program),
         )
+
+    def _runs_eager(self, program: Program, line: str) -> None:
+        program.notes.append(f"optimizer: {line}")
+        program.eager_parts[self.name] = line
 
     def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
         from strategies.graph_engine import CudaEngine

@@ -13,6 +13,7 @@ from strategies.base import Strategy
 from strategies.toolchain import missing_for_inductor, switched_off
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ON_RECOMPILE_LIMIT = ("eager", "fail")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 KNOBS = {"combo_kernels": "combo_kernels", "coordinate_descent": "coordinate_descent_tuning"}
 """Fields that stand for one Inductor option each."""
@@ -114,10 +115,15 @@ class ModuleRequest(CompilerRequest):
 
     activation_memory_budget: float | None = None
     """Share of activations kept for the backward, 0 to 1; the rest is computed again. null = torch's own (1)."""
+    on_recompile_limit: str = "eager"
+    """When one piece of code has been compiled 64 times: ``eager`` = its kind of region runs eager from then on, with a
+    warning that names the guard that failed; ``fail`` = the run ends."""
 
     def check_values(self, key: str) -> None:
         """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
         CompilerRequest.check_values(self, key)
+        if self.on_recompile_limit not in ON_RECOMPILE_LIMIT:
+            raise ValueError(f"{key}.on_recompile_limit={self.on_recompile_limit!r} is not one of {ON_RECOMPILE_LIMIT}")
         budget = self.activation_memory_budget
         if budget is None:
             return

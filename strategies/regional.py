@@ -59,6 +59,7 @@ class Regional(ModuleOptions):
             )
         for path in [*paths, *(part for part in parts if part not in paths)]:
             arguments = self.compile_arguments()
-            compile_in_place(program, path, {**arguments, "dynamic": False} if kinds else arguments)
+            arguments = {**arguments, "dynamic": False} if kinds else arguments
+            compile_in_place(program, path, arguments, strict=self.on_recompile_limit == "fail")
         # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
         program.settings["optimize_ddp"] = False

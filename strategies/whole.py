@@ -25,6 +25,7 @@ class Whole(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError when the module has nothing with parameters to compile."""
+        from strategies.blocks import expand_blocks, never_called
         from strategies.inplace import compile_in_place
 
         paths = program.whole
@@ -39,4 +40,6 @@ class Whole(ModuleOptions):
         if not paths:
             raise ValueError("compile.whole: the module has no child with parameters to compile")
         for path in paths:
-            compile_in_place(program, path, self.compile_arguments())
+            held = expand_blocks(program.module, [path]) if never_called(program.module.get_submodule(path)) else [path]
+            for each in held:
+                compile_in_place(program, each, self.compile_arguments(), strict=self.on_recompile_limit == "fail")

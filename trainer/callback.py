@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parameter import is_lazy
 
 from strategies import Program, Ragged, Strategy
 from strategies.auto import Auto
@@ -163,14 +164,23 @@ class Compile(L.Callback):
         program.strategies = tuple(self.strategies)
         self.record.chosen_strategies = [strategy.facts() for strategy in ordered(chosen)]
         self.record.regions = len(program.regions) if self.strategies else None
-        self._guard(trainer, program, chooser.sample)
+        self._guard(trainer, program, chooser.sample, chosen=True)
 
-    def _guard(self, trainer: L.Trainer, program: Program, sample: Sample | None = None) -> None:
+    def _guard(
+        self, trainer: L.Trainer, program: Program, sample: Sample | None = None, *, chosen: bool = False
+    ) -> None:
         """The strategies are final: capture steps where one of them says so, and guard what they do."""
         if program.step is not None:
             self._capture = capture_steps(trainer, program, parity=self._guarding.parity)
         self._guards = Guards(
-            self._guarding, trainer, program, self.telemetry, self.record, cuda_graphs=self._cuda_graphs, sample=sample
+            self._guarding,
+            trainer,
+            program,
+            self.telemetry,
+            self.record,
+            cuda_graphs=self._cuda_graphs,
+            sample=sample,
+            chosen=chosen,
         )
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
@@ -179,7 +189,8 @@ class Compile(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Choose strategies and rehearse on the first batch; tell the telemetry that a step begins."""
-        if self._auto is not None and self.program is not None:
+        waits = self._auto is not None and any(map(is_lazy, pl_module.parameters()))  # until eager has shaped them
+        if self._auto is not None and self.program is not None and not waits:
             self._choose(self._auto, trainer, self.program, batch)
         if self._guards is not None and self.program is not None:
             self._guards.before_batch(batch)
@@ -280,6 +291,8 @@ class Compile(L.Callback):
         if self._pages is None:  # it failed before training started
             return
         self.telemetry.finish()
+        if self._guards is not None:
+            self._guards.finish()
         fill_in(self.record, trainer, self.telemetry, self.program, together=together)
         if self.strategies or "auto" in self.record.report:
             self._pages.events(self.record.events, self.telemetry.steps_done)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import lightning as L
 
-from strategies import Program
+from strategies import Program, Stage
+from strategies.optimizer_step import installed
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
@@ -20,6 +21,8 @@ def fill_in(
         if (profile := telemetry.profile()) is not None:
             program.report["profile"] = profile
         record.report = program.report
+        record.eager_parts = dict(program.eager_parts)
+        record.ended_in_eager = ended_in_eager(program)
         # What was tried for a choice and not taken was compiled as well.
         if program.strategies or "auto" in program.report:
             for name, value in telemetry.compiler.figures().items():
@@ -28,3 +31,19 @@ def fill_in(
     if telemetry.ready_seconds is not None and record.import_seconds is not None:
         record.setup_seconds = telemetry.ready_seconds - record.import_seconds
     record.final_metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def ended_in_eager(program: Program) -> bool | None:
+    """Whether nothing is left that is compiled or captured; None where nothing was to be."""
+    if not program.eager_parts:
+        return None if not program.regions and not _compiles_optimizer(program) else False
+    regions = any(region.path not in program.eager_parts for region in program.regions)
+    captured = program.step is not None and program.step.captures > 0
+    return not (regions or captured or _compiles_optimizer(program))
+
+
+def _compiles_optimizer(program: Program) -> bool:
+    if not any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies):
+        return False
+    updates = [installed(optimizer) for optimizer in program.optimizers]
+    return "optimizer" not in program.eager_parts or any(getattr(one, "form", "eager") != "eager" for one in updates)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-RECOMPILE_LIMIT = (
-    "one piece of code was compiled for as many shapes and values as torch._dynamo.config.recompile_limit allows; the "
-    "record's events say which guard failed each time: pad to a few shapes (compile=buckets) or set dynamic=true"
-)
-"""Torch's own words are that there was a hard failure due to fullgraph=True."""
+REPLACED = {
+    "Hard failure due to ": (
+        "one piece of code was compiled as often as torch._dynamo.config.recompile_limit allows; the record's events "
+        "name the guard that failed each time"
+    ),
+    "does not currently support double backward": (
+        "a gradient of a gradient (create_graph=True, as in a gradient penalty) cannot be taken through compiled code; "
+        "on_compile_error=eager leaves the regions concerned eager, or name other blocks and parts to compile"
+    ),
+}
+"""What takes the place of torch's words, by a piece of them."""
 
 
 def one_line(error: BaseException) -> str:
     """Class and first line of an error, the next one too where that only announces it, and the user's line of code."""
-    if type(error).__name__ == "FailOnRecompileLimitHit":
-        return f"FailOnRecompileLimitHit: {RECOMPILE_LIMIT}"
+    for words, ours in REPLACED.items():
+        if words in str(error):
+            return f"{type(error).__name__}: {ours}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
         return lines[-1]  # the worker's traceback ends with the error itself

@@ -3,6 +3,10 @@
 ``torch.compile`` is lazy: the forward compiles at the first call, the backward inside ``.backward()``, the optimizer in
 its first step. What eager can run and compiled cannot is the compiler's fault; nothing is guessed from error classes
 except in the middle of training, where there is no second try.
+
+Code that was compiled as often as torch allows (``strategies.inplace.RECOMPILE_LIMIT``) is no failure: its kind of
+region runs eager from then on, on the process where it happened. Others need not follow: what a region computes and
+the order in which gradients and collectives come are the same, compiled or not.
 """
 
 from __future__ import annotations
@@ -13,13 +17,15 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
 from strategies import Program, Stage
 from strategies.base import Region
-from strategies.compile_errors import is_out_of_memory
-from strategies.inplace import compiled_only, guard_calls, uncompile
+from strategies.compile_errors import is_double_backward, is_out_of_memory, is_recompile_limit
+from strategies.inplace import compiled_only, give_up, guard_calls
 from strategies.optimizer_step import installed, uninstall
 from trainer.eager import eager
+from trainer.explain.guards import guard_of, read_recompile
 from trainer.reasons import one_line
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
@@ -40,8 +46,7 @@ class Rollback:
         self._mode, self._trainer, self._program, self._watch = mode, trainer, program, watch
         self._optimizer_compiled = any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies)
         self._rehearsing = False
-        if mode == "eager":
-            guard_calls(program, self._failed_in_forward)
+        guard_calls(program, self._failed_in_forward)
 
     @property
     def anything_left(self) -> bool:
@@ -60,8 +65,13 @@ class Rollback:
             error = self._tried(run)
             if not self._anywhere(error is not None):
                 return
-            hopeless = self._mode == "fail" or not self.anything_left or (error is not None and is_out_of_memory(error))
-            if self._anywhere(hopeless):
+            fails = self._mode == "fail" and not self._limit_is_eager(error)
+            hopeless = not self.anything_left or (error is not None and is_out_of_memory(error))
+            if self._anywhere(hopeless or (fails and error is not None)):
+                if error is not None and is_double_backward(error) and self._trainer.world_size == 1:
+                    restore()
+                    self._name_what_fails(run, restore, error)
+                self._explain_limit(error)
                 raise error or CompileFailed(f"{what} failed on another process")
             restore()
             with eager(self._program):
@@ -71,22 +81,52 @@ class Rollback:
             self._roll_back_what_fails(what, run, restore, error)
             restore()
 
-    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None) -> None:
-        """Let ``regions`` run eager from now on and say so everywhere."""
+    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = "") -> None:
+        """Let ``regions`` run eager from now on and say so everywhere; ``because`` is the option that asks for it."""
+        because = because or "on_compile_error=eager"
         paths = [region.path for region in regions]
-        uncompile(self._program, regions)
-        self._say(
-            f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}", paths, reason, step
-        )
+        give_up(self._program, regions, reason)
+        self._say(_listed(paths), paths, reason, step, because)
+
+    def look(self) -> None:
+        """Between two batches: give up what torch has begun to run eager by itself, see ``on_recompile_limit``."""
+        self._watch.collect()
+        for kind in list(self._watch.beyond_limit):
+            self._beyond_limit(kind, step=self._trainer.global_step)
+
+    def _beyond_limit(self, kind: type[nn.Module], *, step: int | None) -> None:
+        guard = self._watch.beyond_limit.pop(kind, "")
+        regions = [one for one in self._program.regions if self._class(one) is kind and not one.strict]
+        if regions:
+            self.give_up(regions, _beyond_limit(guard), step=step, because="on_recompile_limit=eager")
+
+    def _class(self, region: Region) -> type[nn.Module]:
+        return type(self._program.module.get_submodule(region.path))
+
+    def _limit_is_eager(self, error: BaseException | None) -> bool:
+        return error is not None and is_recompile_limit(error) and not any(one.strict for one in self._program.regions)
+
+    def _explain_limit(self, error: BaseException | None) -> None:
+        """Put the guard that failed, and what helps, into torch's error, which has only that there is a limit."""
+        if error is not None and is_recompile_limit(error):
+            error.args = (f"{self._last_limit()}; on_recompile_limit=eager runs on without compiling it",)
+
+    def _last_limit(self) -> str:
+        self._watch.collect()
+        guard = next(reversed(self._watch.beyond_limit.values()), "")
+        self._watch.beyond_limit.clear()
+        return _beyond_limit(guard)
+
+    def _name_what_fails(self, run: Callable[[], Any], restore: Callable[[], None], error: Exception) -> None:
+        broken = self._kinds_that_fail(run, restore)
+        if broken:
+            raise CompileFailed(f"{_listed([region.path for region in broken])}: {one_line(error)}") from error
 
     def _roll_back_what_fails(
         self, what: str, run: Callable[[], Any], restore: Callable[[], None], error: BaseException | None
     ) -> None:
         reason = f"{what}: {one_line(error) if error is not None else 'another process failed'}"
         program = self._program
-        kinds: dict[str, list[Region]] = {}
-        for region in program.regions:
-            kinds.setdefault(region.kind, []).append(region)
         if self._optimizer_compiled:
             with compiled_only(program, []):
                 failed = self._anywhere(self._tried(run) is not None)
@@ -94,16 +134,27 @@ class Rollback:
             if failed:
                 self._optimizer_compiled = False
                 optimizer_to_eager(program)
-                self._say("the optimizer step", ["optimizer"], reason, None)
+                program.eager_parts["optimizer"] = reason
+                self._say("the optimizer step", ["optimizer"], reason, None, "on_compile_error=eager")
                 return
-        # Each kind tried alone finds all that fail, in forward or backward, one or several.
+        broken = self._kinds_that_fail(run, restore) or list(program.regions)
+        if error is not None and is_recompile_limit(error):
+            self.give_up(broken, self._last_limit(), because="on_recompile_limit=eager")
+        else:
+            self.give_up(broken, reason)
+
+    def _kinds_that_fail(self, run: Callable[[], Any], restore: Callable[[], None]) -> list[Region]:
+        """Each kind tried alone finds all that fail, in forward or backward, one or several."""
+        kinds: dict[str, list[Region]] = {}
+        for region in self._program.regions:
+            kinds.setdefault(region.kind, []).append(region)
         broken = []
         for regions in kinds.values():
-            with compiled_only(program, regions):
+            with compiled_only(self._program, regions):
                 if self._anywhere(self._tried(run) is not None):
                     broken.extend(regions)
             restore()
-        self.give_up(broken or list(program.regions), reason)
+        return broken
 
     def _tried(self, run: Callable[[], Any]) -> Exception | None:
         self._rehearsing = True
@@ -122,6 +173,14 @@ class Rollback:
         if self._rehearsing:
             raise error
         step = self._trainer.global_step
+        if is_recompile_limit(error):
+            self._watch.collect()
+            if not region.strict:
+                self._beyond_limit(self._class(region), step=step + 1)
+                return
+            self._explain_limit(error)
+        if self._mode == "fail":
+            raise error
         if self._trainer.world_size > 1:
             raise CompileFailed(
                 f"{region.path} did not compile in step {step + 1}: {one_line(error)}. With several processes only "
@@ -130,14 +189,15 @@ class Rollback:
             ) from error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 
-    def _say(self, what: str, paths: list[str], reason: str, step: int | None) -> None:
-        line = f"on_compile_error=eager: {what} runs eager, it did not compile: {reason}"
+    def _say(self, what: str, paths: list[str], reason: str, step: int | None, because: str) -> None:
+        failed = ", it did not compile" if because == "on_compile_error=eager" else ""
+        line = f"{because}: {what} runs eager{failed}: {reason}"
         rank_zero_warn(line)
         self._program.notes.append(line)
         done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
         done.append({"parts": paths, "reason": reason, "step": step})
         if not self.anything_left:
-            self._program.notes.append("on_compile_error=eager: nothing is left that compiles, the run is eager")
+            self._program.notes.append(f"{because}: nothing is left that compiles, the run is eager")
         self._watch.collect()
         # The search above has made the compiler fail several times; once is enough to read.
         seen: set[tuple[str, str, str | None]] = set()
@@ -148,6 +208,19 @@ class Rollback:
                 kept.append(event)
             seen.add(key)
         self._watch.events[:] = kept
+
+
+def _listed(paths: list[str]) -> str:
+    return f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
+
+
+def _beyond_limit(recompile_reason: str) -> str:
+    """Why code may not be compiled once more, with the guard that failed last and what helps against that one."""
+    line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
+    if not recompile_reason:
+        return line
+    read = read_recompile(recompile_reason, after=None, function=None, region=None, phase="training")
+    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({read.kind}): {read.mend}"
 
 
 def optimizer_to_eager(program: Program) -> None:

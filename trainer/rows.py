@@ -150,6 +150,8 @@ def _recompiles(record: RunRecord) -> str:
 
 
 def _fallbacks(record: RunRecord) -> str:
+    if record.ended_in_eager:
+        return f"all of it: {next(iter(record.eager_parts.values())).splitlines()[0]}"
     fallbacks = [event for event in record.events if event.kind == "fallback"]
     return f"{len(fallbacks)} times; first: {fallbacks[0].reason.splitlines()[0]}" if fallbacks else ""
 

@@ -70,12 +70,12 @@ def test_runs_that_scatter_are_thin_and_some_of_several_are_counted() -> None:
 
 def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:
     line = "slower than eager: a step takes 5 ms; on_slower=eager: 2 regions go on eager"
-    undone = whole(events=[fallback(line)], report={"watchdog": {"rolled_back": ["net"]}})
+    undone = whole(events=[fallback(line)], ended_in_eager=True, eager_parts={"net": line})
     found = against_eager(undone)
     assert found.rows[1].flags == [f"ended in eager: {line}"]
     assert [crossing.arm for crossing in found.crossings] == ["eager"]
     part = "on_compile_error=eager: the optimizer step runs eager, it did not compile: no"
-    partly = against_eager(whole(events=[fallback(part)]))
+    partly = against_eager(whole(events=[fallback(part)], ended_in_eager=False, eager_parts={"optimizer": part}))
     assert partly.rows[1].flags == [f"ran eager in part: {part}"]
     assert [crossing.arm for crossing in partly.crossings] == ["eager", "whole"]
 

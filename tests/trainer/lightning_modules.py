@@ -43,7 +43,8 @@ class Losses(L.Callback):
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values.append(float(outputs["loss"]))
+        if outputs:  # a step that returned None has none
+            self.values.append(float(outputs["loss"]))
 
 
 def fit(module: L.LightningModule, folder: Path, callbacks: Sequence[L.Callback], **options: Any) -> list[float]:

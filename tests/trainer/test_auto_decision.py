@@ -135,10 +135,6 @@ def test_where_eager_does_not_fit_whatever_does_is_taken() -> None:
     assert tried.name == "regional"
     tried.step_seconds, tried.spent = 0.05, True
     assert best(known, MARGIN).name == "regional"
-    for module in known.modules.values():
-        module.step_seconds, module.failed = None, "too large"
-    with pytest.raises(RuntimeError, match=r"compile\.auto: no candidate could train a step: eager: too large"):
-        best(known, MARGIN)
 
 
 @pytest.mark.parametrize(("capture", "left"), [("maybe", "regional"), ("always", "regional+cuda_graph")])

@@ -54,11 +54,37 @@ class NeverCalled(Blocks):
 
 
 def test_regions_that_the_step_never_calls_are_an_error(tmp_path: Path) -> None:
-    torch._dynamo.utils.clear_compilation_metrics()
     compile_ = Compile([Regional(backend="aot_eager")])
-    with pytest.raises(CompiledNothing, match=r"regional: the compiler was handed 3 regions and compiled none"):
+    with pytest.raises(CompiledNothing, match=r"the compiler was handed 3 regions and compiled none.*never called"):
+        fit(NeverCalled(), tmp_path, [compile_], max_steps=12)
+    assert (compile_.record.steps, compile_.record.regions_compiled) == (10, 0)
+
+
+def test_a_run_that_ends_before_that_is_certain_is_noted_as_eager(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="aot_eager")])
+    with pytest.warns(UserWarning, match="not compiled in 6 optimizer steps.*never called"):
         fit(NeverCalled(), tmp_path, [compile_])
-    assert compile_.record.regions_compiled == 0
+    assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (0, True)
+    assert list(compile_.record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+
+
+class JoinsLater(NeverCalled):
+    """Its blocks take part from the fourth step on; the first step has no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.global_step == 0:
+            return None
+        return (super() if self.global_step < 4 else super(NeverCalled, self)).training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", [Regional(backend="aot_eager"), Whole(backend="aot_eager")])
+def test_regions_may_join_in_the_first_steps(strategy: Any, tmp_path: Path) -> None:
+    eager = fit(JoinsLater(), tmp_path, [], max_steps=8)
+    compile_ = Compile([strategy])
+    assert fit(JoinsLater(), tmp_path, [compile_], max_steps=8) == pytest.approx(eager, rel=1e-5)
+    record = compile_.record
+    assert record.regions_compiled == record.regions
+    assert (record.ended_in_eager, record.eager_parts) == (False, {})
 
 
 def test_a_region_that_is_not_compiled_beside_others_that_are_is_noted(tmp_path: Path) -> None:
@@ -143,16 +169,23 @@ class Growing(Blocks):
 
 
 @pytest.mark.parametrize(
-    "strategy", [Regional(dynamic=False, backend="aot_eager"), Whole(dynamic=False, backend="aot_eager")]
+    "strategy",
+    [
+        Regional(dynamic=False, backend="aot_eager", on_recompile_limit="fail"),
+        Whole(dynamic=False, backend="aot_eager", on_recompile_limit="fail"),
+    ],
 )
-def test_a_recompile_limit_that_is_reached_is_one_line_at_its_step(
+def test_a_strict_recompile_limit_that_is_reached_is_one_line_at_its_step(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
     compile_ = Compile([strategy], parity="off")
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
         fit(Growing(), tmp_path, [compile_])
-    assert one_line(caught.value).startswith("FailOnRecompileLimitHit: one piece of code was compiled for as many")
+    line = one_line(caught.value)
+    assert line.startswith("FailOnRecompileLimitHit: one piece of its code was compiled as often as")
+    assert "size mismatch" in line
+    assert "pad to a few lengths" in line
     done = compile_.record.steps
     assert done in (1, 2), "whole has two parts that share torch's own code"
     assert any(event.kind == "fallback" and event.step == done + 1 for event in compile_.record.events)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.telemetry.compiler import CompilerWatch
 
@@ -143,11 +143,24 @@ def test_stopping_after_the_compiler_was_reset_does_no_harm(watch: CompilerWatch
 
 
 def test_compiled_code_is_told_from_code_that_stayed_eager(watch: CompilerWatch) -> None:
-    def stays_eager(x: Tensor) -> Tensor:
-        return x
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return doubles(x)
 
-    torch.compile(doubles, backend="eager")(torch.ones(3))
-    stays_eager(torch.ones(3))
-    frames = [(function.__code__.co_filename, function.__code__.co_firstlineno) for function in (doubles, stays_eager)]
-    assert watch.compiled(frames) == [True, False]
-    assert watch.compiled([(HERE, 0), ("elsewhere.py", 0)]) == [True, False]
+    class Looping(nn.Module):  # a break in its loop: torch leaves this frame out, and compiles what it calls
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = doubles(x)
+                x.sum().item()
+            return x
+
+    class Eager(Doubling):
+        pass
+
+    modules = [Doubling(), Looping(), Eager()]
+    for module in modules[:2]:
+        torch._dynamo.reset_code(doubles.__code__)
+        module.compile(backend="eager")
+        module(torch.ones(3))
+    modules[2](torch.ones(3))
+    assert [watch.compiled(module) for module in modules] == [True, True, False]

@@ -50,7 +50,7 @@ class Chooser:
     def choose(self, batch: Any) -> list[Strategy]:
         """The strategies to add, modules already compiled where one was tried; the decision is in the report.
 
-        Raises RuntimeError when no candidate can train a step.
+        Raises what eager raises; nothing that a candidate raises.
         """
         reason = why_not(self._trainer)
         if reason is None and not self._trainer.lightning_module.automatic_optimization:
@@ -70,6 +70,14 @@ class Chooser:
                     self._trials.run(module, estimates, batch)
         except SkippedStep as skipped:
             return self._without_choice(str(skipped))
+        except Exception as error:  # eager's: if it is the user's mistake, the first step raises it as it is
+            if self._trainer.world_size > 1:
+                raise
+            return self._without_choice(f"it failed on trial: {one_line(error)}")
+        if all(module.failed for module in estimates.modules.values()):
+            # Eager did not fit beside the copies that a trial needs; without them it may.
+            failed = "; ".join(f"{module.name}: {module.failed}" for module in estimates.modules.values())
+            return self._without_choice(f"no candidate could train a step on trial ({failed})")
         name = self._trainer.strategy.broadcast(best(estimates, self._auto.margin).name)
         row = next(row for row in estimates.rows() if row.name == name)
         self._report(estimates, row, known)
@@ -125,7 +133,7 @@ class Chooser:
     def _module(self, name: str) -> Module:
         try:
             candidate = prepare(name, self._program)
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the run goes on without this candidate
             return Module(name=name, failed=one_line(error))
         self._candidates[name] = candidate
         padding = self._program.padding
@@ -175,5 +183,6 @@ class Chooser:
 
     def _without_choice(self, reason: str) -> list[Strategy]:
         self._program.report[self._auto.name] = {"chosen": EAGER, "reason": reason, "table": []}
+        self._trials.wear(EAGER)
         self._program.notes.append(f"auto: eager, because no step can be timed before the run: {reason}")
         return []

@@ -25,10 +25,8 @@ def next_trial(estimates: Estimates, margin: float) -> Module | None:
 
 
 def best(estimates: Estimates, margin: float) -> Row:
-    """The row to take: of the measured ones that with the least total time, eager unless more than ``margin`` is saved.
-
-    Raises RuntimeError when no candidate could train a step.
-    """
+    """The row to take: of the measured ones that with the least total time, eager unless more than ``margin`` is saved;
+    one of them was measured."""
     leader = _leader(estimates)
     eager = estimates.modules[EAGER]
     plain = [row for row in estimates.rows() if row.module == EAGER and row.measured]
@@ -36,11 +34,7 @@ def best(estimates: Estimates, margin: float) -> Row:
     plain = [row for row in plain if row.captured is (estimates.capture == "always")]
     if eager.failed is None and plain and (leader is None or not _may_save(leader, plain[0], margin)):
         return plain[0]
-    if leader is None:
-        raise RuntimeError(
-            "compile.auto: no candidate could train a step: "
-            + "; ".join(f"{module.name}: {module.failed}" for module in estimates.modules.values())
-        )
+    assert leader is not None
     return leader
 
 

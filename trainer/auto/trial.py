@@ -70,6 +70,7 @@ class Trials:
             return
         if self._worn is not None:
             self._worn.take_off(self._program)
+            self._worn = None
         if candidate is not None:
             candidate.put_on(self._program, self._settings)
         self._worn = candidate
@@ -81,20 +82,30 @@ class Trials:
             self._snapshot = Snapshot(self._trainer, batch)
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
+        try:
+            self._try(module, estimates, batch)
+        except SkippedStep:
+            raise
+        except Exception as error:
+            if self._trainer.world_size > 1:  # the others wait within a step, or have taken it
+                raise
+            self._give_up(module, error)
+        self._snapshot.restore()
+        self.seconds += time.perf_counter() - began
+
+    def _try(self, module: Module, estimates: Estimates, batch: Any) -> None:
         self._prepare(module, estimates)
         prepared = time.perf_counter()
         self.wear(module.name)
         second = self._first_steps(batch)
         if isinstance(second, Exception):
             self._give_up(module, second)
-        else:
-            self._time(module, estimates, batch, second, time.perf_counter() - prepared)
-            if estimates.unsure_of_capture(module):
-                self._capture(module, batch)
-            if estimates.unsure_of_eager(module):
-                self._capture(estimates.modules[EAGER], batch)
-        self._snapshot.restore()
-        self.seconds += time.perf_counter() - began
+            return
+        self._time(module, estimates, batch, second, time.perf_counter() - prepared)
+        if estimates.unsure_of_capture(module):
+            self._capture(module, batch)
+        if estimates.unsure_of_eager(module):
+            self._capture(estimates.modules[EAGER], batch)
 
     def _prepare(self, module: Module, estimates: Estimates) -> None:
         """Import Inductor where ``module`` is the first that needs it; no part of what its compile takes, which is
@@ -127,15 +138,8 @@ class Trials:
                 failure = error
             if self._trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
                 return failure or RuntimeError("another process failed")
-        try:
-            self._step(batch)  # makes the optimizer's state
-            return seconds_of(self._trainer.strategy.root_device, lambda: self._step(batch))
-        except SkippedStep:
-            raise
-        except Exception as error:
-            if self._trainer.world_size > 1:
-                raise
-            return error
+        self._step(batch)  # makes the optimizer's state
+        return seconds_of(self._trainer.strategy.root_device, lambda: self._step(batch))
 
     def _time(self, module: Module, estimates: Estimates, batch: Any, second: float, spent: float) -> None:
         module.step_seconds = step_seconds(
@@ -172,6 +176,7 @@ class Trials:
     def _give_up(self, module: Module, error: Exception) -> None:
         if module.name == EAGER and not is_out_of_memory(error):
             raise error  # the user's own mistake
+        module.step_seconds = module.device_seconds = None
         module.failed = NO_MEMORY if is_out_of_memory(error) else one_line(error)
         self.wear(EAGER)
         self._trainer.lightning_module.zero_grad(set_to_none=True)

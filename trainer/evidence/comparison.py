@@ -10,7 +10,7 @@ from trainer.evidence import likeness
 from trainer.evidence.arms import PEER
 from trainer.evidence.cells import Cell, group
 from trainer.evidence.crossings import Crossing, envelope
-from trainer.evidence.flags import THIN, UNLIKE, ended_eager
+from trainer.evidence.flags import THIN, UNLIKE
 from trainer.evidence.rows import Row, rows_of
 from trainer.evidence.runs import Run
 from trainer.evidence.statistics import FASTER, NOT_SHOWN
@@ -150,7 +150,7 @@ def _can_win(row: Row) -> bool:
     """Whether the row is shown to be faster, by what its arm is made of and not by what it fell back to."""
     if row.ratio is None or row.ratio.verdict != FASTER:
         return False
-    return not any(ended_eager(run.record) for run in row.cell.finished)
+    return not any(run.record.ended_in_eager for run in row.cell.finished)
 
 
 def _baseline(cells: Sequence[Cell], name: str) -> Cell | None:

@@ -22,8 +22,6 @@ NOTHING_COMPILED = "nothing compiled"
 THIN = "thin"
 UNLIKE = "unlike"
 """First words of the flags that say so."""
-ALL_EAGER = ("the run is eager", "all of it runs eager")
-"""How records say that nothing is left that is compiled."""
 
 
 def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
@@ -38,14 +36,6 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
         *_caches(cell),
         *_setup(cell, baseline),
     ]
-
-
-def ended_eager(record: RunRecord) -> bool:
-    """Whether a run with strategies had nothing compiled in the end, so that its figures are mostly eager's."""
-    told = [*record.notes, *(event.reason for event in record.events if event.kind == "fallback")]
-    return bool(record.report.get("watchdog", {}).get("rolled_back")) or any(
-        words in line for line in told for words in ALL_EAGER
-    )
 
 
 def parity_of(cell: Cell) -> str | None:
@@ -74,13 +64,17 @@ def _not_finished(cell: Cell) -> Iterator[str]:
 
 
 def _rolled_back(cell: Cell) -> Iterator[str]:
-    affected = [run.record for run in cell.finished if any(event.kind == "fallback" for event in run.record.events)]
-    eager = [record for record in affected if ended_eager(record)]
-    partly = [record for record in affected if record not in eager]
+    eager = [run.record for run in cell.finished if run.record.ended_in_eager]
+    partly = [run.record for run in cell.finished if not run.record.ended_in_eager and _reasons(run.record)]
     for records, what in ((eager, "ended in eager"), (partly, "ran eager in part")):
         if records:
-            reason = next(event.reason for event in records[0].events if event.kind == "fallback").splitlines()[0]
+            reason = next(iter(_reasons(records[0])), "no reason given").splitlines()[0]
             yield f"{what}{_of(records, cell)}: {reason}"
+
+
+def _reasons(record: RunRecord) -> list[str]:
+    """Why parts ran eager; where torch skipped a frame within a region, in its words."""
+    return [*record.eager_parts.values(), *(event.reason for event in record.events if event.kind == "fallback")]
 
 
 def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:

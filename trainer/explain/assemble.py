@@ -25,7 +25,7 @@ def assembled(watching: Watching, compile_: Compile, trainer: L.Trainer, failure
         backend=", ".join(used),
         device=hardware.device_name(trainer.strategy.root_device),
         versions=hardware.versions(),
-        failures=list(dict.fromkeys([*watching.look.seen.failures, *failures])),
+        failures=list(dict.fromkeys([*watching.look.seen.failures, *failures, *compile_.record.eager_parts.values()])),
         coverage=watching.coverage,
         notes=list(compile_.record.notes),
     )

@@ -142,8 +142,8 @@ RECOMPILE_MENDS: dict[str, str] = {
     "autocast": "enter autocast around all calls of the compiled module, or around none",
     "global state": "a process-wide setting of torch changed between two calls: set it once, before the first step",
     "number": (
-        "hand it in as a 0-dimensional tensor, or keep it constant: a Python number that changes is a constant to "
-        "the compiler, and what depends on it is compiled again"
+        "make it a tensor (an attribute: a buffer that is filled in place), or do not read it in the compiled module: "
+        "a Python number is a constant to the compiler, and what depends on it is compiled again"
     ),
     "flag": "a Python flag that changes is a constant to the compiler: set it once, before the first step",
     "None at first": "fill it before the first compiled call, in __init__ or with one eager call",

@@ -10,6 +10,7 @@ import lightning as L
 from strategies import Program
 from strategies.compose import begin
 from trainer.callback import Compile
+from trainer.filled_record import ended_in_eager
 from trainer.rehearsal import Guarding
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.profile_page import with_idle_share
@@ -76,6 +77,8 @@ class CompileForInference(Compile):
             setattr(record, name, value)
         if self.program is not None:
             record.report = self.program.report
+            record.eager_parts = dict(self.program.eager_parts)
+            record.ended_in_eager = ended_in_eager(self.program)
             if "profile" in record.report:
                 facts = with_idle_share(record.report["profile"], record.latency_seconds_median)
                 record.report["profile"] = facts

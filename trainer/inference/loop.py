@@ -8,6 +8,7 @@ on a GPU would be measured by.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.graph_engine import CannotCapture
-from strategies.inplace import uncompile
+from strategies.inplace import give_up
 from strategies.step_graphs import StateChanges
 from trainer.guards import Guards
 from trainer.host_effects import observed
@@ -63,12 +64,13 @@ class InferenceLoop:
         flags = [(part, part.training) for part in module.modules()]
         self._program = self._compile.begin_inference(trainer)
         self._guards = Guards(
-            self._guarding,
+            dataclasses.replace(self._guarding, on_compile_error="fail"),  # _attempt rolls back
             trainer,
             self._program,
             cast(Telemetry, self._telemetry),  # of which it reads the compiler alone, after the first batch
             self._compile.record,
             cuda_graphs=False,
+            chances=1,
         )
         self._off = False
         step = f"{self._mode.step}_step"
@@ -83,12 +85,14 @@ class InferenceLoop:
                     module.on_validation_epoch_start()
                 self._measure()
         except BaseException:
+            self._guards.finish()
             self._compile.finish_inference(trainer, together=False)
             raise
         finally:
             self._stop.in_training = False
             for part, training in flags:
                 part.training = training
+        self._guards.finish()
         self._compile.finish_inference(trainer, together=True)
         return []
 
@@ -216,7 +220,7 @@ class InferenceLoop:
             self._program.report["profile"] = facts
 
     def _go_eager(self, line: str) -> None:
-        uncompile(self._program)
+        give_up(self._program, list(self._program.regions), line)
         self._program.notes.append(line)
         self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, phase="rehearsing"))
 

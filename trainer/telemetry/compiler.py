@@ -7,13 +7,15 @@ the trainer that reads it, and the tests run it on the oldest and the newest tor
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterable
+import weakref
 from typing import Any
 
 import torch._dynamo.callback as dynamo_callback
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
+from torch import nn
 
 from trainer.telemetry.events import Event
 
@@ -29,6 +31,10 @@ PHASES = {
     "backward": "backward_cumulative_compile_time_us",
 }
 """Phase names in the record and the metric fields they add up; phases nest."""
+_COMPILED_UNDER: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
+"""Classes of regions under whose calls this process compiled code, their own or what they call; modules of one class
+share it, also with those of a later training."""
+_MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 class CompilerWatch:
@@ -50,8 +56,10 @@ class CompilerWatch:
         self._seen_breaks = 0
         self._first_metric = 0
         self._counters: dict[str, int] = {}
-        self._frames: set[tuple[str, int]] = set()
+        self._under: dict[str, set[type[nn.Module]]] = {}
         self._locations: dict[str, str] = {}
+        self.beyond_limit: dict[type[nn.Module], str] = {}
+        """Classes of regions of which some code was compiled as often as torch may, with the guard that failed last."""
 
     def start(self) -> None:
         """Begin to watch; figures count from here."""
@@ -84,6 +92,8 @@ class CompilerWatch:
         new: list[Event] = []
         metrics = dynamo_utils.get_compilation_metrics()
         for metric in metrics[self._seen_metrics :]:
+            if metric.has_guarded_code:
+                _COMPILED_UNDER.update(self._under.get(_frame(metric.compile_id), ()))
             new.extend(self._events_of(metric))
         self._seen_metrics = len(metrics)
         breaks = dynamo_utils.graph_break_reasons
@@ -128,17 +138,15 @@ class CompilerWatch:
         """Number of events of one kind so far."""
         return sum(event.kind == kind for event in self.events)
 
-    def compiled(self, frames: Iterable[tuple[str, int]]) -> list[bool]:
-        """For each ``(file, first line)``: whether this process holds compiled code for it. Line 0 matches any line."""
+    def compiled(self, module: nn.Module) -> bool:
+        """Whether this process holds code that was compiled while ``module``, or another of its class, was called."""
         if dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-            return [False for _ in frames]  # whatever an earlier fit of this process compiled is not used
-        for metric in dynamo_utils.get_compilation_metrics():
-            if metric.has_guarded_code and metric.co_filename:
-                self._frames.update({(metric.co_filename, metric.co_firstlineno or 0), (metric.co_filename, 0)})
-        return [frame in self._frames for frame in frames]
+            return False  # whatever an earlier fit of this process compiled is not used
+        self.collect()
+        return type(module) in _COMPILED_UNDER
 
     def _events_of(self, metric: Any) -> list[Event]:
-        frame = str(metric.compile_id).split("/")[0]
+        frame = _frame(metric.compile_id)
         if metric.co_filename:
             self._locations[frame] = f"{metric.co_filename}:{metric.co_firstlineno} {metric.co_name}"
         # A frame that ran out of recompiles is named by its number alone.
@@ -149,6 +157,9 @@ class CompilerWatch:
             reason = f"{metric.fail_type}: {metric.fail_reason or 'no reason given'}".strip()
             if metric.recompile_reason:
                 reason += f"; the guard that failed last: {metric.recompile_reason.strip()}"
+            if metric.fail_type == "FailOnRecompileLimitHit" or "recompile limit exceeded" in reason:
+                limited = dict.fromkeys(self._under.get(frame, ()), metric.recompile_reason or "")
+                self.beyond_limit.update(limited)
             return [self._event("fallback", reason, where)]
         if metric.recompile_reason and metric.has_guarded_code:
             return [self._event("recompile", metric.recompile_reason, where)]
@@ -157,8 +168,9 @@ class CompilerWatch:
     def _event(self, kind: str, reason: str, location: str | None) -> Event:
         return Event(kind=kind, reason=reason.strip(), location=location, step=self.step, phase=self.phase)
 
-    def _on_start(self, _: Any) -> None:
+    def _on_start(self, arguments: Any) -> None:
         self.compilations += 1
+        self._under.setdefault(_frame(arguments.compile_id), set()).update(_regions_under_way())
         self._began = time.perf_counter()
 
     def _on_end(self, _: Any) -> None:
@@ -176,6 +188,22 @@ class CompilerWatch:
             "fxgraph_cache_bypass": counters["inductor"]["fxgraph_cache_bypass"],
             "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
         }
+
+
+def _frame(compile_id: Any) -> str:
+    """The number of the piece of code: what comes first in ``3/0``."""
+    return str(compile_id).split("/")[0]
+
+
+def _regions_under_way() -> set[type[nn.Module]]:
+    """Classes of the regions whose calls lie on this thread's stack."""
+    found: set[type[nn.Module]] = set()
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is _MODULE_CALL and frame.f_locals["self"]._compiled_call_impl is not None:
+            found.add(type(frame.f_locals["self"]))
+    return found
 
 
 def _cache_word(hits: int, misses: int) -> str | None:

@@ -98,6 +98,10 @@ class RunRecord:
     """Submodules handed to the compiler; None for eager."""
     regions_compiled: int | None = None
     """Of those, how many the compiler really compiled code for."""
+    ended_in_eager: bool | None = None
+    """Whether nothing that was to be compiled or captured was so in the end; None where nothing was to be compiled."""
+    eager_parts: dict[str, str] = field(default_factory=dict)
+    """What was to be compiled and ran eager in the end (path of a region, or ``optimizer``), with the reason."""
     graphs: int | None = None
     """Graphs compiled; None for eager."""
     graph_breaks: int | None = None

@@ -1,0 +1,381 @@
+"""No strategy ends a run that eager would finish: what cannot be compiled runs eager, with a warning and in the record.
+
+Modules as people write them: a counter in a block, a metric read in a loop, lazy layers, a sparse embedding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import STRATEGIES, Checkpointing, Optimizer, Regional, Strategy, Whole
+from strategies.auto import Auto
+from tests.strategies.modules import Block
+from tests.trainer.conftest import FLOOR
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.auto import candidates, chooser, trial
+from trainer.callback import Compile
+from trainer.parity.comparison import ParityError
+from trainer.rehearsal import Rehearsal
+from trainer.rollback import CompileFailed
+
+
+class ReadsInLoop(nn.Module):
+    """Reads a number of each block's output, which breaks the graph in a loop: torch leaves this frame out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.largest = 0.0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BD = block(x_BD)
+            self.largest = max(self.largest, x_BD.detach().abs().max().item())
+        return x_BD
+
+
+class WithNet(Blocks):
+    """One net with the blocks, between stem and head."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.net(self.stem(batch[0]))), batch[1])
+
+
+def test_a_break_in_a_regions_own_loop_is_no_region_that_compiled_nothing(tmp_path: Path) -> None:
+    eager = fit(WithNet(ReadsInLoop()), tmp_path, [])
+    for _ in range(2):  # a second training of the process compiles nothing anew
+        compile_ = Compile([Whole(backend="aot_eager")], whole=["net"])
+        assert fit(WithNet(ReadsInLoop()), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+        record = compile_.record
+        assert (record.regions, record.regions_compiled, record.ended_in_eager) == (1, 1, False)
+
+
+class Counting(Block):
+    """A block that counts its calls and computes by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x_BD) * (1.0 + 0.01 * self.steps)
+
+
+class CountingBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(3))
+
+
+class CountingInLoop(ReadsInLoop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+
+
+@pytest.mark.parametrize("parity", ["on", "off"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
+    fullgraph: bool, parity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 4)
+    eager = fit(CountingBlocks(), tmp_path, [], max_steps=10)
+    module, compile_ = CountingBlocks(), Compile([Regional(backend="aot_eager", fullgraph=fullgraph)], parity=parity)
+    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0.*self\.steps == \d.*make it a tensor"):
+        assert fit(module, tmp_path, [compile_], max_steps=10) == pytest.approx(eager, rel=FLOOR)
+    assert [layer.steps for layer in module.layers] == [10] * 3, "no call ran twice"
+    record = compile_.record
+    assert (record.ended_in_eager, list(record.eager_parts)) == (True, ["layers.0", "layers.1", "layers.2"])
+    assert not any("buckets" in reason or "dynamic" in reason for reason in record.eager_parts.values())
+    assert any(event.kind == "fallback" and "self.steps" in event.reason for event in record.events)
+    assert any("self.steps" in note for note in record.notes)
+    assert all(layer._compiled_call_impl is None for layer in module.layers)
+
+
+def test_the_limit_within_a_region_whose_own_frame_is_left_out_is_that_regions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 4)
+    eager = fit(WithNet(CountingInLoop()), tmp_path, [], max_steps=10)
+    module, compile_ = WithNet(CountingInLoop()), Compile([Whole(backend="aot_eager")], whole=["net"])
+    with pytest.warns(UserWarning, match="on_recompile_limit=eager: net runs eager.*steps"):
+        assert fit(module, tmp_path, [compile_], max_steps=10) == pytest.approx(eager, rel=FLOOR)
+    assert compile_.record.ended_in_eager
+    assert [block.steps for block in module.net.blocks] == [10] * 3
+
+
+class Growing(Blocks):
+    """Each step's batch is one row longer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([tensor[:1].repeat(self.global_step + 2, 1) for tensor in batch], batch_idx)
+
+
+def test_where_a_size_was_the_reason_padding_is_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
+    eager = fit(Growing(), tmp_path, [])
+    compile_ = Compile([Regional(dynamic=False, backend="aot_eager")])
+    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: .*size mismatch.*pad to a few lengths"):
+        assert fit(Growing(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+
+
+class Numbered(Block):
+    """Blocks of one class with a number each: a graph for every one of them, as router logits make of a Mixtral's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return super().forward(x_BD) * (1.0 + 0.01 * self.number)
+
+
+class NumberedBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(number) for number in range(6))
+
+
+@pytest.mark.parametrize("options", [{}, {"on_compile_error": "eager"}, {"parity": "off"}], ids=str)
+def test_the_limit_before_the_first_step_leaves_that_kind_eager_and_the_others_compiled(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 4)
+    eager = fit(NumberedBlocks(), tmp_path, [])
+    compile_ = Compile([Regional(backend="aot_eager", blocks=["layers"], parts=["head"])], **options)
+    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0, .* and 3 more runs eager.*number"):
+        assert fit(NumberedBlocks(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    record = compile_.record
+    assert (record.ended_in_eager, len(record.eager_parts), record.regions_compiled) == (False, 6, 1)
+
+
+def test_a_word_that_is_no_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile\.whole\.on_recompile_limit='warn' is not one of"):
+        Whole(on_recompile_limit="warn")
+
+
+class LazyBlock(nn.Module):
+    """A block that finds out about its width when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LazyLinear(8), nn.Linear(8, 8)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return x_BD + self.second(self.first(x_BD))
+
+
+class LazyBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.LazyLinear(8)
+        self.layers = nn.ModuleList(LazyBlock() for _ in range(3))
+
+
+LAZY: list[list[Strategy]] = [
+    [Regional(backend="aot_eager")],
+    [Whole(backend="aot_eager"), Optimizer(backend="aot_eager")],
+    [Checkpointing(), Regional(backend="aot_eager")],
+    [Auto(planned_steps=10**9, remember=False)],
+]
+
+
+@pytest.mark.parametrize("strategies", LAZY, ids=lambda each: "+".join(strategy.name for strategy in each))
+def test_lazy_layers_train_as_in_eager(
+    strategies: list[Strategy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
+    monkeypatch.setattr(candidates, "STRATEGIES", {**STRATEGIES, **kinds})
+    eager = fit(LazyBlocks(), tmp_path, [])
+    compile_ = Compile(strategies)
+    assert fit(LazyBlocks(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    record = compile_.record
+    if record.regions:
+        assert record.regions_compiled == record.regions
+        assert record.report["parity"]["verdict"] == "passed"
+
+
+def test_a_lazy_layer_that_no_batch_reaches_leaves_the_run_eager(tmp_path: Path) -> None:
+    class Unused(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.LazyLinear(8)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD([*self.stem.parameters(), *self.head.parameters()], lr=0.05)
+
+    eager = fit(Unused(), tmp_path, [], max_steps=14)
+    compile_ = Compile([Regional(backend="aot_eager")])
+    with pytest.warns(UserWarning, match=r"nn\.Lazy modules: layers.*unused\.weight.* got no shape"):
+        assert fit(Unused(), tmp_path, [compile_], max_steps=14) == eager
+    assert compile_.record.ended_in_eager
+
+
+class Penalised(Blocks):
+    """A gradient penalty on the input of blocks and head."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BD = batch[0].requires_grad_()
+        hidden_BD = self.stem(x_BD)
+        for layer in self.layers:
+            hidden_BD = layer(hidden_BD)
+        out_B1 = self.head(hidden_BD)
+        (slope_BD,) = torch.autograd.grad(out_B1.sum(), x_BD, create_graph=True)
+        return nn.functional.mse_loss(out_B1, batch[1]) + slope_BD.square().sum()
+
+
+def test_a_gradient_penalty_is_named_with_its_way_out_before_anything_is_trained(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="aot_eager")])
+    with pytest.raises(CompileFailed, match=r"layers\.0, .*gradient of a gradient.*on_compile_error=eager"):
+        fit(Penalised(), tmp_path, [compile_])
+    assert compile_.record.steps == 0
+    eager = fit(Penalised(), tmp_path, [])
+    compile_ = Compile([Regional(backend="aot_eager")], on_compile_error="eager")
+    with pytest.warns(UserWarning, match="gradient of a gradient"):
+        assert fit(Penalised(), tmp_path, [compile_]) == eager
+    assert compile_.record.ended_in_eager
+
+
+class Sparse(Blocks):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        embedded_BD = self.embedding((batch[0][:, 0] > 0).long())
+        return super().training_step([batch[0] + embedded_BD, batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_optimizer_that_is_left_out_counts_as_eager(beside: bool, tmp_path: Path) -> None:
+    eager = fit(Sparse(), tmp_path, [])
+    regional: list[Strategy] = [Regional(backend="aot_eager")] if beside else []
+    compile_ = Compile([*regional, Optimizer(backend="aot_eager")])
+    assert fit(Sparse(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    record = compile_.record
+    assert record.ended_in_eager is not beside
+    assert "sparse" in record.eager_parts["optimizer"]
+    assert [event.kind for event in record.events if "sparse" in event.reason] == ["fallback"]
+
+
+def test_where_nothing_was_to_be_compiled_nothing_is_said_of_eager(tmp_path: Path) -> None:
+    for strategies in ([], [Checkpointing()]):
+        compile_ = Compile(strategies)
+        fit(Blocks(), tmp_path, [compile_])
+        assert (compile_.record.ended_in_eager, compile_.record.eager_parts) == (None, {})
+
+
+def planted(*_: Any, **__: Any) -> Any:
+    raise LookupError("planted")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (candidates.Candidate, "_apply"),
+        (candidates.Candidate, "put_on"),
+        (chooser, "prepare"),
+        (trial.Trials, "_prepare"),
+        (trial, "step_seconds"),
+        (trial.Trials, "_first_steps"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whatever_fails_in_a_trial_leaves_auto_with_eager(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
+    monkeypatch.setattr(candidates, "STRATEGIES", {**STRATEGIES, **kinds})
+    eager = fit(Blocks(), tmp_path, [])
+    monkeypatch.setattr(owner, name, planted)
+    compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
+    assert fit(Blocks(), tmp_path, [compile_]) == eager
+    decision = compile_.record.report["auto"]
+    assert decision["chosen"] == "eager"
+    assert "planted" in str(decision)
+
+
+def test_a_key_that_is_pressed_in_a_trial_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: Any, **__: Any) -> Any:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(trial, "step_seconds", pressed)
+    with pytest.raises(SystemExit):
+        fit(Blocks(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])])
+
+
+def test_a_mistake_of_the_users_is_raised_by_auto_as_it_is(tmp_path: Path) -> None:
+    class Mistaken(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise LookupError("the user's own")
+
+    with pytest.raises(LookupError, match="the user's own"):
+        fit(Mistaken(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])])
+
+
+def test_what_auto_chose_and_is_not_eagers_model_runs_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
+    monkeypatch.setattr(candidates, "STRATEGIES", {**STRATEGIES, **kinds})
+    monkeypatch.setattr(trial, "step_seconds", lambda *_, **__: next(seconds))
+    seconds = iter([1.0, 0.1, 0.1])
+    eager = fit(Blocks(), tmp_path, [])
+
+    def differs(*_: Any) -> Any:
+        raise ParityError("planted difference", {"verdict": "failed"})
+
+    monkeypatch.setattr(Rehearsal, "_compare", differs)
+    compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
+    with pytest.warns(UserWarning, match="compile=auto: .*planted difference"):
+        assert fit(Blocks(), tmp_path, [compile_]) == eager
+    assert compile_.record.ended_in_eager
+
+
+class Nested(Blocks):
+    """Stages of blocks: a list of lists."""
+
+    def __init__(self, stages: nn.Module) -> None:
+        super().__init__()
+        self.layers = stages  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BD = self.stem(batch[0])
+        stages = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
+        for stage in stages:
+            for block in stage if isinstance(stage, nn.ModuleList) else [stage]:
+                x_BD = block(x_BD)
+        return nn.functional.mse_loss(self.head(x_BD), batch[1])
+
+
+def stages(kind: str) -> nn.Module:
+    if kind == "lists":
+        return nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(3))
+    if kind == "mixed":  # as a U-Net has them: a block, a bare layer
+        return nn.ModuleList(nn.ModuleList([Block(), Block(), nn.Linear(8, 8)]) for _ in range(3))
+    if kind == "dict of lists":
+        return nn.ModuleDict({name: nn.ModuleList(Block() for _ in range(3)) for name in ("down", "up")})
+    return nn.ModuleDict({str(number): Block() for number in range(6)})
+
+
+@pytest.mark.parametrize("kind", ["lists", "mixed", "dict of lists", "dict"])
+@pytest.mark.parametrize("named", [False, True])
+def test_blocks_in_lists_of_lists_are_found(kind: str, named: bool, tmp_path: Path) -> None:
+    eager = fit(Nested(stages(kind)), tmp_path, [])
+    blocks = ["layers"] if named else None
+    compile_ = Compile([Checkpointing(blocks=blocks), Regional(backend="aot_eager", blocks=blocks)])
+    assert fit(Nested(stages(kind)), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    record = compile_.record
+    assert record.report["checkpointing"]["computed_again"] == 6
+    assert (record.regions, record.regions_compiled) == (6, 6)
