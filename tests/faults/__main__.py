@@ -1,4 +1,4 @@
-"""Plant every fault in both precisions and print the table of ``docs/planted_faults.md``: ``python -m tests.faults``."""
+"""Plant every fault and print the table of its page of docs: ``python -m tests.faults [PART OF A NAME ...]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module that faults are planted into: attention, norms, dropout and running statistics, each a few numbers wide."""
+"""The module that faults are planted into: attention, norms, dropout and running statistics of a few numbers each."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ Edit = Callable[[GraphModule], None]
 
 
 def regional(fault: Fault = Call.run, edit: Edit | None = None) -> Strategy:
-    """``compile=regional`` with a compiler whose calls go through ``fault`` and whose graphs are changed by ``edit``."""
+    """``compile=regional`` whose compiled calls go through ``fault``, and whose graphs are changed by ``edit``."""
     calls = itertools.count()
     memory: dict[str, Any] = {}
 

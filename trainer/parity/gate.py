@@ -120,7 +120,7 @@ class ParityGate:
             "seconds": round(time.perf_counter() - began, 3),
         }
         if failed:
-            reason = "; ".join(complaints) or "another process found it so"
+            reason = facts["reason"] = "; ".join(complaints) or "another process found it so"
             raise ParityError(
                 f"parity={self._judge.mode}: the compiled step is not eager's: {reason}. Nothing was trained. Leave "
                 "out strategies to find the one at fault; parity=off goes on in spite of it",
@@ -196,7 +196,7 @@ class ParityGate:
                 state.give(blurred)
 
         def filled(found: dict[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-            return [found[one] if one in found else torch.zeros_like(one) for one in parameters]
+            return [found[one] if one in found else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
 
         if not self._passes.by_hand:
 
