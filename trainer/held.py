@@ -23,11 +23,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-_LIBRARIES = {
-    *("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "numpy"),
-    *("strategies", "trainer", *sys.stdlib_module_names),
-}
-"""Packages into whose objects and functions nobody looks: ours are meant to remember the passes."""
+_LIBRARIES = {"strategies", "trainer", *sys.stdlib_module_names}
+"""Not the user's own, as is all that is installed. Ours are meant to remember the passes."""
 _NOT_LOOKED_INTO = (L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap)
 _PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.NoneType)
 _RANDOM = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState, Random)
@@ -64,7 +61,7 @@ def restorer(value: Any) -> Callable[[], None] | None:
         return nothing
     if isinstance(value, LRScheduler | torch.amp.GradScaler) or _is_users(value):
         return _attributes_restorer(value)
-    return None
+    return nothing if any(isinstance(one, _RANDOM) for one in _attributes(value).values()) else None
 
 
 def held_by(held: Held) -> list[Held]:
@@ -81,10 +78,11 @@ def held_by(held: Held) -> list[Held]:
         return [Held(value.param_groups, name), Held(value.state, name)]
     if isinstance(value, functools.partial | types.MethodType | types.FunctionType):
         return [Held(one, name) for one in _bound(value) if _deep(one)]
+    owned = isinstance(value, LRScheduler | torch.amp.GradScaler) or _is_users(value)
     return [
         Held(one, f"{name}.{attribute}", functools.partial(object.__setattr__, value, attribute))
         for attribute, one in _attributes(value).items()
-        if _deep(one)
+        if (_deep(one) if owned else isinstance(one, _RANDOM))
     ]
 
 
@@ -103,7 +101,7 @@ def held_by_module(module: nn.Module, name: str) -> Iterator[Held]:
         if submodule is not None:
             yield Held(submodule, f"{name}.{child}")
     for base in type(module).__mro__:
-        for method in vars(base).values() if _root(base.__module__) not in _LIBRARIES else ():
+        for method in () if _is_library(base.__module__) else vars(base).values():
             if isinstance(method, types.FunctionType):
                 named = {global_: method.__globals__.get(global_) for global_ in method.__code__.co_names}
                 yield from (Held(one, global_) for global_, one in named.items() if isinstance(one, _RANDOM))
@@ -147,17 +145,18 @@ def _deep(value: Any) -> bool:
     return not isinstance(value, _PLAIN)
 
 
-def _root(module: str | None) -> str:
-    return (module or "").partition(".")[0]
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module is installed, and not the user's own code."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module.partition(".")[0] in _LIBRARIES or "site-packages" in file or "dist-packages" in file
 
 
 def _is_users(value: Any) -> bool:
     """Whether it is an object of a user's class, or a record."""
     kind = type(value)
     return (
-        _root(kind.__module__) not in _LIBRARIES
-        or isinstance(value, types.SimpleNamespace)
-        or dataclasses.is_dataclass(value)
+        not _is_library(kind.__module__) or isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
     )
 
 
@@ -175,7 +174,7 @@ def _bound(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if _root(value.__globals__.get("__name__")) in _LIBRARIES:
+    if _is_library(value.__globals__.get("__name__", "")):
         return []
     bound = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():

@@ -119,23 +119,23 @@ def _gradients() -> list[Planted]:
 
         return gradient(change, "up_parameters_weight")(call)
 
-    given: list[tuple[str, Fault, bool]] = [
-        ("gradients of the inputs 1% too large", gradient(lambda one: one * 1.01, "l_x_btd"), True),
-        ("gradients of the inputs 10% too large", gradient(lambda one: one * 1.1, "l_x_btd"), False),
-        ("half of the gradients halved", gradient(lambda one: one * 0.5, *weights), False),
-        ("a small parameter's gradient times 0.01", gradient(lambda one: one * 0.01, "norm_parameters_bias"), False),
-        ("a small parameter's gradient times 10", gradient(lambda one: one * 10, "norm_parameters_bias"), False),
-        ("a gradient lost", gradient(torch.zeros_like, "out_parameters_bias"), False),
-        ("a gradient transposed", gradient(lambda one: one.t(), "up_parameters_weight"), False),
-        ("a gradient's sign turned", gradient(torch.neg, "out_parameters_weight"), False),
-        ("a gradient added twice", gradient(lambda one: 2 * one, "mix_parameters_bias"), False),
-        ("a gradient with one row missing", gradient(_without_row, "mix_parameters_weight"), False),
-        ("a gradient of the call before", stale, False),
-        ("a gradient that is not a number", gradient(lambda one: one * float("nan"), "up_parameters_bias"), False),
+    given: list[tuple[str, Fault]] = [
+        ("gradients of the inputs 1% too large", gradient(lambda one: one * 1.01, "l_x_btd")),
+        ("gradients of the inputs 10% too large", gradient(lambda one: one * 1.1, "l_x_btd")),
+        ("half of the gradients halved", gradient(lambda one: one * 0.5, *weights)),
+        ("a small parameter's gradient times 0.01", gradient(lambda one: one * 0.01, "norm_parameters_bias")),
+        ("a small parameter's gradient times 10", gradient(lambda one: one * 10, "norm_parameters_bias")),
+        ("a gradient lost", gradient(torch.zeros_like, "out_parameters_bias")),
+        ("a gradient transposed", gradient(lambda one: one.t(), "up_parameters_weight")),
+        ("a gradient's sign turned", gradient(torch.neg, "out_parameters_weight")),
+        ("a gradient added twice", gradient(lambda one: 2 * one, "mix_parameters_bias")),
+        ("a gradient with one row missing", gradient(_without_row, "mix_parameters_weight")),
+        ("a gradient of the call before", stale),
+        ("a gradient that is not a number", gradient(lambda one: one * float("nan"), "up_parameters_bias")),
     ]
     return [
-        Planted(name=name, kind="gradient", plant=lambda fault=fault: regional(fault), only_single=single)  # type: ignore[misc]
-        for name, fault, single in given
+        Planted(name=name, kind="gradient", plant=lambda fault=fault: regional(fault))  # type: ignore[misc]
+        for name, fault in given
     ]
 
 
