@@ -123,8 +123,9 @@ class Passes:
         loss = torch.zeros((), device=self._trainer.strategy.root_device)
         self._optimizer_step(lambda: loss)
 
-    def evaluate(self, batch: Any) -> None:
-        """A validation step on ``batch``, with the training flags as Lightning's validation sets them."""
+    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
+        """A validation step on ``batch``, with the training flags as Lightning's validation sets them; returns what it
+        returned. ``step="training_step"`` runs the forward of that one so."""
         trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop.val_loop
         flags = [(module, module.training) for module in self._module.modules()]
@@ -132,12 +133,13 @@ class Passes:
         try:
             self._module.eval()
             with as_capturing(False), torch.inference_mode() if loop.inference_mode else torch.no_grad():
+                if step == "training_step":
+                    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+                    return call._call_strategy_hook(trainer, step, *arguments.values())
                 call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
                 call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
-                arguments = loop._build_step_args_from_hook_kwargs(
-                    loop._build_kwargs(batch, 0, None), "validation_step"
-                )
-                call._call_strategy_hook(trainer, "validation_step", *arguments)
+                given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
+                return call._call_strategy_hook(trainer, step, *given)
         finally:
             for module, training in flags:
                 module.training = training

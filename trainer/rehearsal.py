@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program, Stage
 from strategies.as_capturing import as_capturing
@@ -98,6 +99,9 @@ class Rehearsal:
         with self._passes.quiet(), as_capturing(self._program.step is not None):
             snapshot = Snapshot(self._trainer, batch)
             try:
+                if lost := self._lost(snapshot):
+                    self._not_compared(f"{lost}, so that nothing may be run before the first step")
+                    return None
                 self._rehearse(batch, snapshot, rollback)
             except SkippedStep as skipped:
                 self._skip(str(skipped))
@@ -108,10 +112,15 @@ class Rehearsal:
         return rollback
 
     def time_again(self, batch: Any) -> Sample:
-        """Time eager and compiled steps on ``batch`` in the middle of the training, and restore everything."""
+        """Time eager and compiled steps on ``batch`` in the middle of the training, and restore everything.
+
+        Where a step would use up what cannot be put back, the sample that there is counts.
+        """
         with self._passes.quiet(), as_capturing(self._program.step is not None):
             snapshot = Snapshot(self._trainer, batch)
             try:
+                if self.sample is not None and self._lost(snapshot):
+                    return self.sample
                 with eager(self._program):
                     self._passes.step(batch)
                 self._passes.step(batch)
@@ -165,10 +174,13 @@ class Rehearsal:
     def _compare(self, batch: Any, snapshot: Snapshot) -> None:
         gate = ParityGate(self._guarding.parity, self._trainer, self._program, self._passes, snapshot)
         try:
-            self._report("parity", gate.run(batch))
+            facts = gate.run(batch)
         except ParityError as error:
             self._report("parity", error.facts)
             raise
+        self._report("parity", facts)
+        if facts["verdict"] == "not compared":
+            self._warn_not_compared(facts["reason"])
 
     def _time(self, batch: Any) -> None:
         with eager(self._program):
@@ -220,6 +232,24 @@ class Rehearsal:
         self._program.notes.append(f"nothing was rehearsed, compared with eager or warmed: {reason}")
         if self._guarding.parity != "off":
             self._report("parity", {"mode": self._guarding.parity, "verdict": "skipped", "reason": reason})
+
+    def _lost(self, snapshot: Snapshot) -> str | None:
+        """What a step would use up and nobody could put back, on any process."""
+        found = ", ".join(dict.fromkeys(snapshot.cannot_restore))
+        if not self._trainer.strategy.reduce_boolean_decision(bool(found), all=False):
+            return None
+        return f"a step may use up {found or 'what another process keeps'}, which cannot be put back"
+
+    def _not_compared(self, reason: str) -> None:
+        if self._guarding.parity != "off":
+            facts = {"mode": self._guarding.parity, "verdict": "not compared", "reason": reason}
+            self._report("parity", facts)
+        self._warn_not_compared(reason)
+
+    def _warn_not_compared(self, reason: str) -> None:
+        line = f"the compiled step was not compared with eager's: {reason}"
+        self._program.notes.append(line)
+        rank_zero_warn(line)
 
     def _report(self, name: str, facts: dict[str, Any]) -> None:
         self._program.report.setdefault(name, {}).update(facts)

@@ -158,8 +158,10 @@ def _fallbacks(record: RunRecord) -> str:
 
 def _parity(record: RunRecord) -> str:
     facts = record.report.get("parity")
-    if facts is None or facts["verdict"] == "skipped":
-        return "" if facts is None else f"not compared: {facts['reason']}"
+    if facts is None:
+        return ""
+    if facts["verdict"] in ("skipped", "not compared"):
+        return f"not compared: {facts['reason']}"
     if "outputs" in facts:
         outputs = facts["outputs"]
         return f"{facts['verdict']} (outputs {outputs['difference']:.1e} apart, tolerance {outputs['tolerance']:.1e})"

@@ -7,11 +7,9 @@ that nothing is replaced that can be filled.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -22,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
+from trainer.held import Held, copied, held_by, held_by_module, is_iterator, items_of, nothing, restorer
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -37,8 +36,10 @@ _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl
 
 class Snapshot:
     """Taken when it is made: parameters and which of them want gradients, buffers, gradients, optimizers, schedulers,
-    gradient scalers, random generators, plain attributes of the modules (numbers, lists, tensors, dataclasses of them),
-    training flags, progress counters and the batch. Objects of other classes, and what they hold, are not copied.
+    gradient scalers, training flags, progress counters, the batch and the attributes of the modules: numbers, tensors,
+    arrays, random generators, iterators, containers and objects of the user's own classes, however deep they lie, in
+    closures and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks and
+    objects of other libraries. An iterator comes back as another object in the same place.
 
     Args:
         trainer: Gives module, optimizers, schedulers and scaler.
@@ -51,35 +52,33 @@ class Snapshot:
         self._module = trainer.lightning_module
         self._weights = weights
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[int, Callable[[], None]] = {}
+        self._kept: dict[int, tuple[Any, Callable[[], None]]] = {}
+        self._iterators: dict[int, tuple[Any, list[Held]]] = {}
+        self.cannot_restore: list[str] = []
+        """What a step may use up and nobody can put back, in words: nothing should be run that would."""
         self._device = trainer.strategy.root_device
         self._offload = False
-        modules = list(self._module.modules())
         parameters = list(self._module.parameters())
         self._optimizers = list(trainer.optimizers) if weights else []
         self._offload = self._too_large([*(parameters if weights else []), *self._module.buffers()], self._optimizers)
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        for module in modules:
-            attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED}
-            self._attributes.append((module, attributes))
-            for value in attributes.values():
-                self._keep(value)
+        self._keep(self._module, "self")
         self._gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
         for optimizer in self._optimizers:
-            self._keep(optimizer)
+            self._keep(optimizer, "an optimizer")
         for config in trainer.lr_scheduler_configs if weights else []:  # stepped by hand within a training step
-            self._keep(vars(config.scheduler))
+            self._keep(vars(config.scheduler), "a scheduler")
         for _, gradient in self._gradients:
-            self._keep(gradient)
+            self._keep(gradient, "a gradient")
         # Lightning counts optimizer steps and zeroed gradients here; checkpoints hold it.
-        self._keep(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress)
-        self._keep(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
-        self._keep(batch)
+        self._keep(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress, "progress")
+        self._keep(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress, "progress")
+        self._keep(batch, "the batch")
         scaler = getattr(trainer.precision_plugin, "scaler", None) if weights else None
         self._scaler = None if scaler is None else (scaler, dict(vars(scaler)))
         if scaler is not None:
-            self._keep(vars(scaler))
+            self._keep(vars(scaler), "the scaler")
         self._random = random_state()
         updates = [installed(optimizer) for optimizer in self._optimizers]
         self._updates = [(update, update.counted()) for update in updates if isinstance(update, FunctionalUpdate)]
@@ -109,8 +108,13 @@ class Snapshot:
             scaler, attributes = self._scaler
             vars(scaler).clear()
             vars(scaler).update(attributes)
-        for put_back in self._kept.values():
+        for _, put_back in self._kept.values():
             put_back()
+        for iterator, places in self._iterators.values():
+            again = copied(iterator)
+            for place in places:
+                assert place.put is not None
+                place.put(again)
         for tensor, kept in self._tensors.values():
             tensor.detach().copy_(kept)
         set_random_state(self._random)
@@ -129,104 +133,48 @@ class Snapshot:
         total = torch.cuda.get_device_properties(self._device).total_memory
         return sum(tensor.numel() * tensor.element_size() for tensor in held) > OFFLOAD_SHARE * total
 
-    def _keep(self, value: Any) -> None:
-        """Remember the contents of ``value`` and of everything plain inside it."""
-        if not self._weights and isinstance(
-            value, nn.Parameter | torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
-        ):
-            return
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor``, on the host where the device has no room for many."""
+        return tensor.detach().to("cpu", copy=True) if self._offload else tensor.detach().clone()
+
+    def _keep(self, value: Any, name: str) -> None:
+        """Remember the contents of ``value``, which ``name`` calls, and of all that is inside it."""
+        waiting: deque[Held] = deque([Held(value, name)])
+        while waiting:
+            waiting.extend(self._keep_one(waiting.popleft()))
+
+    def _keep_one(self, held: Held) -> list[Held]:
+        """Remember one object; returns what it holds. A container comes back before what is put into it."""
+        value = held.value
+        if not self._weights and isinstance(value, _WEIGHTS):
+            return []
         if isinstance(value, Tensor):
             if id(value) not in self._tensors:
-                kept = value.detach().to("cpu", copy=True) if self._offload else value.detach().clone()
-                self._tensors[id(value)] = value, kept
-            return
-        if id(value) in self._kept or value is None or isinstance(value, str | bytes | int | float | complex):
-            return
-        inner: list[Any] = []
-        put_back: Callable[[], None] | None = None
-        if isinstance(value, dict):
-            inner, put_back = list(value.values()), _dict_restorer(value)
-        elif isinstance(value, list | deque):
-            inner, put_back = list(value), _sequence_restorer(value)
-        elif isinstance(value, tuple):
-            inner, put_back = list(value), _nothing
-        elif isinstance(value, set):
-            put_back = _set_restorer(value)
-        elif isinstance(value, numpy.ndarray):
-            put_back = _array_restorer(value)
-        elif isinstance(value, torch.Generator):
-            put_back = _generator_restorer(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            # Not what else it holds: the step in force may be another one after a rollback.
-            inner, put_back = [value.param_groups, value.state], _nothing
-        elif isinstance(value, LRScheduler | torch.amp.GradScaler) or (
-            _is_record(value) and hasattr(value, "__dict__")
-        ):
-            inner, put_back = list(vars(value).values()), _dict_restorer(vars(value))
-        if put_back is not None:
-            self._kept[id(value)] = put_back  # before going deeper: a list may hold itself
-            for item in inner:
-                self._keep(item)
+                self._tensors[id(value)] = value, self.copy(value)
+            return []
+        if is_iterator(value):
+            if id(value) in self._iterators:
+                self._iterators[id(value)][1].append(held)
+            elif (kept := copied(value)) is not None and held.put is not None:
+                self._iterators[id(value)] = kept, [held]
+            else:
+                self.cannot_restore.append(f"{held.name} ({type(value).__name__})")
+            return []
+        if id(value) in self._kept:
+            return []
+        if isinstance(value, nn.Module):
+            attributes = {name: one for name, one in vars(value).items() if name not in _SKIPPED}
+            self._attributes.append((value, attributes))
+            self._kept[id(value)] = value, nothing
+            return [*items_of(vars(value), attributes, held.name), *held_by_module(value, held.name)]
+        found = restorer(value)
+        if found is None:
+            return []
+        self._kept[id(value)] = value, found  # before going deeper: a list may hold itself
+        return held_by(held)
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-
-
-def _nothing() -> None:
-    """It cannot change, or must not be put back; what it holds has a restorer of its own."""
-
-
-def _dict_restorer(value: dict[Any, Any]) -> Callable[[], None]:
-    before = dict(value)
-
-    def put_back() -> None:
-        # Left alone where nothing changed: compiled code may have looked at its version.
-        if list(value) != list(before) or any(value[key] is not before[key] for key in before):
-            value.clear()
-            value.update(before)
-
-    return put_back
-
-
-def _sequence_restorer(value: Any) -> Callable[[], None]:
-    before = list(value)
-
-    def put_back() -> None:
-        if len(value) != len(before) or any(now is not then for now, then in zip(value, before, strict=True)):
-            value.clear()
-            value.extend(before)
-
-    return put_back
-
-
-def _set_restorer(value: set[Any]) -> Callable[[], None]:
-    before = set(value)
-
-    def put_back() -> None:
-        if value != before:
-            value.clear()
-            value.update(before)
-
-    return put_back
-
-
-def _array_restorer(value: numpy.ndarray[Any, Any]) -> Callable[[], None]:
-    before = value.copy()
-
-    def put_back() -> None:
-        value[...] = before
-
-    return put_back
-
-
-def _generator_restorer(value: torch.Generator) -> Callable[[], None]:
-    before = value.get_state()
-
-    def put_back() -> None:
-        value.set_state(before)
-
-    return put_back
+_WEIGHTS = (nn.Parameter, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 def random_state() -> tuple[Any, ...]:

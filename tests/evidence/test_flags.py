@@ -49,6 +49,10 @@ def test_a_sound_run_has_none() -> None:
         ({"status": "running"}, "still running, or killed while it was (1)"),
         ({"status": "interrupted", "steps": 1200, "reason": "SIGINT"}, "interrupted after 1,200 steps: SIGINT (1)"),
         (
+            {"report": {"parity": {"verdict": "not compared", "reason": "it draws"}}},
+            "comparison with eager before the first step: not compared: it draws",
+        ),
+        (
             {"report": {"parity": {"verdict": "skipped", "reason": "manual optimization"}}},
             "comparison with eager before the first step: skipped: manual optimization",
         ),
@@ -107,3 +111,10 @@ def test_commits_lengths_and_other_versions_are_notes() -> None:
         "lightning: 2.6.6 (1 run), 2.7.0 (1 run)",
         "trainer.max_steps: 205 (1 run), 900 (1 run)",
     ]
+
+
+def test_a_comparison_that_said_nothing_is_graver_than_one_that_passed() -> None:
+    first = {"parity": {"verdict": "passed"}}
+    second = {"parity": {"verdict": "not compared", "reason": "it draws"}}
+    found = against_eager(whole(report=first), whole(report=second)).rows[1].parity
+    assert found == "not compared: it draws"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import random
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.trainer.guarded import Traceable
-from tests.trainer.lightning_modules import fit
+from tests.trainer.lightning_modules import Blocks, fit
 from trainer.snapshot import Snapshot
 
 
@@ -168,3 +171,100 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
     forward = Forward()
     fit(Traceable(), tmp_path, [forward], max_steps=2)
     assert forward.done
+
+
+GLOBAL = numpy.random.default_rng(3)
+
+
+class Slotted:
+    """An object of the user's own, without a dictionary."""
+
+    __slots__ = ("count", "generator", "other")
+
+    def __init__(self) -> None:
+        self.generator, self.count, self.other = numpy.random.RandomState(3), 0, self
+
+    def draw(self) -> float:
+        self.count += 1
+        return self.count + float(self.generator.rand())
+
+
+class Sampler:
+    """Draws numbers, one object deep in another."""
+
+    def __init__(self) -> None:
+        self.inner = {"python": random.Random(3), "slotted": [Slotted()]}
+
+    def draw(self) -> float:
+        return self.inner["python"].random() + self.inner["slotted"][0].draw()  # type: ignore[attr-defined, index]
+
+
+class Draws(Blocks):
+    """Draws from generators wherever a module may keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = numpy.random.default_rng(4)
+        self.array, self.sampler = numpy.random.default_rng(5), Sampler()
+        self.closure: Callable[[], float] = lambda: float(hidden.random())
+        self.partial = functools.partial(random.Random.random, random.Random(6))
+        self.cycle, self.numbers = itertools.cycle([1.0, 2.0, 3.0]), iter(range(100))
+        self.pairs = {"zip": zip(itertools.count(), iter([5.0] * 50), strict=False)}
+        self.hidden = [torch.nn.BatchNorm1d(2)]
+
+    def draw(self) -> list[float]:
+        self.hidden[0](torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+        return [
+            self.array.random(), self.sampler.draw(), self.closure(), self.partial(), GLOBAL.random(),
+            next(self.cycle), next(self.numbers), *next(self.pairs["zip"]), float(self.hidden[0].running_mean.sum()),  # type: ignore[union-attr]
+        ]  # fmt: skip
+
+
+def on_step(module: L.LightningModule, tmp_path: Path, look: Callable[[Snapshot, Any], None]) -> None:
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            look(Snapshot(trainer, batch), batch)
+
+    fit(module, tmp_path, [Looks()], max_steps=1)
+
+
+def test_whatever_draws_or_is_used_up_comes_back_wherever_it_is_kept(tmp_path: Path) -> None:
+    module = Draws()
+    for _ in range(2):
+        module.draw()
+
+    def look(snapshot: Snapshot, _: Any) -> None:
+        assert snapshot.cannot_restore == []
+        drawn = [module.draw() for _ in range(5)]
+        for _ in range(2):
+            snapshot.restore()
+            assert [module.draw() for _ in range(5)] == drawn
+
+    on_step(module, tmp_path, look)
+
+
+def test_a_file_that_is_read_goes_back_to_its_place(tmp_path: Path) -> None:
+    (tmp_path / "numbers").write_text("1\n2\n3\n")
+    module: Any = Blocks()
+
+    def look(snapshot: Snapshot, _: Any) -> None:
+        assert module.file.readline() == "2\n"
+        snapshot.restore()
+        assert module.file.readline() == "2\n"
+
+    with (tmp_path / "numbers").open() as module.file, (tmp_path / "log").open("w") as module.log_file:
+        assert module.file.readline() == "1\n"
+        on_step(module, tmp_path, look)
+
+
+@pytest.mark.parametrize("kept", ["generator", "loader"])
+def test_what_cannot_be_put_back_is_named(kept: str, tmp_path: Path) -> None:
+    module: Any = Blocks()
+    loader = torch.utils.data.DataLoader([1, 2])
+    module.kept = {"stream": (number for number in range(3)) if kept == "generator" else iter(loader)}
+
+    def look(snapshot: Snapshot, _: Any) -> None:
+        (said,) = snapshot.cannot_restore
+        assert said.startswith("self.kept.stream (")
+
+    on_step(module, tmp_path, look)

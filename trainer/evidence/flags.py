@@ -19,6 +19,8 @@ MUCH_SETUP = (1.0, 0.25)
 """Seconds and share of the baseline's by which building data and module must differ to be told."""
 NOTHING_COMPILED = "nothing compiled"
 """Reason for which a comparison with eager is left out that nobody misses."""
+NOT_COMPARED = "not compared"
+"""Verdict of a comparison that would have said nothing; graver than that of one that was not possible."""
 THIN = "thin"
 UNLIKE = "unlike"
 """First words of the flags that say so."""
@@ -46,10 +48,9 @@ def parity_of(cell: Cell) -> str | None:
         for facts in (report.get("parity"), report.get("cuda_graph", {}).get("parity")):
             if facts and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
                 verdict, reason = str(facts["verdict"]), facts.get("reason")
-                found.append(f"{verdict}: {reason}" if reason and verdict == "skipped" else verdict)
-    grave = [verdict for verdict in found if verdict == "failed"]
-    passed = [verdict for verdict in found if verdict == "passed"]
-    return next(iter([*grave, *passed, *found]), None)
+                found.append(f"{verdict}: {reason}" if reason and verdict in ("skipped", NOT_COMPARED) else verdict)
+    worst = [each for kind in ("failed", NOT_COMPARED, "passed") for each in found if each.startswith(kind)]
+    return next(iter([*worst, *found]), None)
 
 
 def _not_finished(cell: Cell) -> Iterator[str]:

@@ -186,12 +186,14 @@ def beyond_tolerance(facts: dict[str, Any]) -> str:
         ("gradient_norm", "norm of the gradients"),
         ("weights", "update of {}"),
         ("gradients", "gradient of {}"),
+        ("optimizer_state", "optimizer state {}"),
+        ("buffers", "buffer {}"),
     ):
         figures = facts.get(name)
         if figures and not figures["difference"] <= figures["tolerance"]:
             what = label.format(figures.get("worst"))
             said.append(f"{what} {figures['difference']:.2g} of eager's away, tolerance {figures['tolerance']:.2g}")
-    return "; ".join([*said[:1], *said[1:][-1:]]) or "another process found it so"
+    return "; ".join([*said[:1], *said[1:][-1:]]) or facts["reason"]
 
 
 def place(error: BaseException) -> tuple[str | None, str | None]:

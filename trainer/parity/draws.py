@@ -1,22 +1,105 @@
-"""Draws: whether what is compiled draws random numbers, of which a compiler may draw others than eager.
+"""Draws: whether what is compiled draws random numbers, and whether it draws them as eager does.
 
 What the training step draws outside of it (the noise that a generator begins with, the time steps of a diffusion) is
 the same in eager and compiled, because both begin from the same state of the generators; it takes nothing from the
-sharpness of a comparison.
+sharpness of a comparison. Where regions draw, a compiler may draw other numbers: steps of both arms under several seeds
+are then compared as samples. Their means may differ by what the spread between seeds explains; the spreads are alike.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from strategies import Program
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
 from trainer.snapshot import drew_random_numbers, random_state
+
+FEW, MANY = 4, 16
+"""Steps of each arm that are looked at first, and before a difference counts."""
+SUSPECT, CERTAIN = 6.0, 7.0
+"""Standard errors that two means may be apart, of few and of many steps: with 30 degrees of freedom, a difference of 7
+comes by chance once in ten million."""
+MOST_SPREAD = 8.0
+"""Times that the variance of one arm's losses may be the other's: by chance once in 10,000 steps of 16 seeds."""
+
+
+@dataclass(slots=True)
+class Draws:
+    """Losses and gradients of steps under several seeds, of eager and compiled, each as a few numbers.
+
+    Of every tensor (gradients, and what buffers moved) these are its length, its projection on that of a first eager
+    step, and its distance from it: scale, direction and spread.
+    """
+
+    names: Sequence[str]
+    unit: float
+    losses: dict[str, list[float]] = field(default_factory=lambda: {"eager": [], "compiled": []})
+    figures: dict[str, list[Tensor]] = field(default_factory=lambda: {"eager": [], "compiled": []})
+    """``(tensors, 3)`` of each step."""
+    _first: list[Tensor] | None = None
+    _least: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, arm: str, loss: float, tensors: Sequence[Tensor]) -> None:
+        """A step of ``arm``; the very first one, of eager, is what the others are measured by."""
+        if self._first is None:
+            self._first = [tensor.detach().float().clone() for tensor in tensors]
+            sizes = torch.tensor([float(tensor.norm()) for tensor in self._first])
+            counts = torch.tensor([float(tensor.numel()) for tensor in self._first])
+            self._least = float(sizes.norm()) / math.sqrt(max(1.0, float(counts.sum()))) * counts.sqrt()
+            return
+        found = []
+        for tensor, first in zip(tensors, self._first, strict=True):
+            now, size = tensor.detach().float(), float(first.norm())
+            found.append([float(now.norm()), float((now * first).sum()) / (size or 1.0), float((now - first).norm())])
+        self.losses[arm].append(loss)
+        self.figures[arm].append(torch.tensor(found, dtype=torch.float64).reshape(-1, 3))
+
+    def complaints(self, limit: float) -> tuple[list[str], dict[str, Any]]:
+        """What cannot be chance, in words, and figures for the record; ``limit`` in standard errors."""
+        eager, compiled = self.losses["eager"], self.losses["compiled"]
+        found, figures = [], {"steps": len(eager)}
+        if all(map(math.isfinite, [*eager, *compiled])):
+            spread = _standard_error(eager, compiled)
+            mean, other = statistics.fmean(eager), statistics.fmean(compiled)
+            allowed = limit * spread + 16 * self.unit * abs(mean)
+            figures["loss"] = {"eager": mean, "compiled": other, "tolerance": allowed / (abs(mean) or 1.0)}
+            if abs(mean - other) > allowed:
+                found.append(f"mean loss {other:.6g} under {len(eager)} seeds, eager's is {mean:.6g} +- {spread:.2g}")
+            if len(set(compiled)) == 1 < len(set(eager)):
+                found.append("its loss does not depend on the random numbers, eager's does")
+            elif len(eager) >= MANY and (ratio := _ratio(eager, compiled)) > MOST_SPREAD:
+                found.append(f"the variance of its loss between seeds is {ratio:.1f} times eager's, or that part of it")
+        one, two = (torch.stack(self.figures[arm]) for arm in ("eager", "compiled"))
+        apart, scale = (one.mean(0) - two.mean(0)).abs(), torch.maximum(one.abs().mean(0), two.abs().mean(0))
+        error = ((one.var(0) + two.var(0)) / 2 * (2 / len(one))).sqrt()
+        assert self._least is not None
+        floor = 16 * self.unit * torch.maximum(scale, self._least[:, None].double())
+        beyond = apart / (limit * error + floor).clamp(min=1e-300)
+        beyond = torch.where(apart == 0, torch.zeros_like(beyond), beyond.nan_to_num(nan=0.0))
+        if beyond.numel() and float(beyond.max()) > 1:
+            worst = int(beyond.amax(1).argmax())
+            what = ("length", "direction", "spread")[int(beyond[worst].argmax())]
+            found.append(f"{what} of the gradient or the change of {self.names[worst]!r} is not eager's under any seed")
+        return found, figures
+
+
+def _standard_error(one: list[float], other: list[float]) -> float:
+    return math.sqrt((statistics.variance(one) + statistics.variance(other)) / len(one))
+
+
+def _ratio(one: list[float], other: list[float]) -> float:
+    smaller, larger = sorted((statistics.variance(one), statistics.variance(other)))
+    return larger / smaller if smaller else (math.inf if larger else 1.0)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,14 @@
-"""The parity gate: steps of eager and of the compiled program on one batch, from one state, before the first step."""
+"""The parity gate: steps of eager and of the compiled program on one batch, from one state, before the first step.
+
+Three steps in a row, each arm with the optimizer state that it made itself. Before the second and the third one all
+weights are moved by a quarter of themselves, and the learning rate is raised for the last update: what was frozen at
+the first call shows, and what is too small to show while the learning rate has hardly begun.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,116 +18,287 @@ import torch
 
 from strategies import Program
 from trainer.eager import eager
-from trainer.parity.comparison import Comparison, Differences, Judge, ParityError, perturb, rounding_unit
-from trainer.parity.draws import may_draw_in_step, region_draws
-from trainer.parity.sight import Displaced, Sight, around_steps
+from trainer.parity.comparison import (
+    Comparison,
+    Differences,
+    Judge,
+    ParityError,
+    gradient_of,
+    perturb,
+    rounding_unit,
+)
+from trainer.parity.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
+from trainer.parity.evaluation import Evaluation
+from trainer.parity.sight import Displaced, Sight, around_steps, parameters_of
+from trainer.parity.state import StateComparison
 from trainer.passes import Passes
-from trainer.snapshot import Snapshot, drew_random_numbers, random_state
+from trainer.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 
+STEPS = 3
+SHAKE = 0.25
+"""By how much weights are moved before the second and the third step, relative."""
+LEAST_RATE, RATE_FACTOR = 0.01, 10
+"""The learning rate of the last update: weight decay is then beyond the rounding of single-precision weights."""
 MORE_SAMPLES = 4
-"""Steps by which the calibration is widened before a difference counts: one sample may be small by chance."""
+"""Runs by which the calibration is widened before a difference counts: one sample may be small by chance."""
+SAYS_NOTHING = 0.05
+"""Tolerance, relative, beyond which a comparison of losses is none."""
+ROUGH_UNIT = 2.0**-9
+"""Rounding of gradients, relative, by which optimizers are calibrated that may work in bfloat16, as Muon does."""
 SEED = 2**31 - 1
 """Seeds of the calibration count from here, far from the seeds that people choose."""
 
+See = Callable[[torch.Tensor, list[torch.Tensor] | None], None]
+
 
 class ParityGate:
-    """Compares one compiled step with eager's.
+    """Compares compiled steps with eager's.
 
     Args:
         mode: ``on`` or ``strict``.
-        snapshot: State that every step begins from.
+        snapshot: State that every arm begins from.
     """
 
     def __init__(self, mode: str, trainer: L.Trainer, program: Program, passes: Passes, snapshot: Snapshot) -> None:
         self._trainer, self._program, self._passes, self._snapshot = trainer, program, passes, snapshot
         assert program.device is not None
-        self._judge = Judge(mode, rounding_unit(program.precision, program.device))
-        self._comparison = Comparison(trainer.lightning_module, snapshot.of)
-        self._random = False
+        unit = rounding_unit(program.precision, program.device)
+        module = trainer.lightning_module
+        self._judges = [Judge(mode, unit) for _ in range(STEPS)]
+        self._judge = self._judges[0]
+        self._comparisons = [Comparison(module, snapshot.of, unit=unit) for _ in range(STEPS)]
+        self._parameters = self._comparisons[0].parameters
+        self._state = StateComparison(module, trainer.optimizers, snapshot.copy, unit, STEPS)
+        self._evaluation = Evaluation(trainer, program, passes, snapshot, self._judge, SEED)
+        self._random_states: list[Any] = []
+        self._calls = 0
 
     def run(self, batch: Any) -> dict[str, Any]:
-        """Compare on ``batch``; returns the facts for the record. The state afterwards is any.
+        """Compare on ``batch``; returns the facts for the record, ``verdict`` among them. The state afterwards is any.
 
         Raises ParityError, the same on all processes, with the facts as its second argument.
         """
         began = time.perf_counter()
-        comparison, judge = self._comparison, self._judge
         self._snapshot.restore()
         before = random_state()
         with eager(self._program), region_draws(self._program) as drawn:
-            self._look(batch, comparison.see_reference)
-        comparison.end_reference()
+            self._reference(batch)
         drew = drew_random_numbers(before)
-        self._random = drew and (bool(drawn) or may_draw_in_step(self._program))
-        self._snapshot.restore()
-        self._look(batch, comparison.see)
-        seen = comparison.end()
-        judge.noise.append(self._eager_again(batch, SEED, reseed=False))
-        complaints, figures = judge.verdict(seen, comparison)
-        for sample in range(MORE_SAMPLES):
-            if not self._anywhere(bool(complaints)):
-                break
+        draws = self._anywhere(drew and (bool(drawn) or may_draw_in_step(self._program)))
+        seen, left = self._arm(batch)
+        self._calibrate(batch, 0)
+        complaints, figures = self._verdict(seen, left)
+        across = False
+        if draws and self._anywhere(bool(complaints)):
             # Inductor draws other random numbers than eager: then the spread between seeds is what tells.
-            judge.noise.append(self._eager_again(batch, SEED + 1 + sample, reseed=self._random))
-            if sample == MORE_SAMPLES - 1 or not self._random:
-                complaints, figures = judge.verdict(seen, comparison)
+            across = True
+            complaints, facts = self._state.verdict(left, self._judge.multiple, ("weights", "optimizer_state"))
+            different, spread = self._across_seeds(batch)
+            complaints += different
+            figures.update(facts, draws=spread)
+        for sample in range(MORE_SAMPLES):
+            if across or not self._anywhere(bool(complaints)):
+                break
+            self._calibrate(batch, 1 + sample)
+            complaints, figures = self._verdict(seen, left)
+        vague = self._anywhere(self._vague(figures, across))
+        if not self._anywhere(bool(complaints)) and (vague or self._evaluation.validates):
+            complaints, figures["evaluation"] = self._evaluation.run(batch, SAYS_NOTHING)
+            vague &= "reason" in figures["evaluation"]
         failed = self._anywhere(bool(complaints))
         facts = {
-            "mode": judge.mode,
-            "verdict": "failed" if failed else "passed",
+            "mode": self._judge.mode,
+            "verdict": "failed" if failed else "not compared" if vague else "passed",
             **figures,
-            "multiple": judge.multiple,
-            "rounding_unit": judge.unit,
-            "calibration_steps": len(judge.noise),
+            "steps": STEPS,
+            "updated_tensors": self._state.updated,
+            "multiple": self._judge.multiple,
+            "rounding_unit": self._judge.unit,
+            "calibration_steps": len(self._judge.noise),
             "draws_random_numbers": drew,
-            "across_seeds": self._random and len(judge.noise) > 1,
+            "across_seeds": across,
             "seconds": round(time.perf_counter() - began, 3),
         }
         if failed:
-            reason = "; ".join(complaints) or "another process found it so"
+            reason = facts["reason"] = "; ".join(complaints) or "another process found it so"
             raise ParityError(
-                f"parity={judge.mode}: the compiled step is not eager's: {reason}. Nothing was trained. Leave out "
-                "strategies to find the one at fault; parity=off goes on in spite of it",
+                f"parity={self._judge.mode}: the compiled step is not eager's: {reason}. Nothing was trained. Leave "
+                "out strategies to find the one at fault; parity=off goes on in spite of it",
                 facts,
             )
+        if vague:
+            why = "under other random numbers" if across else "when it is repeated a rounding off"
+            facts["reason"] = f"a step of eager differs so much from itself {why} that errors would not show"
         return facts
 
-    def _look(self, batch: Any, see: Callable[..., None], displaced: Displaced | None = None) -> None:
-        """A step of which loss and gradients are shown to ``see``; ``displaced`` is for a step by hand."""
-        if not self._passes.by_hand:
-            self._passes.step(batch, see)
-            return
-        sight = Sight(self._comparison.parameters)
-        before, after = [], [sight.see_step]
-        if displaced is not None:
-            before.append(displaced.before)
-            after.append(displaced.after)
-        with around_steps(self._trainer.optimizers, before=before, after=after):
-            returned = self._passes.step(batch, sight.see_loss)
-        see(sight.losses(returned), sight.gradients())
+    # ---- the arms --------------------------------------------------------------------------------------------------
 
-    def _eager_again(self, batch: Any, seed: int, *, reseed: bool) -> Differences:
-        """A step of eager, every weight one rounding off in forward and backward, under another seed if asked."""
-        comparison = self._comparison
+    def _reference(self, batch: Any) -> None:
+        state = self._state
+
+        def see(number: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+            self._comparisons[number].see_reference(loss, gradients)
+
+        for number in range(STEPS):
+            self._unsettle(number)
+            self._random_states.append(random_state())
+            with around_steps(self._trainer.optimizers, before=[state.before], after=[state.after]):
+                self._step(batch, number, see, take=True)
+        state.end_reference()
+
+    def _arm(self, batch: Any, noise: int | None = None) -> tuple[list[Differences], dict[str, torch.Tensor]]:
+        """The same steps as the program is; with ``noise``, weights are a rounding off in forward and backward."""
         self._snapshot.restore()
-        if reseed:
-            torch.manual_seed(seed)
-        if self._passes.by_hand:
-            displaced = Displaced(comparison.parameters, self._judge.unit, seed)
-            with eager(self._program), displaced:
-                self._look(batch, comparison.see, displaced)
-            return comparison.end()
-        perturb(comparison.parameters, self._judge.unit, seed)
+        self._state.begin()
+        found: list[Differences] = []
 
-        def see(loss: torch.Tensor) -> None:
-            comparison.see(loss)
-            with torch.no_grad():  # the optimizer steps from where the others did
-                for parameter in comparison.parameters:
-                    parameter.copy_(self._snapshot.of(parameter))
+        def see(number: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+            self._comparisons[number].see(loss, gradients)
+            found.append(self._comparisons[number].seen)
 
+        for number in range(STEPS):
+            self._unsettle(number)
+            set_random_state(self._random_states[number])
+            self._step(batch, number, see, noise=noise)
+        return found, self._state.end()
+
+    def _calibrate(self, batch: Any, sample: int) -> None:
         with eager(self._program):
-            self._passes.step(batch, see)
-        return comparison.end()
+            found, left = self._arm(batch, sample)
+        for judge, one in zip(self._judges, found, strict=True):
+            judge.noise.append(one)
+        self._state.noise.append(left)
+
+    def _step(
+        self,
+        batch: Any,
+        number: int,
+        see: Callable[[int, torch.Tensor, list[torch.Tensor]], None],
+        *,
+        take: bool = False,
+        noise: int | None = None,
+    ) -> None:
+        """A whole step, whose optimizers take the reference's gradients once ``see`` has been shown the step's own."""
+        state, parameters = self._state, self._parameters
+        seed = SEED + (noise or 0) * STEPS + number
+        displaced = None if noise is None else Displaced(parameters, self._judge.unit, seed)
+        blurred = None
+        if noise is not None and state.rough:
+            blurred = lambda gradients: perturb(gradients, ROUGH_UNIT, seed)  # noqa: E731
+        seen: list[dict[torch.Tensor, torch.Tensor]] = []
+
+        def about_to_step(of: list[torch.Tensor]) -> None:
+            if take:
+                seen.append(state.take(of))
+            else:
+                if not seen:
+                    seen.append({})
+                state.give(blurred)
+
+        def filled(found: dict[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+            return [found[one] if one in found else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
+
+        if not self._passes.by_hand:
+
+            def inspect(loss: torch.Tensor) -> None:
+                first = not seen
+                own = [gradient_of(one) for one in parameters] if first and not take else []
+                if first and not take:
+                    see(number, loss, own)
+                if displaced is not None and first:
+                    displaced.__exit__()
+                about_to_step(parameters)
+                if first and take:
+                    see(number, loss, filled(seen[0]))
+
+            if displaced is not None:
+                displaced.__enter__()
+            self._passes.step(batch, inspect)
+            return
+        sight = Sight(parameters)
+        before: list[Any] = [sight.see_step, lambda optimizer: about_to_step(parameters_of(optimizer))]
+        after: list[Any] = []
+        if displaced is not None:
+            before.insert(0, displaced.before)
+            after.append(displaced.after)
+        with around_steps(self._trainer.optimizers, before=before, after=after), displaced or contextlib.nullcontext():
+            returned = self._passes.step(batch, sight.see_loss)
+        see(number, sight.losses(returned), sight.gradients())
+
+    def _unsettle(self, number: int) -> None:
+        """Move the weights before each step but the first one, and raise the learning rate of the last."""
+        if number == 0:
+            return
+        perturb([one for one in self._parameters if one.is_floating_point()], SHAKE, SEED - number)
+        if number < STEPS - 1:
+            return
+        for group in [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]:
+            rate = group.get("lr")
+            if isinstance(rate, torch.Tensor):
+                rate.fill_(max(LEAST_RATE, RATE_FACTOR * float(rate)))
+            elif isinstance(rate, float | int):
+                group["lr"] = max(LEAST_RATE, RATE_FACTOR * float(rate))
+
+    # ---- the verdict -----------------------------------------------------------------------------------------------
+
+    def _verdict(self, seen: list[Differences], left: dict[str, torch.Tensor]) -> tuple[list[str], dict[str, Any]]:
+        """Complaints of the first step that has some, and its figures; else those of the first one."""
+        found = [
+            judge.verdict(one, comparison)
+            for judge, one, comparison in zip(self._judges, seen, self._comparisons, strict=True)
+        ]
+        multiple = self._judge.multiple
+        misstepped, facts = self._state.verdict(left, multiple, ("weights", "optimizer_state"))
+        more, buffers = self._state.verdict(left, multiple, ("buffers",))
+        # After a wrong optimizer step, later ones differ in everything.
+        wrong = next((number for number, (complaints, _) in enumerate(found) if complaints and not misstepped), 0)
+        complaints, figures = found[wrong]
+        if wrong:
+            complaints = [f"in step {wrong + 1} of {STEPS}, {complaints[0]}", *complaints[1:]]
+        return [*complaints, *misstepped, *more], {**figures, **facts, **buffers, "compared_step": wrong + 1}
+
+    def _across_seeds(self, batch: Any) -> tuple[list[str], dict[str, Any]]:
+        buffers = dict(self._trainer.lightning_module.named_buffers())
+        moving = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        draws = Draws([*self._comparisons[0].names, *moving], self._judge.unit)
+        with eager(self._program):
+            self._draw(batch, draws, "eager", moving, 0)
+        number = 1
+        complaints: list[str] = []
+        figures: dict[str, Any] = {}
+        for many, limit in ((FEW, SUSPECT), (MANY, CERTAIN)):
+            while number <= many:
+                with eager(self._program):
+                    self._draw(batch, draws, "eager", moving, number)
+                self._draw(batch, draws, "compiled", moving, MANY + number)
+                number += 1
+            complaints, figures = draws.complaints(limit)
+            if not self._anywhere(bool(complaints)):
+                break
+        return complaints, figures
+
+    def _draw(self, batch: Any, draws: Draws, arm: str, moving: dict[str, torch.Tensor], seed: int) -> None:
+        self._snapshot.restore()
+        self._unsettle(1)
+        torch.manual_seed(SEED + seed)
+        seen: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        if self._passes.by_hand:
+            sight = Sight(self._parameters)
+            with around_steps(self._trainer.optimizers, before=[sight.see_step], after=[]):
+                returned = self._passes.step(batch, sight.see_loss)
+            seen.append((sight.losses(returned), sight.gradients()))
+        else:
+            self._passes.train(batch, lambda loss: seen.append((loss, [gradient_of(one) for one in self._parameters])))
+        loss, gradients = seen[0]
+        moved = [buffer - self._snapshot.of(buffer) for buffer in moving.values()]
+        losses = loss.detach().flatten().tolist()
+        draws.add(arm, math.fsum(losses) if losses else 0.0, [*gradients, *moved])
+
+    def _vague(self, figures: dict[str, Any], across: bool) -> bool:
+        """Whether neither loss nor gradients can say much."""
+        if across:
+            return figures["draws"].get("loss", {"tolerance": math.inf})["tolerance"] > SAYS_NOTHING
+        return min(self._judge.loss_tolerance(), self._judge.norm_tolerance()) > SAYS_NOTHING
 
     def _anywhere(self, found: bool) -> bool:
         return self._trainer.strategy.reduce_boolean_decision(found, all=False)

@@ -1,0 +1,64 @@
+"""Plant every fault and print the table of its page of docs: ``python -m tests.faults [PART OF A NAME ...]``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+
+import lightning as L
+
+from tests.faults.catalogue import CATALOGUE, Planted
+from tests.faults.module import Small, batches, train
+from trainer.parity.comparison import ParityError
+
+PRECISIONS = ("32-true", "bf16-mixed")
+STEPS = 8
+"""Steps that the guards have."""
+
+
+@dataclass
+class Outcome:
+    """What became of one planted fault."""
+
+    guard: str | None
+    """None: not seen."""
+    step: int = 0
+    message: str = ""
+
+
+def plant(fault: Planted, precision: str, *, seed: int = 0) -> Outcome:
+    """Train with ``fault``; who caught it, and after how many steps."""
+    L.seed_everything(seed, verbose=False)
+    module, data = Small(**fault.module), batches(STEPS, fault.lengths, fault.rows)
+    try:
+        train(module, [fault.plant()], data, precision=precision, **fault.trainer)
+    except ParityError as error:
+        steps = error.record.steps or 0  # type: ignore[attr-defined]
+        return Outcome("gate" if not steps else "audit", steps, str(error))
+    return Outcome(None)
+
+
+def main(names: list[str]) -> None:
+    """Print the table; ``names`` are parts of the names of the faults to plant, all without."""
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    print("| fault | kind | " + " | ".join(PRECISIONS) + " |\n|---|---|" + "---|" * len(PRECISIONS))
+    for fault in CATALOGUE:
+        if names and not any(name in fault.name for name in names):
+            continue
+        cells = []
+        for precision in PRECISIONS:
+            outcome = plant(fault, precision)
+            if outcome.guard is None:
+                cells.append("no fault there" if fault.only_single and precision != "32-true" else "**not seen**")
+            else:
+                cells.append(f"{outcome.guard}, {f'step {outcome.step}' if outcome.step else 'before step 1'}")
+            if names:
+                print(f"    {precision}: {outcome.message}", file=sys.stderr)
+        print(f"| {fault.name} | {fault.kind} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
