@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-_asked = torch.cuda.graphs._cuda_isCurrentStreamCapturing
+_graphs: Any = torch.cuda.graphs
+_asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing
 """What ``torch.cuda.is_current_stream_capturing`` calls by this name, however the caller imported that function."""
 
 
 @contextlib.contextmanager
 def as_capturing(answer: bool = True) -> Iterator[None]:
-    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True for all but torch; the truth where not ``answer``."""
-    graphs = torch.cuda.graphs
-    before = graphs._cuda_isCurrentStreamCapturing
-    graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch; without ``answer`` it is the truth."""
+    before = _graphs._cuda_isCurrentStreamCapturing
+    _graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
     try:
         yield
     finally:
-        graphs._cuda_isCurrentStreamCapturing = before
+        _graphs._cuda_isCurrentStreamCapturing = before
 
 
 def _capturing() -> bool:
     # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one.
     asker = sys._getframe(2).f_globals.get("__name__", "")
-    return bool(_asked()) if asker.startswith("torch.") else True
+    return _asked() if asker.startswith("torch.") else True

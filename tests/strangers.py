@@ -5,6 +5,7 @@ Each comes tiny, for a CPU, and in the size of a real run, with random weights a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ class Stranger(L.LightningModule):
     """Somebody's model, trained as its own examples show.
 
     Args:
-        model: Returns an object with a ``loss`` for a batch of keyword arguments, or ``logits`` where ``loss`` is given.
+        model: Returns an object with a ``loss`` for a batch of keyword arguments; logits where ``loss`` is given.
         loss: Of the logits and the batch's labels.
     """
 
@@ -51,6 +52,8 @@ class Stranger(L.LightningModule):
 
 class Denoiser(Stranger):
     """A diffusion model: random timesteps, noise added, noise predicted."""
+
+    kept: Tensor
 
     def __init__(self, model: nn.Module, steps: int = 1000) -> None:
         super().__init__(model)
@@ -97,7 +100,7 @@ class UNet(nn.Module):
         self.width = widths[0]
         self.embed = nn.Sequential(nn.Linear(widths[0], time), nn.SiLU(), nn.Linear(time, time))
         self.into = nn.Conv2d(channels, widths[0], 3, padding=1)
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(itertools.pairwise(widths))
         self.down = nn.ModuleList(TimedBlock(inner, outer, time) for inner, outer in pairs)
         self.middle = nn.ModuleList(TimedBlock(widths[-1], widths[-1], time) for _ in range(2))
         self.up = nn.ModuleList(TimedBlock(2 * outer, inner, time) for inner, outer in reversed(pairs))
@@ -291,7 +294,7 @@ MODELS: dict[str, Callable[..., Stranger]] = {
         embed_dim=(16, 32),
         stem_width=8,
         transformer_dim_head=8,
-    ),  # fmt: skip
+    ),
     "unet": _unet,
 }
 TEXT = tuple(name for name in MODELS if name not in IMAGES and name != "whisper")

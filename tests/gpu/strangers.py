@@ -27,7 +27,7 @@ def main() -> None:
     """Run every arm of every model, or one of them where ``--one`` says so."""
     options = _options()
     if options.one:
-        print(json.dumps(_train(*options.one, options)))
+        print(json.dumps(_train(options.one[0], options.one[1], options)))
         return
     from tests.strangers import MODELS
 
@@ -119,11 +119,12 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
             losses[:] = [*losses[:1], outputs["loss"]]
 
     callback = Compile(strategies, measure_peak=False)
-    L.Trainer(
+    trainer = L.Trainer(
         max_steps=options.steps, max_epochs=-1, accelerator=device, devices=1, precision="bf16-mixed", logger=False,
         callbacks=[Losses(), callback], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(module, loader(name, tiny=options.smoke, steps=options.steps, device=device, mask=mask == "mask"))  # fmt: skip
+    )  # fmt: skip
+    trainer.fit(module, loader(name, tiny=options.smoke, steps=options.steps, device=device, mask=mask == "mask"))
     record = callback.record
     captured, median = record.report.get("cuda_graph", {}), record.steady_step_seconds_median
     return {

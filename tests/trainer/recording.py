@@ -32,7 +32,7 @@ class Recorder(TorchDispatchMode):
     """Executes and records."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strategies import Regional, Strategy
 from strategies.as_capturing import as_capturing
-from tests.strangers import IMAGES, cases, loader, make
+from tests.strangers import cases, loader, make
 from tests.trainer.conftest import FLOOR
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.test_step_capture import Recorded, Watch
@@ -84,7 +84,7 @@ def test_the_stand_in_refuses_what_a_capture_on_a_gpu_does(call: Any) -> None:
         engine.eager(lambda: call(step, x))
         engine.capture(lambda: call(step, x))
         return
-    with pytest.raises(RuntimeError, match="not permitted|recompile"):
+    with pytest.raises(RuntimeError, match=r"not permitted|recompile"):
         engine.capture(lambda: call(step, x))
     if call is recompiled:
         engine.eager(lambda: call(step, x))
