@@ -71,6 +71,12 @@ class Rollback:
             self._roll_back_what_fails(what, run, restore, error)
             restore()
 
+    def together(self, run: Callable[[], Any]) -> None:
+        """Do ``run``; where it fails on one process it fails on all, so that none begins the next step alone."""
+        error = self._tried(run)
+        if self._anywhere(error is not None):
+            raise error or CompileFailed("another process failed")
+
     def give_up(self, regions: list[Region], reason: str, *, step: int | None = None) -> None:
         """Let ``regions`` run eager from now on and say so everywhere."""
         paths = [region.path for region in regions]
@@ -106,13 +112,13 @@ class Rollback:
         self.give_up(broken or list(program.regions), reason)
 
     def _tried(self, run: Callable[[], Any]) -> Exception | None:
-        self._rehearsing = True
+        before, self._rehearsing = self._rehearsing, True
         try:
             run()
         except Exception as error:
             return error
         finally:
-            self._rehearsing = False
+            self._rehearsing = before
         return None
 
     def _anywhere(self, found: bool) -> bool:
