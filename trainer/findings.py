@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -30,8 +31,16 @@ class Findings:
     def __init__(self, program: Program, watch: CompilerWatch, batch: Any) -> None:
         self._program, self._watch, self._shapes = program, watch, shapes_of(batch)
 
-    def of_earlier_runs(self) -> dict[str, Any] | None:
-        """Facts of parity and watchdog, if the comparison passed and nothing of this run was compiled anew."""
+    def of_earlier_runs(self, everywhere: Callable[[bool], bool]) -> dict[str, Any] | None:
+        """Facts of parity and watchdog, if the comparison passed and nothing of this run was compiled anew.
+
+        Each process has a cache of its own, and comparing takes steps that all of them take together: None unless
+        ``everywhere``, which every process calls with its own answer, says yes.
+        """
+        found = self._own()
+        return found if everywhere(found is not None) else None
+
+    def _own(self) -> dict[str, Any] | None:
         figures = self._watch.figures()
         found = self._program.findings.get(self._shapes)
         if found is None or figures["cache"] != "warm" or set(found) != {"parity", "watchdog"}:

@@ -139,8 +139,8 @@ class Rehearsal:
                 passes.train(batch, together=False)
 
         def first_steps() -> None:
-            passes.step(batch)
-            passes.step(batch)  # the first one made the optimizer's state, with which it may compile anew
+            for _ in range(2):  # the first one makes the optimizer's state, with which it may compile anew
+                rollback.together(lambda: passes.step(batch))
 
         rollback.attempt("first forward and backward", first_pass, restore)
         known = Findings(self._program, self._telemetry.compiler, batch)
@@ -152,7 +152,8 @@ class Rehearsal:
                     "parity", {"mode": self._guarding.parity, "verdict": "skipped", "reason": "nothing compiled"}
                 )
             return
-        earlier = known.of_earlier_runs() if self._guarding.parity == "on" else None
+        everywhere = self._trainer.strategy.reduce_boolean_decision
+        earlier = known.of_earlier_runs(everywhere) if self._guarding.parity == "on" else None
         if earlier is not None:
             for name, facts in earlier.items():
                 self._report(name, facts)

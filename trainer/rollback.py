@@ -81,6 +81,12 @@ class Rollback:
             self._roll_back_what_fails(what, run, restore, error)
             restore()
 
+    def together(self, run: Callable[[], Any]) -> None:
+        """Do ``run``; where it fails on one process it fails on all, so that none begins the next step alone."""
+        error = self._tried(run)
+        if self._anywhere(error is not None):
+            raise error or CompileFailed("another process failed")
+
     def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = "") -> None:
         """Let ``regions`` run eager from now on and say so everywhere; ``because`` is the option that asks for it."""
         because = because or "on_compile_error=eager"
@@ -157,13 +163,13 @@ class Rollback:
         return broken
 
     def _tried(self, run: Callable[[], Any]) -> Exception | None:
-        self._rehearsing = True
+        before, self._rehearsing = self._rehearsing, True
         try:
             run()
         except Exception as error:
             return error
         finally:
-            self._rehearsing = False
+            self._rehearsing = before
         return None
 
     def _anywhere(self, found: bool) -> bool:

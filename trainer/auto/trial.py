@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 
 from strategies import Program
 from strategies.compile_errors import is_out_of_memory
@@ -136,8 +138,13 @@ class Trials:
                 raise
             except Exception as error:
                 failure = error
-            if self._trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
-                return failure or RuntimeError("another process failed")
+            anywhere = partial(self._trainer.strategy.reduce_boolean_decision, all=False)
+            if anywhere(failure is not None):
+                # What becomes of a candidate depends on the kind of error: one kind for all processes.
+                other = anywhere(failure is not None and not is_out_of_memory(failure))
+                if failure is not None and is_out_of_memory(failure) != other:
+                    return failure
+                return (RuntimeError if other else torch.OutOfMemoryError)("another process failed")
         self._step(batch)  # makes the optimizer's state
         return seconds_of(self._trainer.strategy.root_device, lambda: self._step(batch))
 

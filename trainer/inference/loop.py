@@ -99,10 +99,13 @@ class InferenceLoop:
     def _measure(self) -> None:
         batches = Batches(self._mode, self._trainer, count=self._count, wait=self._telemetry.wait)
         rounds = REPLAYED_FROM if self._compile.uses_cuda_graphs or self._program.step is not None else 1
-        first = self._warm_up(batches, max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
-        if self._stop.signum is None:
-            self._check(first)
-            self._profile(batches)
+        count = torch.tensor(max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
+        strategy = self._trainer.strategy  # whose processes agree on each of these batches, and so on their number
+        first = self._warm_up(batches, int(strategy.reduce(count.to(strategy.root_device), reduce_op="max")))
+        if self._stop.agreed(self._trainer):
+            return
+        self._check(first)
+        self._profile(batches)
         del first
         for _ in range(self._mode.repeats):
             if self._stop.signum is not None:
@@ -118,7 +121,7 @@ class InferenceLoop:
         first: Any = None
         with self._telemetry.warmup(count):
             for number in range(count):
-                if self._stop.signum is not None:
+                if self._stop.agreed(self._trainer):
                     break
                 batch = self._timed(batches, self._attempt)
                 if number == 0:

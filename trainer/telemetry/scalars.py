@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,17 +32,17 @@ def rate_scalars(rates: Mapping[str, float | None], peak: Peak) -> dict[str, flo
     }
 
 
-def added_up(rates: Mapping[str, Any], trainer: L.Trainer) -> dict[str, float]:
-    """Those of ``rates`` that count things, of all processes together; every process has to call this."""
+def added_up(rates: Mapping[str, Any], trainer: L.Trainer) -> dict[str, float | None]:
+    """Those of ``rates`` that count things, of all processes together, None where one of them has none; every process
+    has to call this."""
     if trainer.world_size == 1:
         return {}
     counting = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
-    mine = {name: rates[name] for name in counting if rates.get(name) is not None}
+    mine = [math.nan if rates.get(name) is None else rates[name] for name in counting]
     strategy = trainer.strategy
-    return {
-        name: float(strategy.reduce(torch.tensor(rate, device=strategy.root_device), reduce_op="sum"))
-        for name, rate in mine.items()
-    }
+    total = strategy.reduce(torch.tensor(mine, device=strategy.root_device), reduce_op="sum")
+    assert isinstance(total, torch.Tensor)
+    return {name: None if math.isnan(rate) else rate for name, rate in zip(counting, total.tolist(), strict=True)}
 
 
 def time_scalars(unit: str, seconds: Sequence[float]) -> dict[str, float | None]:
