@@ -106,6 +106,11 @@ class Program:
     """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
 
     @property
+    def captures_steps(self) -> bool:
+        """Whether whole steps are, or will be, captured."""
+        return self.step is not None and not self.step.given_up
+
+    @property
     def uses_cuda_graphs(self) -> bool:
         """Whether Inductor replays what it compiled from CUDA graphs; on a CPU, modes that ask for it mean nothing."""
         on_cuda = self.device is not None and self.device.type == "cuda"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from strategies.as_capturing import as_capturing
+from strategies.host_recorder import origin_of
 
 
 class CannotCapture(RuntimeError):
@@ -75,8 +78,10 @@ class CudaEngine:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong at first, in one line."""
+    """What went wrong at first, in one line, and where in code that is neither torch's nor ours."""
     # The end of a capture that failed raises an error of its own; the cause came before.
     while error.__context__ is not None:
         error = error.__context__
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if origin_of(frame.filename) == "other"]
+    return f"{line} ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else line

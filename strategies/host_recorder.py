@@ -379,7 +379,8 @@ class HostRecorder:
         if not isinstance(value, tuple | frozenset):
             self._contents[id(value)] = (value, label, entries_of(value))
         if isinstance(value, dict | types.MappingProxyType):
-            for key, entry in list(value.items()):
+            items = dict.items(value) if isinstance(value, dict) else value.items()
+            for key, entry in list(items):
                 self._reach(entry, f"{label}[{key!r}]" if isinstance(key, PLAIN) else f"{label}[...]")
         else:
             for place, entry in enumerate(list(value)):
@@ -540,7 +541,7 @@ class HostRecorder:
     def _origin(self, filename: str) -> str:
         """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
         if filename not in self._files:
-            self._files[filename] = _origin(filename)
+            self._files[filename] = origin_of(filename)
         return self._files[filename]
 
     def _line(self) -> str:
@@ -553,7 +554,8 @@ class HostRecorder:
         return ""
 
 
-def _origin(filename: str) -> str:
+def origin_of(filename: str) -> str:
+    """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
     path = Path(filename)
     if filename.startswith(("<", _TORCH)) or _is_ours(filename):
         return "torch"

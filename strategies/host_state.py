@@ -187,6 +187,8 @@ def same(now: Any, then: Any) -> bool:
 
 def entries_of(container: Any) -> Any:
     """What ``container`` holds, to compare later."""
+    if isinstance(container, dict):  # not by methods that a subclass may have replaced
+        return (*dict.keys(container), *dict.values(container))
     if isinstance(container, Mapping):
         return (*container.keys(), *container.values())
     return frozenset(container) if isinstance(container, set) else tuple(container)

@@ -36,6 +36,8 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
         _guard(program, region, module)
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
+    # Else a hook that is added within a region once it is compiled is left out without a word.
+    program.settings.setdefault("skip_nnmodule_hook_guards", False)
     if strict:  # else torch runs code beyond the limit eager where graph breaks are allowed, and raises elsewhere
         program.settings["fail_on_recompile_limit_hit"] = True
     return region

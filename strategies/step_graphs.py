@@ -135,6 +135,8 @@ class StepGraphs:
         """Times that a step's state on the host was a new one."""
         self.eager_count = 0
         """Steps run without a graph so far."""
+        self.given_up = False
+        """Whether no step will be captured any more."""
         self.settled = True
         """Whether the last step was what steps of its kind will go on being: a replay, or eager for good."""
         self.verifier: Verifier | None = None
@@ -231,8 +233,13 @@ class StepGraphs:
         if reason not in self.refusals:
             self.refusals.append(reason)
 
+    def give_up(self) -> None:
+        """Capture nothing from now on."""
+        self.given_up = True
+        self.release()
+
     def release(self) -> None:
-        """Give up all graphs and their memory."""
+        """Let go of all graphs and their memory."""
         for shape in self._shapes.values():
             shape.variants.clear()
 

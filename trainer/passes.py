@@ -118,6 +118,10 @@ class Passes:
         self._optimizer_step(keep_loss)
         return losses[-1]
 
+    def forward(self, batch: Any) -> Any:
+        """``training_step`` alone."""
+        return call._call_strategy_hook(self._trainer, "training_step", *self._arguments(batch, 0).values())
+
     def optimize(self) -> None:
         """An optimizer step with the gradients that are there, clipping and scaling included."""
         loss = torch.zeros((), device=self._trainer.strategy.root_device)

@@ -96,7 +96,7 @@ class Rehearsal:
             self._skip(reason)
             return None
         rollback = Rollback(self._guarding.on_compile_error, self._trainer, self._program, self._telemetry.compiler)
-        with self._passes.quiet(), as_capturing(self._program.step is not None):
+        with self._passes.quiet(), as_capturing(self._program.captures_steps):
             snapshot = Snapshot(self._trainer, batch)
             try:
                 if lost := self._lost(snapshot):
@@ -116,7 +116,7 @@ class Rehearsal:
 
         Where a step would use up what cannot be put back, the sample that there is counts.
         """
-        with self._passes.quiet(), as_capturing(self._program.step is not None):
+        with self._passes.quiet(), as_capturing(self._program.captures_steps):
             snapshot = Snapshot(self._trainer, batch)
             try:
                 if self.sample is not None and self._lost(snapshot):

@@ -53,11 +53,10 @@ class StepCapture:
         self._called = False
         self._index = self._reported = 0
         self._progress = self._automatic.optim_progress.optimizer
-        self._off = False
         self._optimizer: GraphedStep | None = None
         for reason in reasons_against(trainer):
             self._stop(reason)
-        if not self._off:
+        if not self._graphs.given_up:
             try:
                 self._optimizer = graphed(trainer.optimizers[0])
                 if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -70,7 +69,7 @@ class StepCapture:
     @property
     def settled(self) -> bool:
         """Whether the last step was what later ones like it will be: a replay, or eager for good."""
-        return self._off or self._graphs.settled
+        return self._graphs.given_up or self._graphs.settled
 
     def release(self) -> None:
         """Give the steps back to Lightning."""
@@ -83,7 +82,7 @@ class StepCapture:
 
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run one micro-batch; returns what ``on_train_batch_end`` is given."""
-        if self._off or "batch" not in kwargs:
+        if self._graphs.given_up or "batch" not in kwargs:
             return self._original(optimizer, batch_idx, kwargs)
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         ends = not self._trainer.fit_loop._should_accumulate()
@@ -207,8 +206,7 @@ class StepCapture:
 
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)
-        self._graphs.release()
-        self._off = True
+        self._graphs.give_up()
 
     def _report_refusals(self) -> None:
         for reason in self._graphs.refusals[self._reported :]:

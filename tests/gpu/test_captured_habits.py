@@ -1,4 +1,4 @@
-"""The habits of ``tests.trainer.habits`` on a device: captured steps train as in eager, or say why they are not captured."""
+"""The habits of ``tests.trainer.habits`` on a device: captured steps train as in eager, or say why they are not."""
 
 from __future__ import annotations
 

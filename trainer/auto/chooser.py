@@ -60,7 +60,7 @@ class Chooser:
         if reason is not None:
             return self._without_choice(reason)
         remembered = self._remembered(batch)
-        estimates = self._estimates()
+        estimates = self._estimates(batch)
         known = None if remembered is None else remembered.recall(estimates)
         # The first process decides: clocks and caches of the others may say something else.
         estimates, known = self._trainer.strategy.broadcast((estimates, known))
@@ -104,14 +104,14 @@ class Chooser:
         }
         return Remembered(directory(self._auto.memory), fingerprint_of(facts))
 
-    def _estimates(self) -> Estimates:
+    def _estimates(self, batch: Any) -> Estimates:
         trainer, program = self._trainer, self._program
         assert program.device is not None
         estimates = Estimates(
             steps=self._planned(),
             device=program.device.type,
             modules={EAGER: Module(name=EAGER)},
-            capture=self._capture(),
+            capture=self._capture(batch),
             warm=bool(program.findings),
             validates=bool(trainer.enable_validation),
         )
@@ -122,13 +122,16 @@ class Chooser:
             estimates.import_seconds = IMPORT_SECONDS
         return estimates
 
-    def _capture(self) -> str:
+    def _capture(self, batch: Any) -> str:
         trainer, program = self._trainer, self._program
         assert program.device is not None
         if any(strategy.captures_step for strategy in program.strategies):
             return "always"
         wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and trainer.world_size == 1
-        return "maybe" if wanted and not any(reasons_against(trainer)) else "no"
+        reasons = [*reasons_against(trainer)] or self._trials.reasons_against_capture(batch) if wanted else []
+        if reasons:
+            program.notes.append(f"auto: no step is captured: {reasons[0]}")
+        return "maybe" if wanted and not reasons else "no"
 
     def _module(self, name: str) -> Module:
         try:

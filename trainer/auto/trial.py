@@ -19,6 +19,8 @@ from trainer.auto.candidates import Candidate
 from trainer.auto.estimates import GAPS, Estimates
 from trainer.auto.measured import EAGER, Module
 from trainer.auto.probe import captured_seconds, device_work, step_seconds
+from trainer.eager import eager
+from trainer.host_effects import observed
 from trainer.passes import Passes, SkippedStep
 from trainer.reasons import one_line
 from trainer.snapshot import Snapshot
@@ -64,6 +66,17 @@ class Trials:
                 if self._snapshot is not None:
                     self._snapshot.restore()
                     self._snapshot = None
+
+    def reasons_against_capture(self, batch: Any) -> list[str]:
+        """What a step does on the host that a graph would not repeat; everything is put back."""
+        with self._passes.quiet():
+            snapshot = Snapshot(self._trainer, batch, weights=False)
+            try:
+                with eager(self._program), torch.no_grad(), contextlib.suppress(Exception):
+                    self._passes.forward(batch)  # what only the first step does, it has done then
+                return observed(self._trainer, self._program, batch, lambda: self._passes.forward(batch)).problems
+            finally:
+                snapshot.restore()
 
     def wear(self, name: str) -> None:
         """Let the program run compiled as the candidate ``name`` says; eager where there is none."""
