@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.atomic import written_whole
 from trainer.interrupt import StopRequest
@@ -32,7 +35,9 @@ class Checkpoints(L.Callback):
     """Saves ``last.ckpt`` every N steps, at the last step and when a stop was asked for, with all random states.
 
     All of them are written at the end of a batch, where the loop's counters, the data order and the random states
-    belong together; after ``Trainer.fit`` has returned they no longer do.
+    belong together; after ``Trainer.fit`` has returned they no longer do. Each process resumes its own random states.
+    One without any in the checkpoint (there are more processes now, or an earlier version kept the first one's only) is
+    seeded by the run's seed, the step and its rank.
     """
 
     def __init__(self, directory: Path, *, every_n_steps: int, stop: StopRequest, at_end: bool = True) -> None:
@@ -41,7 +46,7 @@ class Checkpoints(L.Callback):
         self._at_end = at_end
         self._stop = stop
         self._step = 0
-        self._restored: dict[str, Any] | None = None
+        self._restored: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals back from Lightning and put restored random states in force."""
@@ -51,7 +56,7 @@ class Checkpoints(L.Callback):
         self._last_step = trainer.max_steps
         self._alone = trainer.world_size == 1
         if self._restored is not None:
-            restore_random_states(self._restored)
+            restore_own(self._restored, trainer)
             self._restored = None
 
     def on_train_batch_end(
@@ -74,12 +79,17 @@ class Checkpoints(L.Callback):
         self._stop.in_training = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The random states of this process, saved with every checkpoint."""
-        return random_states()
+        """The random states of all processes, saved with every checkpoint; each process has to call this."""
+        mine = random_states()
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return {"ranks": [mine]}
+        ranks: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, mine)
+        return {"ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
-        self._restored = state_dict
+        self._restored = state_dict.get("ranks", [state_dict])  # earlier versions kept one process's
 
     def _agreed_stop(self, trainer: L.Trainer, step: int) -> bool:
         # Ranks see a signal at different steps and must leave at the same one; asking each step would synchronise.
@@ -90,8 +100,6 @@ class Checkpoints(L.Callback):
 
 def random_states() -> dict[str, Any]:
     """Random states of Python, NumPy, torch and every CUDA device, in types that ``torch.load`` accepts safely."""
-    import numpy
-
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -101,10 +109,25 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
+    """Put this process's entry of ``ranks`` in force, random states by rank; where there is none, a seed of its own."""
+    rank, size = trainer.global_rank, trainer.world_size
+    if len(ranks) < size:
+        rank_zero_warn(
+            f"resume: the checkpoint holds random states of {len(ranks)} processes, this run has {size}: those without "
+            "are seeded by seed, step and rank"
+        )
+    if rank < len(ranks):
+        restore_random_states(ranks[rank])
+        return
+    seed = (int(os.environ.get("PL_GLOBAL_SEED", "0")) + trainer.global_step * size + rank) % 2**32
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def restore_random_states(states: dict[str, Any]) -> None:
     """Put ``random_states`` back in force; CUDA's only where the number of devices is the same."""
-    import numpy
-
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]

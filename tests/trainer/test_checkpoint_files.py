@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from tests.trainer.runs import train
-from trainer.checkpoints import AtomicCheckpointIO, find_checkpoint, random_states, restore_random_states, step_of
+from trainer.checkpoints import AtomicCheckpointIO, Checkpoints, find_checkpoint, random_states, restore_own, step_of
+from trainer.interrupt import StopRequest
 from trainer.telemetry.record import RunRecord
 
 
@@ -125,16 +129,31 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir: Path, tmp_path: Path)
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_random_states_are_put_back_from_a_file(tmp_path: Path) -> None:
-    import random
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
-    import numpy
 
-    def draw() -> tuple[float, float, float]:
-        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
-
-    torch.save(random_states(), tmp_path / "states.pt")
+@pytest.mark.parametrize("version", ["earlier", "now"])
+def test_random_states_are_put_back_from_a_file(tmp_path: Path, version: str) -> None:
+    checkpoints = Checkpoints(tmp_path, every_n_steps=0, stop=StopRequest(print))
+    torch.save(random_states() if version == "earlier" else checkpoints.state_dict(), tmp_path / "states.pt")
     drawn = draw()
     assert draw() != drawn
-    restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
+    checkpoints.load_state_dict(torch.load(tmp_path / "states.pt", weights_only=True))
+    assert checkpoints._restored is not None
+    restore_own(checkpoints._restored, process(0, of=1))
     assert draw() == drawn
+
+
+def test_processes_beyond_those_of_the_checkpoint_draw_numbers_of_their_own() -> None:
+    states, drawn = [random_states()], []
+    for rank in (0, 1, 2, 1):
+        with pytest.warns(UserWarning, match="random states of 1 processes, this run has 3"):
+            restore_own(states, process(rank, of=3))
+        drawn.append(draw())
+    assert drawn[3] == drawn[1]
+    assert len({*drawn}) == 3
+
+
+def process(rank: int, *, of: int) -> Any:
+    return SimpleNamespace(global_rank=rank, world_size=of, global_step=5)

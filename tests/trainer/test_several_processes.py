@@ -1,4 +1,5 @@
-"""With two processes: both draw the same weights, and what one of them finds in the rehearsal, both act on."""
+"""With two processes: both draw the same weights and resume their own random states, and what one of them finds in the
+rehearsal, or in its cache, both act on."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.runs import train
 from tests.trainer.two_processes import said_by_two
 
 SCRIPT = """
@@ -15,26 +17,56 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from strategies import Regional
+from strategies import STRATEGIES, Optimizer, Regional, Stage, Strategy
+from strategies.auto import Auto
 from tests.strategies import backends
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks
+from trainer.auto import candidates
 from trainer.callback import Compile
+from trainer.findings import CompilerWatch
+from trainer.telemetry.scalars import added_up
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 torch.set_num_threads(1)
 backends.register()
 with guarded.backend("tests_wrong_on_one", guarded.as_it_is, guarded.scaled(1.5)):
     pass
+class Warm(Strategy):
+    # As compile=cached with a bundle, on one process: what an earlier run found, and that all graphs were there.
+    name, stage = "cached", Stage.CACHE
+    def apply(self, program):
+        program.findings.update(found)
+        figures = CompilerWatch.figures
+        CompilerWatch.figures = lambda watch: {**figures(watch), "cache": "warm"}
+
+candidates.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="aot_eager")}
+
+too_large = iter([True])
+
+def training_step(batch, batch_idx):
+    if next(too_large, False):
+        raise torch.OutOfMemoryError("on one process")
+    return Blocks.training_step(module, batch, batch_idx)
+
 second = {"rollback": backends.BROKEN_BACKWARD, "wrong": "tests_wrong_on_one"}
-facts = {}
-for mode in ("eager", "right", "rollback", "wrong"):
+facts, found = {}, {}
+for mode in ("eager", "right", "warm", "optimizer", "auto", "rollback", "wrong"):
     torch._dynamo.reset()
     L.seed_everything(0, verbose=False)
     module = Blocks()
     data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
     backend = second.get(mode, "aot_eager") if rank else "aot_eager"
-    compile_ = Compile([] if mode == "eager" else [Regional(backend=backend)], on_compile_error="eager")
+    strategies = [] if mode == "eager" else [Regional(backend=backend)]
+    if mode == "optimizer":
+        strategies.append(Optimizer(backend=backends.BROKEN_FORWARD if rank else "aot_eager"))
+    if mode == "auto":
+        strategies = [Auto(candidates=["regional"], remember=False)]
+        if rank:
+            module.training_step = training_step
+    if mode == "warm" and rank:
+        strategies.append(Warm())
+    compile_ = Compile(strategies, on_compile_error="eager")
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_steps=3, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[compile_], default_root_dir=folder,
@@ -51,6 +83,9 @@ for mode in ("eager", "right", "rollback", "wrong"):
         "compiled": [layer._compiled_call_impl is not None for layer in module.layers],
         "weights": [float(parameter.detach().sum()) for parameter in module.parameters()],
     }
+    if mode == "right":
+        found = compile_.program.findings
+        facts["rates"] = added_up({"samples_per_second": 1.5, "tokens_per_second": 2.0 if rank else None}, trainer)
 (folder / f"{rank}.json").write_text(json.dumps(facts))
 os._exit(0)  # a group in which a step was broken off is not taken down in order
 """
@@ -60,21 +95,31 @@ Facts = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
-    """What each of two processes has to say about the same four trainings."""
+    """What each of two processes has to say about the same trainings."""
     folder = tmp_path_factory.mktemp("processes")
     return said_by_two(SCRIPT, folder)
 
 
-@pytest.mark.parametrize("mode", ["right", "rollback"])
+@pytest.mark.parametrize("mode", ["right", "warm", "optimizer", "auto", "rollback"])
 def test_both_go_on_alike_with_eagers_weights(mode: str, processes: list[Facts]) -> None:
     eager = processes[0]["eager"]["weights"]
     for facts in processes:
         fact = facts[mode]
         assert (fact["error"], fact["steps"]) == (None, 3)
-        assert fact["compiled"] == [mode == "right"] * 3
+        assert fact["compiled"] == [mode != "rollback"] * 3
         assert fact["weights"] == pytest.approx(eager, rel=1e-5, abs=1e-6)
-        assert fact["report"]["parity"]["verdict"] == ("passed" if mode == "right" else "skipped")
-        assert ("rollback" in fact["report"]) == (mode == "rollback")
+        assert fact["report"]["parity"]["verdict"] == ("skipped" if mode == "rollback" else "passed")
+        assert "compared" not in fact["report"]["parity"]  # here, and not by an earlier run
+        assert ("rollback" in fact["report"]) == (mode in ("rollback", "optimizer"))
+
+
+def test_rates_are_added_up_where_both_have_them(processes: list[Facts]) -> None:
+    for facts in processes:
+        assert facts["rates"] == {
+            "samples_per_second": 3.0,
+            "tokens_per_second": None,
+            "useful_tokens_per_second": None,
+        }
 
 
 def test_both_stop_when_one_computes_something_else(processes: list[Facts]) -> None:
@@ -127,3 +172,45 @@ def test_both_draw_the_same_weights_on_their_devices(tmp_path: Path) -> None:
     assert one == other
     assert one["steps"] == 2
     assert one["sums"][0] != one["sums"][1]
+
+
+RESUMING = """
+import json, os, random, signal, sys
+from pathlib import Path
+import numpy
+import torch
+from tasks.models.captioner_module import Captioner
+from tests.trainer.runs import train
+
+folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+torch.set_num_threads(1)
+seen, stopping = [], False
+
+def on_train_batch_start(module, batch, batch_idx):
+    if stopping and rank == 1 and module.global_step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    seen.append([random.random(), numpy.random.rand()])
+
+Captioner.on_fit_start = lambda module: [draw(rank) for draw in (random.seed, numpy.random.seed, torch.manual_seed)]
+Captioner.on_train_batch_start = on_train_batch_start
+Captioner.on_train_batch_end = lambda module, outputs, batch, batch_idx: seen[-1].append(float(outputs["loss"]))
+facts = {}
+for name, resume in (("whole", ()), ("first", ()), ("second", (f"resume={folder / 'first'}",))):
+    stopping = name == "first"
+    record = train(folder / name, "trainer.devices=2", "trainer.max_steps=5", "task.size.dropout=0.3", *resume)
+    facts[name] = {"status": record.status, "reason": record.reason, "seen": seen.copy()}
+    seen.clear()
+(folder / f"{rank}.json").write_text(json.dumps(facts))
+"""
+
+
+def test_each_process_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+    processes = said_by_two(RESUMING, tmp_path)
+    for facts in processes:
+        assert facts["second"]["status"] == "finished"
+        assert len(facts["first"]["seen"]) == 3
+        assert facts["first"]["seen"] + facts["second"]["seen"] == facts["whole"]["seen"]
+    one, other = (facts["whole"]["seen"] for facts in processes)
+    assert not {number for step in one for number in step} & {number for step in other for number in step}
+    alone = train(tmp_path / "alone", "trainer.max_steps=5", f"resume={tmp_path / 'first'}")
+    assert (alone.status, alone.steps) == ("finished", 5)
