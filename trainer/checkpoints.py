@@ -95,7 +95,7 @@ class Checkpoints(L.Callback):
         # Ranks see a signal at different steps and must leave at the same one; asking each step would synchronise.
         if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return False
-        return trainer.strategy.reduce_boolean_decision(self._stop.signum is not None, all=False)
+        return self._stop.agreed(trainer)
 
 
 def random_states() -> dict[str, Any]:

@@ -8,7 +8,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import lightning as L
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -104,6 +107,16 @@ class StopRequest:
         if self._before:
             for signum in SIGNALS:
                 signal.signal(signum, self._handle)
+
+    def agreed(self, trainer: L.Trainer) -> bool:
+        """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""
+        import torch
+
+        strategy = trainer.strategy
+        signum = strategy.reduce(torch.tensor(self.signum or 0, device=strategy.root_device), reduce_op="max")
+        if found := int(signum):  # else one that has come in between stays, for the next time
+            self.signum = found
+        return bool(found)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:

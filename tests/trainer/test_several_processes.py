@@ -3,6 +3,7 @@ rehearsal, or in its cache, both act on."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ from pathlib import Path
 import numpy
 import torch
 from tasks.models.captioner_module import Captioner
+from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
@@ -198,15 +200,26 @@ facts = {}
 for name, resume in (("whole", ()), ("first", ()), ("second", (f"resume={folder / 'first'}",))):
     stopping = name == "first"
     record = train(folder / name, "trainer.devices=2", "trainer.max_steps=5", "task.size.dropout=0.3", *resume)
-    facts[name] = {"status": record.status, "reason": record.reason, "seen": seen.copy()}
+    facts[name] = {"status": record.status, "signal": record.signal, "seen": seen.copy()}
     seen.clear()
+
+def predict_step(module, batch, batch_idx):
+    seen.append(batch_idx)
+    if rank == 1 and len(seen) == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+Captioner.predict_step = predict_step
+record = infer(folder / "inference", "trainer.devices=2", "run.warmup_batches=9")
+facts["inference"] = {"status": record.status, "signal": record.signal, "calls": len(seen)}
 (folder / f"{rank}.json").write_text(json.dumps(facts))
 """
 
 
-def test_each_process_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+def test_each_process_resumes_its_own_random_numbers_and_stops_with_the_other(tmp_path: Path) -> None:
     processes = said_by_two(RESUMING, tmp_path)
     for facts in processes:
+        assert (facts["first"]["status"], facts["first"]["signal"]) == ("interrupted", signal.SIGINT)
+        assert facts["inference"] == {"status": "interrupted", "signal": signal.SIGINT, "calls": 2}
         assert facts["second"]["status"] == "finished"
         assert len(facts["first"]["seen"]) == 3
         assert facts["first"]["seen"] + facts["second"]["seen"] == facts["whole"]["seen"]

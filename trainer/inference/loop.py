@@ -94,8 +94,10 @@ class InferenceLoop:
     def _measure(self) -> None:
         batches = Batches(self._mode, self._trainer, count=self._count, wait=self._telemetry.wait)
         rounds = REPLAYED_FROM if self._compile.uses_cuda_graphs or self._program.step is not None else 1
-        first = self._warm_up(batches, max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
-        if self._agreed_stop():
+        count = torch.tensor(max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
+        strategy = self._trainer.strategy  # whose processes agree on each of these batches, and so on their number
+        first = self._warm_up(batches, int(strategy.reduce(count.to(strategy.root_device), reduce_op="max")))
+        if self._stop.agreed(self._trainer):
             return
         self._check(first)
         self._profile(batches)
@@ -114,7 +116,7 @@ class InferenceLoop:
         first: Any = None
         with self._telemetry.warmup(count):
             for number in range(count):
-                if self._agreed_stop():
+                if self._stop.agreed(self._trainer):
                     break
                 batch = self._timed(batches, self._attempt)
                 if number == 0:
@@ -122,10 +124,6 @@ class InferenceLoop:
                     self._guards.after_batch(stepped=True)
         self._compile.tell()
         return first
-
-    def _agreed_stop(self) -> bool:
-        # Before the timed runs, in which nothing is asked of other processes, all of them must leave at one place.
-        return self._trainer.strategy.reduce_boolean_decision(self._stop.signum is not None, all=False)
 
     def _timed(self, batches: Batches, run: Callable[[Any], Any]) -> Any:
         telemetry, graphs = self._telemetry, self._program.step
