@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.explain import source
 from trainer.explain.breaks import merged, read_break
@@ -94,3 +95,27 @@ def test_lines_are_read_with_their_code_and_shown_from_where_the_reader_is(
     assert source.shown(str(file)) == "net.py"
     assert source.shown(THEIRS.file) == "transformers/gpt2.py"
     assert source.line(str(tmp_path / "gone.py"), 1).code is None
+
+
+@pytest.mark.parametrize(
+    ("file", "whose", "shown"),
+    [
+        ("/demos/mine/net.py", "mine", "net.py"),
+        ("/demos/mine/.venv/lib/python3.11/site-packages/torch/nn/module.py", "torch's", "torch/nn/module.py"),
+        ("/demos/mine/.venv/lib/python3.11/site-packages/timm/torch/vit.py", "theirs", "timm/torch/vit.py"),
+        ("/usr/lib/python3/dist-packages/lightning/trainer.py", "torch's", "lightning/trainer.py"),
+        ("/usr/lib/python3/dist-packages/lightning/demos/net.py", "theirs", "lightning/demos/net.py"),
+        ("/src/pytorch/torch/nn/module.py", "torch's", "torch/nn/module.py"),
+        ("/src/pytorch/net.py", "mine", "/src/pytorch/net.py"),
+        ("/src/site-packages-2/net.py", "mine", "/src/site-packages-2/net.py"),
+        (sysconfig.get_path("stdlib") + "/random.py", "theirs", "random.py"),
+        (sysconfig.get_path("stdlib") + "-mine/net.py", "mine", sysconfig.get_path("stdlib") + "-mine/net.py"),
+    ],
+)
+def test_a_library_is_known_by_where_it_is_installed(
+    file: str, whose: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/demos/mine"))
+    monkeypatch.setattr(torch, "__path__", ["/src/pytorch/torch"])
+    assert (source.is_machinery(file), source.is_library(file)) == (whose == "torch's", whose != "mine")
+    assert source.shown(file) == shown

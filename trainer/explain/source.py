@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.explain.explanation import Line
 
-LIBRARIES = tuple(dict.fromkeys(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-MACHINERY = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_fabric)[/\\]")
+LIBRARIES = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len)
+PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
+"""Where packages lie in any environment, also one within the project's folder."""
+MACHINERY = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
 EXAMPLES = re.compile(r"[/\\]demos[/\\]")
 """Models that come with Lightning, which are somebody's model all the same."""
 RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.+)_at_\d+$")
@@ -37,13 +41,25 @@ def lines_of_stack(text: str) -> list[Line]:
 
 def is_machinery(file: str) -> bool:
     """Whether a file belongs to torch, Lightning or no file at all."""
-    in_library = file.startswith(LIBRARIES) or "site-packages" in file
-    return file.startswith("<") or (in_library and MACHINERY.search(file) is not None and not EXAMPLES.search(file))
+    inside = installed(file) or ""
+    return file.startswith("<") or (re.split(r"[/\\]", inside)[0] in MACHINERY and not EXAMPLES.search(inside))
 
 
 def is_library(file: str) -> bool:
     """Whether a file was installed rather than written by the user."""
-    return file.startswith(("<", *LIBRARIES)) or "site-packages" in file
+    return file.startswith("<") or installed(file) is not None
+
+
+def installed(file: str) -> str | None:
+    """The path of an installed file from the folder on that its package lies in; None for a file of the user's own,
+    wherever that is: of an editable installation, or beside an environment in the project's folder."""
+    if packages := PACKAGES.match(file):
+        return file[packages.end() :]
+    for name in MACHINERY:  # which may run from a checkout
+        for folder in getattr(sys.modules.get(name), "__path__", ()):
+            if file.startswith(folder + os.sep):
+                return name + file[len(folder) :]
+    return next((file[len(folder) + 1 :] for folder in reversed(LIBRARIES) if file.startswith(folder + os.sep)), None)
 
 
 def of_interest(stack: Iterable[Line]) -> tuple[Line | None, Line | None, Line | None]:
@@ -61,12 +77,5 @@ def of_interest(stack: Iterable[Line]) -> tuple[Line | None, Line | None, Line |
 
 
 def shown(file: str) -> str:
-    """A path as a reader likes it: from the working directory, from the site-packages, or whole."""
-    path = Path(file)
-    here = Path.cwd()
-    if path.is_relative_to(here):
-        return str(path.relative_to(here))
-    for library in sorted(LIBRARIES, key=len, reverse=True):
-        if path.is_relative_to(library):
-            return str(path.relative_to(library))
-    return file
+    """A path as a reader likes it: from the site-packages, from the working directory, or whole."""
+    return installed(file) or file.removeprefix(f"{Path.cwd()}{os.sep}")

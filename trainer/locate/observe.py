@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import statistics
 import time
 import traceback
@@ -34,7 +35,7 @@ LEAST_PAIRS = 3
 MOST_SECONDS = 6.0
 """Timing takes about this long at most."""
 PROJECT = Path(__file__).resolve().parents[2]
-OURS = tuple(str(PROJECT / package) for package in ("trainer", "strategies", "scripts"))
+OURS = tuple(f"{PROJECT / package}{os.sep}" for package in ("trainer", "strategies", "scripts"))
 """Whose lines are nobody's mistake to mend."""
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import pprint
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from strategies.backend_source import file_of_backend
+from trainer.explain.source import is_library
 from trainer.locate.capture import Captured
 
 FILE, STATE = "reproduce.py", "reproduce.pt"
 TEMPLATE = Path(__file__).with_name("reproducer_template.txt")
-LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def write(captured: Captured, folder: Path, *, symptom: str, reason: str | None) -> Path:
@@ -51,7 +51,7 @@ def write(captured: Captured, folder: Path, *, symptom: str, reason: str | None)
         "SOURCE": source_of(kind),
         "SYMPTOM": symptom,
         "REASON": " ".join((reason or "").split()),
-        "ROOTS": [root for root in dict.fromkeys(roots) if not root.startswith(LIBRARIES)],
+        "ROOTS": [root for root in dict.fromkeys(roots) if not is_library(f"{root}{os.sep}")],
         "MODULES": list(dict.fromkeys(modules)),
         "ARGUMENTS": arguments,
         "BUDGET": captured.activation_memory_budget,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
+from trainer.explain.source import shown
 from trainer.locate.investigate import named
 from trainer.locate.report import Blamed, OptionTried, Report
 from trainer.locate.trial import Outcome
@@ -69,14 +68,14 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _place(phase: str | None, where: str | None, code: str | None) -> Iterator[str]:
     if phase is not None or where is not None:
-        said = [f"in the {phase}" if phase else "", f"at {_short(where)}" if where else ""]
+        said = [f"in the {phase}" if phase else "", f"at {shown(where)}" if where else ""]
         yield f"  {escape(' '.join(filter(None, said)))}"
     if code:
         yield f"    {escape(code)}"
 
 
 def _culprit(blamed: Blamed, verb: str) -> Iterator[str]:
-    kind = f" ({blamed.kind}, {_short(f'{blamed.file}:{blamed.line}')})" if blamed.file else ""
+    kind = f" ({blamed.kind}, {shown(f'{blamed.file}:{blamed.line}')})" if blamed.file else ""
     kind = kind or (f" ({blamed.kind})" if blamed.kind else "")
     yield f"[bold]culprit[/]: {escape(blamed.path + kind)}: compiled alone it {verb}: {escape(blamed.reason or '')}"
     yield from _place(blamed.phase, blamed.where, blamed.code)
@@ -130,10 +129,3 @@ def _reproducer(report: Report) -> Iterator[str]:
         return
     said = {True: "shows it", False: "does not show it: it takes the whole step", None: "was not run"}
     yield f"[bold]reproducer[/]: python {escape(shlex.quote(report.reproducer))} ({said[report.reproducer_shows]})"
-
-
-def _short(where: str | None) -> str:
-    """A place with its path from the working directory, where that is shorter."""
-    text = where or ""
-    here = f"{Path.cwd()}{os.sep}"
-    return text.removeprefix(here)

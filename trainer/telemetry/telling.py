@@ -10,8 +10,8 @@ import linecache
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
+from trainer.explain.source import shown
 from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.slow_steps import sentence
 
@@ -89,9 +89,8 @@ def reason(text: str) -> str:
 
 
 def near(location: str) -> str:
-    """``location`` from the working directory or site-packages on, its function by the name that it has in the code."""
-    location = RESUMED.sub(r"\1", location)
-    return location.removeprefix(f"{Path.cwd()}/").rpartition("/site-packages/")[2]
+    """``location`` from the site-packages or working directory on, its function by the name that it has in the code."""
+    return shown(RESUMED.sub(r"\1", location))
 
 
 def code_at(location: str) -> str | None:

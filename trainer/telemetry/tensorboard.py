@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from trainer.explain.source import shown
 from trainer.telemetry import hparams
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import rows as facts_in
@@ -97,8 +97,8 @@ def strategies_table(record: RunRecord) -> str:
 
 
 def _shortened(location: str) -> str:
-    """``location`` from the working directory or site-packages on: the table is narrow, the record has it whole."""
-    inside = location.removeprefix(f"{Path.cwd()}/").rpartition("/site-packages/")[2]
+    """``location`` from the site-packages or working directory on: the table is narrow, the record has it whole."""
+    inside = shown(location)
     return f"`{inside if inside != location else '/'.join(location.split('/')[-3:])}`"
 
 
