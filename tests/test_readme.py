@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,34 @@ def test_links_lead_to_files(page: Path) -> None:
 
 def test_nothing_is_left_to_fill_in() -> None:
     assert [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ci_runs_the_two_lines_of_the_readme_as_they_are_printed(tmp_path: Path, code: int) -> None:
+    checkout, programs = tmp_path / "checkout", tmp_path / "bin"
+    (checkout / ".ci").mkdir(parents=True)
+    programs.mkdir()
+    for name in ("README.md", ".ci/run"):
+        shutil.copy2(ROOT / name, checkout / name)
+    environment = (
+        r"mkdir -p .venv/bin; echo 'pip() { echo pip $*; }; python() { echo python $*; }' > .venv/bin/activate"
+    )
+    made = {programs / "python3": environment, checkout / "check": f"pwd; tail -n 1 README.md; ls -A; cat; exit {code}"}
+    made |= {programs / name: "" for name in ("g++", "chromium")}  # nothing is missing
+    for path, script in made.items():
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    for command in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *command], cwd=checkout, check=True)
+    (checkout / "untracked").touch()
+    (checkout / "README.md").write_text(README + "\nedited\n")
+    path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run([checkout / ".ci/run"], env=os.environ | path, capture_output=True, text=True, timeout=60)
+    first, second = re.findall(r"```bash\n(python3 .*)\n```", README)
+    said = [line for line in done.stdout.splitlines() if not line.startswith("== took")]
+    assert said[:3] == [f"== {first}", "pip install -e .", "python -m trainer task=captioning compile=regional"]
+    assert said[3:5] == [f"== {second}", "pip install -e .[test]"]
+    assert said[6:] == ["edited", ".ci", ".git", ".venv", "README.md", "check"]
+    assert done.returncode == (code and 1), done.stderr
+    assert not Path(said[5]).exists()
+    assert bool(re.search(rf"failed after \d+ s: {re.escape(second)}", done.stderr)) == bool(code)
