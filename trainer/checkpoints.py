@@ -35,9 +35,9 @@ class Checkpoints(L.Callback):
     """Saves ``last.ckpt`` every N steps, at the last step and when a stop was asked for, with all random states.
 
     All of them are written at the end of a batch, where the loop's counters, the data order and the random states
-    belong together; after ``Trainer.fit`` has returned they no longer do. Each process goes on with its own random
-    states. One without any in the checkpoint (there are more processes now, or an earlier version kept the first one's
-    only) is seeded by the run's seed, the step and its rank.
+    belong together; after ``Trainer.fit`` has returned they no longer do. Each process resumes its own random states.
+    One without any in the checkpoint (there are more processes now, or an earlier version kept the first one's only) is
+    seeded by the run's seed, the step and its rank.
     """
 
     def __init__(self, directory: Path, *, every_n_steps: int, stop: StopRequest, at_end: bool = True) -> None:

@@ -114,8 +114,9 @@ class StopRequest:
 
         strategy = trainer.strategy
         signum = strategy.reduce(torch.tensor(self.signum or 0, device=strategy.root_device), reduce_op="max")
-        self.signum = int(signum) or None
-        return self.signum is not None
+        if found := int(signum):  # else one that has come in between stays, for the next time
+            self.signum = found
+        return bool(found)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:

@@ -243,7 +243,7 @@ facts["inference"] = {"status": record.status, "signal": record.signal, "calls":
 """
 
 
-def test_each_process_goes_on_with_its_own_random_numbers_and_stops_with_the_other(tmp_path: Path) -> None:
+def test_each_process_resumes_its_own_random_numbers_and_stops_with_the_other(tmp_path: Path) -> None:
     processes = said_by_two(RESUMING, tmp_path)
     for facts in processes:
         assert (facts["first"]["status"], facts["first"]["signal"]) == ("interrupted", signal.SIGINT)
