@@ -107,7 +107,7 @@ def one(seed: int) -> tuple[str, str]:
     drawn = random.Random(seed)
     kind = sorted(MODULES)[seed % len(MODULES)]
     precision = drawn.choice(["32-true", "32-true", "bf16-mixed", "bf16-mixed", "bf16-true", "64-true"])
-    backend = drawn.choice(["inductor", "aot_eager_decomp_partition", "aot_eager"])
+    backend = drawn.choice(["inductor", *["aot_eager_decomp_partition"] * 3, "aot_eager"])
     arm = drawn.choice(["regional", "whole", "optimizer", "regional, optimizer"])
     strategies: list[Strategy] = []
     if "regional" in arm:
