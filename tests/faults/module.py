@@ -35,8 +35,7 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
         hidden = nn.functional.gelu(self.up(x_BTD))
         if self.statistics is not None:
-            # Contiguous: the backend aot_eager views gradients by the strides that it expected.
-            hidden = self.statistics(hidden.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
+            hidden = self.statistics(hidden.flatten(0, 1)).view_as(hidden)
         return x_BTD + self.dropout(hidden)
 
 
