@@ -1,4 +1,4 @@
-"""Plant every fault and print the table of its page of docs: ``python -m tests.faults [PART OF A NAME ...]``."""
+"""Plant every fault and print the table of its page of docs: ``python -m tests.faults [NAME OR KIND ...]``."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def plant(fault: Planted, precision: str, *, seed: int = 0) -> Outcome:
 
 
 def main(names: list[str]) -> None:
-    """Print the table; ``names`` are parts of the names of the faults to plant, all without."""
+    """Print the table; ``names`` are names or kinds of the faults to plant, all without."""
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
     print("| fault | kind | " + " | ".join(PRECISIONS) + " |\n|---|---|" + "---|" * len(PRECISIONS))
     for fault in CATALOGUE:
-        if names and not any(name in fault.name for name in names):
+        if names and not any(name in (fault.name, fault.kind) for name in names):
             continue
         cells = []
         for precision in PRECISIONS:

@@ -35,7 +35,7 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
         hidden = nn.functional.gelu(self.up(x_BTD))
         if self.statistics is not None:
-            hidden = self.statistics(hidden.transpose(1, 2)).transpose(1, 2)
+            hidden = self.statistics(hidden.flatten(0, 1)).view_as(hidden)
         return x_BTD + self.dropout(hidden)
 
 

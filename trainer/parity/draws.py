@@ -67,7 +67,8 @@ class Draws:
     def complaints(self, limit: float) -> tuple[list[str], dict[str, Any]]:
         """What cannot be chance, in words, and figures for the record; ``limit`` in standard errors."""
         eager, compiled = self.losses["eager"], self.losses["compiled"]
-        found, figures = [], {"steps": len(eager)}
+        found: list[str] = []
+        figures: dict[str, Any] = {"steps": len(eager)}
         if all(map(math.isfinite, [*eager, *compiled])):
             spread = _standard_error(eager, compiled)
             mean, other = statistics.fmean(eager), statistics.fmean(compiled)

@@ -298,7 +298,8 @@ class ParityGate:
         """Whether neither loss nor gradients can say much."""
         if across:
             return figures["draws"].get("loss", {"tolerance": math.inf})["tolerance"] > SAYS_NOTHING
-        return min(self._judge.loss_tolerance(), self._judge.norm_tolerance()) > SAYS_NOTHING
+        shown = [self._judge.norm_tolerance(), *([self._judge.loss_tolerance()] if "loss" in figures else [])]
+        return min(shown) > SAYS_NOTHING
 
     def _anywhere(self, found: bool) -> bool:
         return self._trainer.strategy.reduce_boolean_decision(found, all=False)

@@ -66,7 +66,9 @@ class StateComparison:
         steps: int,
     ) -> None:
         self._optimizers, self._copy, self._unit, self._steps = optimizers, copy, unit, steps
-        self._names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad
+        }
         self._buffers = dict(module.named_buffers())
         self._module = module
         self._starts = {name: buffer.clone() for name, buffer in self._buffers.items()}
