@@ -43,28 +43,32 @@ class Snapshot:
     Args:
         trainer: Gives module, optimizers, schedulers and scaler.
         batch: Batch that the passes will be given; a step may change it.
+        weights: Whether parameters, gradients, optimizers, schedulers and scalers are kept as well. ``False`` is for a
+            forward, which changes none of them.
     """
 
-    def __init__(self, trainer: L.Trainer, batch: Any) -> None:
+    def __init__(self, trainer: L.Trainer, batch: Any, *, weights: bool = True) -> None:
         self._module = trainer.lightning_module
+        self._weights = weights
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._kept: dict[int, Callable[[], None]] = {}
         self._device = trainer.strategy.root_device
         self._offload = False
         modules = list(self._module.modules())
-        self._offload = self._too_large([*self._module.parameters(), *self._module.buffers()], trainer.optimizers)
+        parameters = list(self._module.parameters())
+        self._optimizers = list(trainer.optimizers) if weights else []
+        self._offload = self._too_large([*(parameters if weights else []), *self._module.buffers()], self._optimizers)
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         for module in modules:
             attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED}
             self._attributes.append((module, attributes))
             for value in attributes.values():
                 self._keep(value)
-        self._gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-        self._trained = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
-        self._optimizers = list(trainer.optimizers)
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
+        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
         for optimizer in self._optimizers:
             self._keep(optimizer)
-        for config in trainer.lr_scheduler_configs:  # stepped by hand within a training step
+        for config in trainer.lr_scheduler_configs if weights else []:  # stepped by hand within a training step
             self._keep(vars(config.scheduler))
         for _, gradient in self._gradients:
             self._keep(gradient)
@@ -72,7 +76,7 @@ class Snapshot:
         self._keep(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress)
         self._keep(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         self._keep(batch)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = getattr(trainer.precision_plugin, "scaler", None) if weights else None
         self._scaler = None if scaler is None else (scaler, dict(vars(scaler)))
         if scaler is not None:
             self._keep(vars(scaler))
@@ -127,6 +131,10 @@ class Snapshot:
 
     def _keep(self, value: Any) -> None:
         """Remember the contents of ``value`` and of everything plain inside it."""
+        if not self._weights and isinstance(
+            value, nn.Parameter | torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
+        ):
+            return
         if isinstance(value, Tensor):
             if id(value) not in self._tensors:
                 kept = value.detach().to("cpu", copy=True) if self._offload else value.detach().clone()

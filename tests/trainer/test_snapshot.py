@@ -135,3 +135,36 @@ def test_optimizer_state_that_was_not_there_is_gone_again(stepped: bool, tmp_pat
                 assert all(parameter.grad is None for parameter in pl_module.parameters()) or stepped
 
     fit(Traceable(), tmp_path, [Steps()], max_steps=2)
+
+
+def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) -> None:
+    class Forward(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step != 1:
+                return
+            weight, mean = pl_module.stem.weight, pl_module.layers[0].norm.running_mean
+            before, statistics, drawn = weight.detach().clone(), mean.clone(), torch.get_rng_state()
+            snapshot = Snapshot(trainer, batch, weights=False)
+            kept = {id(tensor) for tensor, _ in snapshot._tensors.values()}
+            assert not kept & {id(parameter) for parameter in pl_module.parameters()}, "no second copy of the weights"
+            assert not kept & {id(state["exp_avg"]) for state in trainer.optimizers[0].state.values()}
+            with torch.no_grad():
+                pl_module.training_step(batch, batch_idx)
+                weight.add_(1)
+            weight.grad = torch.ones_like(weight)
+            batch[0].zero_()
+            pl_module.eval()
+            assert not torch.equal(mean, statistics)
+            snapshot.restore()
+            assert torch.equal(mean, statistics)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            assert (pl_module.calls, pl_module.training) == (1, True)
+            assert batch[0].any()
+            assert torch.equal(weight, before + 1), "what it does not keep it leaves alone"
+            assert weight.grad is not None
+            weight.grad = None
+            self.done = True
+
+    forward = Forward()
+    fit(Traceable(), tmp_path, [forward], max_steps=2)
+    assert forward.done
