@@ -209,7 +209,18 @@ class Telemetry:
                 self._profiled.start()
         return True
 
-    def pause(self, phase: str) -> None:
+    @contextlib.contextmanager
+    def auditing(self) -> Iterator[None]:
+        """What runs inside belongs to no step, although one is under way."""
+        if self.compiler.compilations != self._compilations:
+            self._step.compiled = self._step.recompiled = True
+        self.pause("auditing", within_step=True)
+        try:
+            yield
+        finally:
+            self.batch_start()
+
+    def pause(self, phase: str, *, within_step: bool = False) -> None:
         """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
         if not self._running:
             return
@@ -221,11 +232,11 @@ class Telemetry:
         self._after = phase
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
-            if self._step.batches:  # inside an accumulation: what was done of the step so far is a lap of its own
+            if within_step or self._step.batches:  # inside an accumulation: what was done of the step so far is a lap of its own
                 self._clock.lap()
                 self._step.laps += 1
         if self._profiled is not None and self._profiled.recording:  # what a pause does is no part of a step
-            self._step.profiled = self._step.batches > 0  # recorded in part: no steady one either
+            self._step.profiled = within_step or self._step.batches > 0  # recorded in part: no steady one either
             self._profiled.stop()
 
     def flush(self, *, everything: bool = False) -> None:

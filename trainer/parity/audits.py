@@ -1,0 +1,491 @@
+"""Audits: is the step still eager's? Asked again on real steps, while the training goes on.
+
+The gate looks once, at the first batch and at freshly drawn weights. An audit looks at the step under way: its loss and
+buffers against an eager forward on its own batch, weights and random state, and the optimizer's update of a few
+parameters against torch's own step. A difference counts once it is beyond what eager differs from itself on that batch
+and shows again when the step is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from strategies import Program
+from strategies.optimizer_step import installed
+from trainer.parity.comparison import Differences, Judge, ParityError, perturb, rounding_unit
+from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, floating_buffers
+from trainer.parity.update_sample import UpdateSample
+from trainer.passes import Passes, why_not
+from trainer.reasons import one_line
+from trainer.snapshot import Snapshot
+from trainer.telemetry import memory
+from trainer.telemetry.events import AuditDifference, AuditFacts
+from trainer.telemetry.telemetry import Telemetry
+from trainer.telemetry.tensorboard import TensorBoardPages
+
+ALWAYS = 8
+"""Optimizer steps up to which audits double, whatever they cost."""
+SHARE = 0.005
+"""Of the run's seconds, at most, that all audits together may take."""
+SAMPLES, REPEATS = 4, 3
+"""Eager forwards by which the tolerance is widened before a difference counts; steps in which it has to show again."""
+MOST = {"loss": 0.05, "buffers": 0.5}
+"""Tolerance, relative, beyond which a comparison says nothing."""
+SEED = 2**31 - 1001
+
+Gradients = Callable[[], Sequence[Tensor | None] | None]
+
+
+@dataclass(slots=True)
+class Pair:
+    """A step, and what it was compared with."""
+
+    outputs: dict[str, Any]
+    eager: EagerSeen | None = None
+    step: Seen | None = None
+    update: list[AuditDifference] | None = None
+
+
+class Audits:
+    """Stands around ``run`` of Lightning's automatic optimization until ``release``.
+
+    Args:
+        mode: ``on`` or ``strict``.
+        captured: Whether steps may be captured, so that hooks within them are not called.
+        gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
+            itself; None where they are the parameters' own.
+        differs: Called with what to say once a step is not eager's; returns when the run goes on, in eager.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        trainer: L.Trainer,
+        program: Program,
+        telemetry: Telemetry,
+        pages: TensorBoardPages,
+        *,
+        captured: Callable[[], bool],
+        gradients: Gradients,
+        differs: Callable[[ParityError], None],
+        cuda_graphs: bool,
+    ) -> None:
+        self._trainer, self._program, self._telemetry, self._pages = trainer, program, telemetry, pages
+        self._captured, self._gradients, self._differs = captured, gradients, differs
+        assert program.device is not None
+        self._device = program.device
+        self._judge = Judge(mode, rounding_unit(program.precision, program.device))
+        self._module = trainer.lightning_module
+        self.facts = AuditFacts(verdict="not audited")
+        self.sample: list[torch.nn.Parameter] = []
+        """Parameters whose update is compared."""
+        self._never: dict[str, str] = {}
+        self._shares: list[float] = []
+        self._inside = False
+        self._settles: bool | None = None
+        self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._instead = contextlib.ExitStack()
+        self._seconds = 0.0
+        self.facts.reason = self._why_not()
+        if self.facts.reason is not None:
+            return
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        self._update = UpdateSample(trainer.optimizers[0], names, multiple=self._judge.multiple)
+        self.sample = self._update.parameters
+        if self._update.reason is not None:
+            self._never["update"] = self._update.reason
+        self._passes = Passes(trainer, cuda_graphs=cuda_graphs)
+        self._forward = EagerForward(trainer, program, self._passes)
+        self._next, self._steps = 1.0, 0
+        self._first, self._began, self._mark = trainer.global_step, 0.0, (0, 0.0)
+        self.facts.reason = "the run ended before its first step"
+        self._saved = {} if trainer.ckpt_path is None else {str(trainer.ckpt_path): self._first}
+        self._original = self._put(self._automatic, "run", self._run)
+        self._save = self._put(trainer, "save_checkpoint", self._save_checkpoint)
+
+    def release(self) -> None:
+        """Give Lightning its own methods back."""
+        self._instead.close()
+
+    def _why_not(self) -> str | None:
+        if not self._module.automatic_optimization:
+            return "the module optimizes by hand"
+        return why_not(self._trainer)
+
+    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
+        """Put ``function`` in the place of the method ``name`` of ``owner`` until ``release``; returns that method."""
+        return self._instead.enter_context(_replaced(owner, name, function))
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
+        self._began = self._began or time.perf_counter()
+        if self._trainer.fit_loop._should_accumulate():
+            return self._original(optimizer, batch_idx, kwargs)
+        self._steps += 1
+        if self._steps < self._next:
+            return self._original(optimizer, batch_idx, kwargs)
+        reason = self._nothing_to_audit(kwargs)
+        if reason is not None:
+            self.facts.reason, self._next = reason, math.inf
+            return self._original(optimizer, batch_idx, kwargs)
+        return self._audit(optimizer, batch_idx, kwargs)
+
+    def _nothing_to_audit(self, kwargs: Any) -> str | None:
+        if "batch" not in kwargs:
+            return "training_step takes an iterator of batches"
+        compiled = self._program.regions or self._program.step is not None
+        if not compiled and all(installed(each) is None for each in self._program.optimizers):
+            return "nothing is compiled or captured"
+        return None
+
+    def _audit(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        spent, started = self._seconds, time.perf_counter()
+        peak = memory.peak_bytes(self._device)
+        self.facts.not_compared, self._shares = dict(self._never), []
+        pair = self._pair(optimizer, batch_idx, kwargs, update=True)
+        with self._apart():
+            complaints = self._judged(pair, optimizer, batch_idx, kwargs)
+            update = max(pair.update or (), key=lambda one: one.share, default=None)
+            if update is not None:
+                complaints += self._note("update", update)
+            wrong = self._trainer.strategy.reduce_boolean_decision(bool(complaints), all=False)
+        memory.resume(self._device, peak)
+        self._write_down(complaints, wrong=wrong)
+        self._schedule(self._seconds - spent, started)
+        if wrong:
+            self._differs(self._error(complaints))
+        return pair.outputs
+
+    def _pair(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any, *, update: bool = False) -> Pair:
+        """Run the step, and eager's forward before it: where ``training_step`` is called and Python runs it, else
+        before all of it, because of a captured step nothing else is known to Python."""
+        pair = Pair({})
+        update = update and "update" not in self._never
+        if self._captured():
+            with self._apart():
+                self._look(pair, kwargs)
+                if update:
+                    self._prepare_captured(pair, batch_idx)
+            pair.outputs = self._original(optimizer, batch_idx, kwargs)
+            with self._apart():
+                pair.step = self._left(pair.outputs.get("loss"))
+                if update:
+                    self._compare_update(pair, self._gradients)
+            return pair
+        automatic, plugin = self._automatic, self._trainer.precision_plugin
+        with contextlib.ExitStack() as places:
+
+            def training_step(arguments: Any) -> Any:
+                first = pair.eager is None and pair.step is None
+                if first:
+                    with self._apart():
+                        self._look(pair, arguments)
+                result = step(arguments)
+                if first:  # a closure may be called again, at other weights
+                    with self._apart():
+                        pair.step = self._left(result.loss)
+                return result
+
+            def after_closure(*given: Any) -> None:
+                after(*given)
+                with self._apart():
+                    self._update.keep()
+
+            def optimizer_step(*given: Any, **named: Any) -> Any:
+                scaler = getattr(plugin, "scaler", None)
+                scale = None if scaler is None else scaler.get_scale()
+                result = stepped(*given, **named)
+                with self._apart():
+                    if scale is not None and scaler.get_scale() < scale:
+                        self.facts.not_compared["update"] = "the gradient scaler left this step out"
+                    else:
+                        self._compare_update(pair, lambda: None)
+                return result
+
+            step = places.enter_context(_replaced(automatic, "_training_step", training_step))
+            if update:
+                after = places.enter_context(_replaced(plugin, "_after_closure", after_closure))
+                stepped = places.enter_context(_replaced(plugin, "optimizer_step", optimizer_step))
+            pair.outputs = self._original(optimizer, batch_idx, kwargs)
+        return pair
+
+    def _look(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
+        if {"loss", "buffers"} <= self._never.keys():
+            return
+        try:
+            pair.eager = self._forward.look(arguments)
+        except Exception as error:
+            self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
+
+    def _left(self, loss: Any) -> Seen:
+        return Seen(
+            loss=loss.detach() if isinstance(loss, Tensor) else None, buffers=copied(floating_buffers(self._module))
+        )
+
+    # ---- the update ------------------------------------------------------------------------------------------------
+
+    def _prepare_captured(self, pair: Pair, batch_idx: int) -> None:
+        self._update.keep()
+        if pair.eager is None or pair.eager.wrote:
+            self._leave_out(("update",), "training_step itself may change weights, within a captured step")
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+            for parameter in self.sample:  # as zero_grad does next; a replay leaves old ones where they are
+                parameter.grad = None
+
+    def _compare_update(self, pair: Pair, gradients: Gradients) -> None:
+        if "update" in self._never:
+            return
+        given = gradients()
+        if given is None:
+            given = [parameter.grad for parameter in self.sample]
+        if all(gradient is None for gradient in given):
+            self.facts.not_compared["update"] = "the step left no gradients of the sample"
+            return
+        try:
+            pair.update = self._update.compare(given)
+        except Exception as error:
+            self._leave_out(("update",), f"torch's own step of a sample failed: {one_line(error)}")
+            return
+        if not pair.update:
+            self.facts.not_compared["update"] = "rounding of the weights is larger than their update"
+
+    # ---- the verdict -----------------------------------------------------------------------------------------------
+
+    def _judged(self, pair: Pair, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> list[str]:
+        """What of loss and buffers is beyond its tolerance, in words; every process calls this."""
+        anywhere = self._trainer.strategy.reduce_boolean_decision
+        found = self._differences(pair.step, pair.eager)
+        if self._captured() and self._settles is None and pair.eager is not None:
+            # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
+            self._settles = all(one.share <= 1 for kind, one in found.items() if kind == "buffers")
+            if not self._settles:
+                self._leave_out(("buffers",), "they change after the forward, within a captured step")
+                found.pop("buffers")
+        if anywhere(any(one.share > 1 for one in found.values()), all=False):
+            try:
+                found = self._looked_closer(pair, optimizer, batch_idx, kwargs)
+            except Exception as error:
+                self._leave_out(("loss", "buffers"), f"a difference could not be looked into: {one_line(error)}")
+                found = {}
+        return [complaint for kind, one in found.items() for complaint in self._note(kind, one)]
+
+    def _looked_closer(
+        self, pair: Pair, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
+    ) -> dict[str, AuditDifference]:
+        """The differences within tolerances of this very batch; those that do not show again are left out."""
+        anywhere, unit = self._trainer.strategy.reduce_boolean_decision, self._judge.unit
+        weights = [one for one in self._module.parameters() if one.requires_grad and one.is_floating_point()]
+        results = self._trainer.fit_loop.epoch_loop._results
+        after = Snapshot(self._trainer, kwargs["batch"])
+        with self._passes.quiet(), _replaced(results, "log", _nothing), contextlib.ExitStack() as at_end:
+            at_end.callback(after.restore, same_plan=True)
+            if pair.eager is None:
+                raise RuntimeError("another process found a difference")
+            random, base = anywhere(pair.eager.drew, all=False), self._again(pair.eager, kwargs)
+            for number in range(SAMPLES):
+                after.restore(same_plan=True)
+                perturb(weights, unit * (1, 4)[number % 2], SEED + number)
+                seen = self._again(pair.eager, kwargs, seed=SEED + number if random else None)
+                self._judge.noise.append(self._distances(seen, base))
+            found = self._differences(pair.step, pair.eager)
+            for _ in range(REPEATS):
+                if not anywhere(any(one.share > 1 for one in found.values()), all=False):
+                    break
+                number += 1
+                after.restore(same_plan=True)
+                pair.eager.before.restore()
+                perturb(weights, unit, SEED + number)
+                again = self._pair(optimizer, batch_idx, kwargs)
+                seen_again = self._differences(again.step, again.eager)
+                gone = [kind for kind, one in found.items() if one.share > 1 and seen_again[kind].share <= 1]
+                for kind in gone:
+                    del found[kind]
+                    self.facts.not_compared[kind] = "a difference was gone when the step was repeated"
+                    self.facts.unrepeated_steps.append(self._number)
+        return found
+
+    def _again(self, eager: EagerSeen, arguments: Mapping[str, Any], seed: int | None = None) -> EagerSeen:
+        eager.before.restore()
+        if seed is not None:
+            torch.manual_seed(seed)
+        return self._forward.look(arguments)
+
+    def _differences(self, step: Seen | None, eager: EagerSeen | None) -> dict[str, AuditDifference]:
+        """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out."""
+        if step is None or eager is None:
+            return {}
+        found: dict[str, AuditDifference] = {}
+        apart = self._distances(step, eager)
+        names = sorted(step.buffers.keys() & eager.buffers.keys())
+        noise = [one for one in self._judge.noise[-SAMPLES:] if len(one.weights) == len(apart.weights)]
+        self._judge.noise = noise or [_no_noise(apart)]
+        if "loss" not in self._never:
+            if step.loss is None or eager.loss is None:
+                self.facts.not_compared["loss"] = "training_step returned no loss"
+            else:
+                found["loss"] = AuditDifference(
+                    what="loss", difference=apart.loss, tolerance=self._judge.loss_tolerance()
+                )
+        if "buffers" not in self._never and names:
+            tolerances = self._judge.tensor_tolerances(lambda one: one.weights)
+            each = [
+                AuditDifference(what=name, difference=float(apart.weights[place]), tolerance=float(tolerances[place]))
+                for place, name in enumerate(names)
+            ]
+            found["buffers"] = max(each, key=lambda one: one.share)
+        for kind, most in MOST.items():
+            if kind in found and not found[kind].tolerance <= most:
+                why = "compiled code draws other random numbers" if eager.drew else "eager differs from itself"
+                tolerance = found.pop(kind).tolerance
+                self._leave_out((kind,), f"{why}, which makes the tolerance {tolerance:.1%}")
+        return found
+
+    def _distances(self, seen: Seen, reference: EagerSeen) -> Differences:
+        names = sorted(seen.buffers.keys() & reference.buffers.keys())
+        buffers = [
+            _distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names
+        ]
+        loss = 0.0 if seen.loss is None or reference.loss is None else _distance(seen.loss, reference.loss, None)
+        return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
+
+    def _note(self, kind: str, one: AuditDifference) -> list[str]:
+        """Keep the worst of its kind; returns what is to be said of it."""
+        one.step = self._number
+        self._shares.append(one.share)
+        if kind not in self.facts.worst or self.facts.worst[kind].share <= one.share:
+            self.facts.worst[kind] = one
+        if one.share <= 1:
+            return []
+        what = {"loss": "loss", "update": f"update of {one.what!r}", "buffers": f"buffer {one.what!r}"}[kind]
+        return [f"{what} {one.difference:.2e} of eager's away from it, tolerance {one.tolerance:.2e}"]
+
+    def _error(self, complaints: list[str]) -> ParityError:
+        reason = "; ".join(complaints) or "another process found it so"
+        clean = self.facts.last_clean_step
+        good = [
+            (step, path) for path, step in self._saved.items() if step <= (clean or self._first) and Path(path).exists()
+        ]
+        kept = f"{max(good)[1]} (step {max(good)[0]})" if good else "none yet"
+        since = f"the audit of step {clean} was clean" if clean is not None else "no audit before was clean"
+        return ParityError(
+            f"parity={self._judge.mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
+            f"{kept}. Resume from it without the strategy at fault, or with on_difference=eager; parity=off audits "
+            "nothing"
+        )
+
+    # ---- bookkeeping -----------------------------------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        """The step under way, as ``global_step`` counts."""
+        return self._first + self._steps
+
+    def _leave_out(self, kinds: Sequence[str], reason: str) -> None:
+        for kind in kinds:
+            self._never.setdefault(kind, reason)
+        self.facts.not_compared |= self._never
+
+    def _write_down(self, complaints: list[str], *, wrong: bool) -> None:
+        facts = self.facts
+        facts.steps.append(self._number)
+        facts.seconds = round(self._seconds, 4)
+        facts.verdict, facts.reason = ("failed", "; ".join(complaints) or None) if wrong else ("clean", None)
+        if not wrong and self._shares:
+            facts.last_clean_step = self._number
+        elif not wrong and facts.last_clean_step is None:
+            facts.verdict, facts.reason = "not audited", "; ".join(sorted(set(facts.not_compared.values())))
+        worst = max(self._shares, default=math.inf)
+        scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
+        self._pages.scalars(scalars, self._number)
+
+    def _schedule(self, cost: float, started: float) -> None:
+        """Decide, on the first process, which step is audited next."""
+        now, (steps, at) = time.perf_counter(), self._mark
+        self._mark = self._steps, now
+        if self._steps < ALWAYS:
+            self._next = 2 * self._steps
+            return
+        step_seconds = max(1e-9, (started - at) / max(1, self._steps - steps))
+        planned = self._trainer.estimated_stepping_batches - self._first
+        left = SHARE * (now - self._began) - self._seconds
+        if 0 < planned < math.inf:
+            left += SHARE * (planned - self._steps) * step_seconds
+            gap = (planned - self._steps) * cost / left if left > cost else math.inf
+            gap = min(self._steps, gap) if gap < math.inf else gap
+        else:
+            gap = max(self._steps, (cost - left) / SHARE / step_seconds)
+        self._next = self._trainer.strategy.broadcast(self._steps + max(ALWAYS, gap))
+
+    def _save_checkpoint(self, filepath: Any, *arguments: Any, **named: Any) -> None:
+        self._save(filepath, *arguments, **named)
+        self._saved[str(filepath)] = self._trainer.global_step
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What runs inside is the audit's: measured, and part of no step."""
+        if self._inside:
+            yield
+            return
+        with self._telemetry.auditing():
+            self._wait()
+            self._inside, began = True, time.perf_counter()
+            try:
+                yield
+            finally:
+                self._wait()
+                self._inside = False
+                self._seconds += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Inside, ``owner.name`` is ``function``; yields what it was."""
+    original, own = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield original
+    finally:
+        if own is None:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, own)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of what would log."""
+
+
+def _no_noise(like: Differences) -> Differences:
+    return Differences(
+        loss=0.0, gradient_norm=0.0, gradients=like.gradients, weights=torch.zeros_like(like.weights)
+    )
+
+
+def _distance(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:
+    """Length of the difference over that of the reference, or of its change since ``start``; what is no number on
+    both sides alike counts as equal, on one side as infinitely far."""
+    tensor, reference = (each.detach().double().cpu() for each in (tensor, reference))
+    if tensor.shape != reference.shape or not torch.equal(tensor.isfinite(), reference.isfinite()):
+        return math.inf
+    difference = float((tensor - reference).nan_to_num().norm())
+    if not difference:
+        return 0.0
+    moved = reference if start is None else reference - start.double().cpu()
+    size = float(moved.nan_to_num().norm()) or float(reference.nan_to_num().norm())
+    return difference / size if size else math.inf
