@@ -27,7 +27,7 @@ from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, floati
 from trainer.parity.update_sample import UpdateSample
 from trainer.passes import Passes, why_not
 from trainer.reasons import one_line
-from trainer.snapshot import Snapshot
+from trainer.snapshot import Snapshot, drew_random_numbers
 from trainer.telemetry import memory
 from trainer.telemetry.events import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
@@ -53,6 +53,8 @@ class Pair:
     outputs: dict[str, Any]
     eager: EagerSeen | None = None
     step: Seen | None = None
+    draws_alike: bool = False
+    """Whether the step took its random numbers from where eager took them."""
     update: list[AuditDifference] | None = None
 
 
@@ -180,7 +182,7 @@ class Audits:
                     self._prepare_captured(pair, batch_idx)
             pair.outputs = self._original(optimizer, batch_idx, kwargs)
             with self._apart():
-                pair.step = self._left(pair.outputs.get("loss"))
+                self._left(pair, pair.outputs.get("loss"))
                 if update:
                     self._compare_update(pair, self._gradients)
             return pair
@@ -195,7 +197,7 @@ class Audits:
                 result = step(arguments)
                 if first:  # a closure may be called again, at other weights
                     with self._apart():
-                        pair.step = self._left(result.loss)
+                        self._left(pair, result.loss)
                 return result
 
             def after_closure(*given: Any) -> None:
@@ -229,10 +231,12 @@ class Audits:
         except Exception as error:
             self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
 
-    def _left(self, loss: Any) -> Seen:
-        return Seen(
-            loss=loss.detach() if isinstance(loss, Tensor) else None, buffers=copied(floating_buffers(self._module))
-        )
+    def _left(self, pair: Pair, loss: Any) -> None:
+        """See what the step has left."""
+        loss = loss.detach() if isinstance(loss, Tensor) else None
+        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._module)))
+        inductor = any(strategy.needs_inductor for strategy in self._program.strategies)
+        pair.draws_alike = not inductor and pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -293,7 +297,8 @@ class Audits:
             at_end.callback(after.restore, same_plan=True)
             if pair.eager is None:
                 raise RuntimeError("another process found a difference")
-            random, base = anywhere(pair.eager.drew, all=False), self._again(pair.eager, kwargs)
+            random = anywhere(pair.eager.drew and not pair.draws_alike, all=False)
+            base = self._again(pair.eager, kwargs)
             for number in range(SAMPLES):
                 after.restore(same_plan=True)
                 perturb(weights, unit * (1, 4)[number % 2], SEED + number)

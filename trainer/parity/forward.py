@@ -18,7 +18,7 @@ from strategies import Program
 from trainer.eager import eager
 from trainer.parity.draws import region_draws
 from trainer.passes import Passes
-from trainer.snapshot import Snapshot
+from trainer.snapshot import Snapshot, random_state
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class EagerSeen(Seen):
     """The buffers before it."""
     drew: bool
     """Whether a region drew random numbers, of which compiled code may draw others."""
+    drawn: tuple[Any, ...]
+    """Random generators after it."""
     wrote: set[int]
     """Identities of the parameters that it wrote to, a teacher's moving average for instance."""
 
@@ -92,6 +94,7 @@ class EagerForward:
                 before=before,
                 starts=starts,
                 drew=bool(drawn),
+                drawn=random_state(),
                 wrote=kept.written,
             )
 
