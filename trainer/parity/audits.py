@@ -359,9 +359,7 @@ class Audits:
 
     def _distances(self, seen: Seen, reference: EagerSeen) -> Differences:
         names = sorted(seen.buffers.keys() & reference.buffers.keys())
-        buffers = [
-            _distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names
-        ]
+        buffers = [_distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
         loss = 0.0 if seen.loss is None or reference.loss is None else _distance(seen.loss, reference.loss, None)
         return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
 
@@ -477,9 +475,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _no_noise(like: Differences) -> Differences:
-    return Differences(
-        loss=0.0, gradient_norm=0.0, gradients=like.gradients, weights=torch.zeros_like(like.weights)
-    )
+    return Differences(loss=0.0, gradient_norm=0.0, gradients=like.gradients, weights=torch.zeros_like(like.weights))
 
 
 def _distance(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:

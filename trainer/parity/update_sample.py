@@ -186,9 +186,7 @@ def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _copied(state: Mapping[str, Any]) -> State:
-    return {
-        name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()
-    }
+    return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}
 
 
 def _named(kept: tuple[Tensor, State]) -> dict[str, Any]:

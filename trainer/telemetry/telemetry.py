@@ -232,7 +232,9 @@ class Telemetry:
         self._after = phase
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
-            if within_step or self._step.batches:  # inside an accumulation: what was done of the step so far is a lap of its own
+            if (
+                within_step or self._step.batches
+            ):  # inside an accumulation: what was done of the step so far is a lap of its own
                 self._clock.lap()
                 self._step.laps += 1
         if self._profiled is not None and self._profiled.recording:  # what a pause does is no part of a step
