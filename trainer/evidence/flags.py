@@ -42,6 +42,8 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
 
 def ended_eager(record: RunRecord) -> bool:
     """Whether a run with strategies had nothing compiled in the end, so that its figures are mostly eager's."""
+    if record.audits is not None and record.audits.verdict == "went eager":
+        return True
     told = [*record.notes, *(event.reason for event in record.events if event.kind == "fallback")]
     return bool(record.report.get("watchdog", {}).get("rolled_back")) or any(
         words in line for line in told for words in ALL_EAGER

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from strategies import Program
 from strategies.optimizer_step import installed
-from trainer.parity.comparison import Differences, Judge, ParityError, perturb, rounding_unit
-from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, floating_buffers
+from trainer.parity.audit_schedule import Schedule
+from trainer.parity.comparison import Judge, ParityError, perturb, rounding_unit
+from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
 from trainer.parity.update_sample import UpdateSample
 from trainer.passes import Passes, why_not
 from trainer.reasons import one_line
@@ -33,10 +34,6 @@ from trainer.telemetry.events import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
-ALWAYS = 8
-"""Optimizer steps up to which audits double, whatever they cost."""
-SHARE = 0.005
-"""Of the run's seconds, at most, that all audits together may take."""
 SAMPLES, REPEATS = 4, 3
 """Eager forwards by which the tolerance is widened before a difference counts; steps in which it has to show again."""
 MOST = {"loss": 0.05, "buffers": 0.5}
@@ -108,8 +105,7 @@ class Audits:
             self._never["update"] = self._update.reason
         self._passes = Passes(trainer, cuda_graphs=cuda_graphs)
         self._forward = EagerForward(trainer, program, self._passes)
-        self._next, self._steps = 1.0, 0
-        self._first, self._began, self._mark = trainer.global_step, 0.0, (0, 0.0)
+        self._first, self._schedule = trainer.global_step, Schedule(trainer)
         self.facts.reason = "the run ended before its first step"
         self._saved = {} if trainer.ckpt_path is None else {str(trainer.ckpt_path): self._first}
         self._original = self._put(self._automatic, "run", self._run)
@@ -132,15 +128,12 @@ class Audits:
 
     def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
-        self._began = self._began or time.perf_counter()
-        if self._trainer.fit_loop._should_accumulate():
-            return self._original(optimizer, batch_idx, kwargs)
-        self._steps += 1
-        if self._steps < self._next:
+        if self._trainer.fit_loop._should_accumulate() or not self._schedule.due():
             return self._original(optimizer, batch_idx, kwargs)
         reason = self._nothing_to_audit(kwargs)
         if reason is not None:
-            self.facts.reason, self._next = reason, math.inf
+            self.facts.reason = reason
+            self._schedule.stop()
             return self._original(optimizer, batch_idx, kwargs)
         return self._audit(optimizer, batch_idx, kwargs)
 
@@ -153,7 +146,6 @@ class Audits:
         return None
 
     def _audit(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        spent, started = self._seconds, time.perf_counter()
         peak = memory.peak_bytes(self._device)
         self.facts.not_compared, self._shares = dict(self._never), []
         pair = self._pair(optimizer, batch_idx, kwargs, update=True)
@@ -162,10 +154,13 @@ class Audits:
             update = max(pair.update or (), key=lambda one: one.share, default=None)
             if update is not None:
                 complaints += self._note("update", update)
-            wrong = self._trainer.strategy.reduce_boolean_decision(bool(complaints), all=False)
+            for kind in ("loss", "buffers"):  # whose forward all processes run, or none
+                if self._anywhere(kind in self._never):
+                    self._leave_out((kind,), "another process cannot compare it")
+            wrong = self._anywhere(bool(complaints))
         memory.resume(self._device, peak)
         self._write_down(complaints, wrong=wrong)
-        self._schedule(self._seconds - spent, started)
+        self._schedule.next(self._seconds)
         if wrong:
             self._differs(self._error(complaints))
         return pair.outputs
@@ -206,7 +201,7 @@ class Audits:
                     self._update.keep()
 
             def optimizer_step(*given: Any, **named: Any) -> Any:
-                scaler = getattr(plugin, "scaler", None)
+                scaler: Any = getattr(plugin, "scaler", None)
                 scale = None if scaler is None else scaler.get_scale()
                 result = stepped(*given, **named)
                 with self._apart():
@@ -255,7 +250,8 @@ class Audits:
         if given is None:
             given = [parameter.grad for parameter in self.sample]
         if all(gradient is None for gradient in given):
-            self.facts.not_compared["update"] = "the step left no gradients of the sample"
+            where = "a captured step keeps its gradients to itself" if self._captured() else "they were cleared"
+            self.facts.not_compared["update"] = f"there are no gradients after the step, {where}"
             return
         try:
             pair.update = self._update.compare(given)
@@ -269,7 +265,6 @@ class Audits:
 
     def _judged(self, pair: Pair, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> list[str]:
         """What of loss and buffers is beyond its tolerance, in words; every process calls this."""
-        anywhere = self._trainer.strategy.reduce_boolean_decision
         found = self._differences(pair.step, pair.eager)
         if self._captured() and self._settles is None and pair.eager is not None:
             # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
@@ -277,7 +272,7 @@ class Audits:
             if not self._settles:
                 self._leave_out(("buffers",), "they change after the forward, within a captured step")
                 found.pop("buffers")
-        if anywhere(any(one.share > 1 for one in found.values()), all=False):
+        if self._anywhere(any(one.share > 1 for one in found.values())):
             try:
                 found = self._looked_closer(pair, optimizer, batch_idx, kwargs)
             except Exception as error:
@@ -289,24 +284,27 @@ class Audits:
         self, pair: Pair, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
     ) -> dict[str, AuditDifference]:
         """The differences within tolerances of this very batch; those that do not show again are left out."""
-        anywhere, unit = self._trainer.strategy.reduce_boolean_decision, self._judge.unit
+        unit = self._judge.unit
         weights = [one for one in self._module.parameters() if one.requires_grad and one.is_floating_point()]
         results = self._trainer.fit_loop.epoch_loop._results
-        after = Snapshot(self._trainer, kwargs["batch"])
+        try:
+            after: Snapshot | None = Snapshot(self._trainer, kwargs["batch"])
+        except torch.OutOfMemoryError:
+            after = None
+        if self._anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
+            raise RuntimeError("there is no memory for a copy of the state")
         with self._passes.quiet(), _replaced(results, "log", _nothing), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore, same_plan=True)
-            if pair.eager is None:
-                raise RuntimeError("another process found a difference")
-            random = anywhere(pair.eager.drew and not pair.draws_alike, all=False)
+            random = self._anywhere(pair.eager.drew and not pair.draws_alike)
             base = self._again(pair.eager, kwargs)
             for number in range(SAMPLES):
                 after.restore(same_plan=True)
                 perturb(weights, unit * (1, 4)[number % 2], SEED + number)
                 seen = self._again(pair.eager, kwargs, seed=SEED + number if random else None)
-                self._judge.noise.append(self._distances(seen, base))
+                self._judge.noise.append(distances(seen, base))
             found = self._differences(pair.step, pair.eager)
             for _ in range(REPEATS):
-                if not anywhere(any(one.share > 1 for one in found.values()), all=False):
+                if not self._anywhere(any(one.share > 1 for one in found.values())):
                     break
                 number += 1
                 after.restore(same_plan=True)
@@ -314,7 +312,11 @@ class Audits:
                 perturb(weights, unit, SEED + number)
                 again = self._pair(optimizer, batch_idx, kwargs)
                 seen_again = self._differences(again.step, again.eager)
-                gone = [kind for kind, one in found.items() if one.share > 1 and seen_again[kind].share <= 1]
+                gone = [
+                    kind
+                    for kind, one in found.items()
+                    if one.share > 1 and (kind not in seen_again or seen_again[kind].share <= 1)
+                ]
                 for kind in gone:
                     del found[kind]
                     self.facts.not_compared[kind] = "a difference was gone when the step was repeated"
@@ -332,10 +334,10 @@ class Audits:
         if step is None or eager is None:
             return {}
         found: dict[str, AuditDifference] = {}
-        apart = self._distances(step, eager)
+        apart = distances(step, eager)
         names = sorted(step.buffers.keys() & eager.buffers.keys())
         noise = [one for one in self._judge.noise[-SAMPLES:] if len(one.weights) == len(apart.weights)]
-        self._judge.noise = noise or [_no_noise(apart)]
+        self._judge.noise = noise or [no_noise(apart)]
         if "loss" not in self._never:
             if step.loss is None or eager.loss is None:
                 self.facts.not_compared["loss"] = "training_step returned no loss"
@@ -356,12 +358,6 @@ class Audits:
                 tolerance = found.pop(kind).tolerance
                 self._leave_out((kind,), f"{why}, which makes the tolerance {tolerance:.1%}")
         return found
-
-    def _distances(self, seen: Seen, reference: EagerSeen) -> Differences:
-        names = sorted(seen.buffers.keys() & reference.buffers.keys())
-        buffers = [_distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
-        loss = 0.0 if seen.loss is None or reference.loss is None else _distance(seen.loss, reference.loss, None)
-        return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
 
     def _note(self, kind: str, one: AuditDifference) -> list[str]:
         """Keep the worst of its kind; returns what is to be said of it."""
@@ -393,7 +389,10 @@ class Audits:
     @property
     def _number(self) -> int:
         """The step under way, as ``global_step`` counts."""
-        return self._first + self._steps
+        return self._first + self._schedule.steps
+
+    def _anywhere(self, found: bool) -> bool:
+        return self._trainer.strategy.reduce_boolean_decision(found, all=False)
 
     def _leave_out(self, kinds: Sequence[str], reason: str) -> None:
         for kind in kinds:
@@ -412,24 +411,6 @@ class Audits:
         worst = max(self._shares, default=math.inf)
         scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
         self._pages.scalars(scalars, self._number)
-
-    def _schedule(self, cost: float, started: float) -> None:
-        """Decide, on the first process, which step is audited next."""
-        now, (steps, at) = time.perf_counter(), self._mark
-        self._mark = self._steps, now
-        if self._steps < ALWAYS:
-            self._next = 2 * self._steps
-            return
-        step_seconds = max(1e-9, (started - at) / max(1, self._steps - steps))
-        planned = self._trainer.estimated_stepping_batches - self._first
-        left = SHARE * (now - self._began) - self._seconds
-        if 0 < planned < math.inf:
-            left += SHARE * (planned - self._steps) * step_seconds
-            gap = (planned - self._steps) * cost / left if left > cost else math.inf
-            gap = min(self._steps, gap) if gap < math.inf else gap
-        else:
-            gap = max(self._steps, (cost - left) / SHARE / step_seconds)
-        self._next = self._trainer.strategy.broadcast(self._steps + max(ALWAYS, gap))
 
     def _save_checkpoint(self, filepath: Any, *arguments: Any, **named: Any) -> None:
         self._save(filepath, *arguments, **named)
@@ -472,21 +453,3 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[C
 
 def _nothing(*_: Any, **__: Any) -> None:
     """In the place of what would log."""
-
-
-def _no_noise(like: Differences) -> Differences:
-    return Differences(loss=0.0, gradient_norm=0.0, gradients=like.gradients, weights=torch.zeros_like(like.weights))
-
-
-def _distance(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:
-    """Length of the difference over that of the reference, or of its change since ``start``; what is no number on
-    both sides alike counts as equal, on one side as infinitely far."""
-    tensor, reference = (each.detach().double().cpu() for each in (tensor, reference))
-    if tensor.shape != reference.shape or not torch.equal(tensor.isfinite(), reference.isfinite()):
-        return math.inf
-    difference = float((tensor - reference).nan_to_num().norm())
-    if not difference:
-        return 0.0
-    moved = reference if start is None else reference - start.double().cpu()
-    size = float(moved.nan_to_num().norm()) or float(reference.nan_to_num().norm())
-    return difference / size if size else math.inf

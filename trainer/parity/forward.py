@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program
 from trainer.eager import eager
+from trainer.parity.comparison import Differences
 from trainer.parity.draws import region_draws
 from trainer.passes import Passes
 from trainer.snapshot import Snapshot, random_state
@@ -99,6 +101,34 @@ class EagerForward:
             )
 
 
+def distances(seen: Seen, reference: EagerSeen) -> Differences:
+    """How far ``seen`` is from eager: its loss, and as ``weights`` each buffer that both have, by name, relative to
+    eager's change of it."""
+    names = sorted(seen.buffers.keys() & reference.buffers.keys())
+    buffers = [_distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
+    loss = 0.0 if seen.loss is None or reference.loss is None else _distance(seen.loss, reference.loss, None)
+    return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
+
+
+def no_noise(like: Differences) -> Differences:
+    """No difference at all."""
+    return Differences(loss=0.0, gradient_norm=0.0, gradients=like.gradients, weights=torch.zeros_like(like.weights))
+
+
+def _distance(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:
+    """Length of the difference over that of the reference, or of its change since ``start``; what is no number on
+    both sides alike counts as equal, on one side as infinitely far."""
+    tensor, reference = (each.detach().double().cpu() for each in (tensor, reference))
+    if tensor.shape != reference.shape or not torch.equal(tensor.isfinite(), reference.isfinite()):
+        return math.inf
+    difference = float((tensor - reference).nan_to_num().norm())
+    if not difference:
+        return 0.0
+    moved = reference if start is None else reference - start.double().cpu()
+    size = float(moved.nan_to_num().norm()) or float(reference.nan_to_num().norm())
+    return difference / size if size else math.inf
+
+
 def floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """Floating-point buffers by name."""
     return {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
@@ -159,7 +189,7 @@ class _Writes(TorchDispatchMode):
     """Copies each of ``tensors`` before the first operation that writes to its memory."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._sharing: dict[int, list[Tensor]] = {}
         for tensor in tensors:

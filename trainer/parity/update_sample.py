@@ -107,7 +107,8 @@ class UpdateSample:
         optimizer = self._optimizer
         copies = [weight.clone() for weight, _ in before]
         places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        groups, state = [], defaultdict(dict)
+        groups: list[dict[str, Any]] = []
+        state: defaultdict[Tensor, State] = defaultdict(dict)
         for mine, gradient, (_, held) in zip(copies, gradients, before, strict=True):
             mine.grad = gradient
             if held:
@@ -121,7 +122,7 @@ class UpdateSample:
         hidden = ("step", ATTRIBUTE, UNSCALES, "grad_scale", "found_inf")
         vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in hidden})
         twin.param_groups, twin.state = groups, state
-        inspect.unwrap(type(optimizer).step)(twin)  # type: ignore[arg-type]
+        inspect.unwrap(type(optimizer).step)(twin)
         return [(mine, state[mine]) for mine in copies]
 
     def _one_rounding_off(
