@@ -21,7 +21,6 @@ from tests.trainer.clock import CLOCK, stop_time
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.runs import curve, train
-from trainer.parity.audits import Audits
 from trainer.telemetry.record import RunRecord
 
 
@@ -165,10 +164,9 @@ def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
 
 
 def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
-    from trainer.parity import audit_schedule
-    from trainer.parity import audits as module
+    from trainer.parity import audit_schedule, forward
+    from trainer.telemetry import telemetry
 
-    made: list[Audits] = []
     taken: list[float] = []
 
     class Clock:
@@ -178,11 +176,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
         def perf_counter(cls) -> float:
             return cls.now
 
-    begin, look = Audits.__init__, module.EagerForward.look
-
-    def keeping(self: Audits, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **named)
-        made.append(self)
+    look = forward.EagerForward.look
 
     def slow(self: Any, arguments: Any) -> Any:
         Clock.now += 0.2
@@ -194,10 +188,9 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
             Clock.now += 1.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "time", Clock)
+        patch.setattr(telemetry, "time", Clock)
         patch.setattr(audit_schedule, "time", Clock)
-        patch.setattr(Audits, "__init__", keeping)
-        patch.setattr(module.EagerForward, "look", slow)
+        patch.setattr(forward.EagerForward, "look", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
     assert record.audits.steps[:5] == [1, 2, 4, 8, 16]

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -25,6 +23,7 @@ from strategies.optimizer_step import installed
 from trainer.parity.audit_schedule import Schedule
 from trainer.parity.comparison import Judge, ParityError, perturb, rounding_unit
 from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
+from trainer.parity.saved import SavedCheckpoints, replaced
 from trainer.parity.update_sample import UpdateSample
 from trainer.passes import Passes, why_not
 from trainer.reasons import one_line
@@ -90,11 +89,9 @@ class Audits:
         """Parameters whose update is compared."""
         self._never: dict[str, str] = {}
         self._shares: list[float] = []
-        self._inside = False
         self._settles: bool | None = None
         self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
         self._instead = contextlib.ExitStack()
-        self._seconds = 0.0
         self.facts.reason = self._why_not()
         if self.facts.reason is not None:
             return
@@ -107,9 +104,8 @@ class Audits:
         self._forward = EagerForward(trainer, program, self._passes)
         self._first, self._schedule = trainer.global_step, Schedule(trainer)
         self.facts.reason = "the run ended before its first step"
-        self._saved = {} if trainer.ckpt_path is None else {str(trainer.ckpt_path): self._first}
-        self._original = self._put(self._automatic, "run", self._run)
-        self._save = self._put(trainer, "save_checkpoint", self._save_checkpoint)
+        self._original = self._instead.enter_context(replaced(self._automatic, "run", self._run))
+        self._checkpoints = self._instead.enter_context(SavedCheckpoints(trainer))
 
     def release(self) -> None:
         """Give Lightning its own methods back."""
@@ -119,10 +115,6 @@ class Audits:
         if not self._module.automatic_optimization:
             return "the module optimizes by hand"
         return why_not(self._trainer)
-
-    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
-        """Put ``function`` in the place of the method ``name`` of ``owner`` until ``release``; returns that method."""
-        return self._instead.enter_context(_replaced(owner, name, function))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +141,7 @@ class Audits:
         peak = memory.peak_bytes(self._device)
         self.facts.not_compared, self._shares = dict(self._never), []
         pair = self._pair(optimizer, batch_idx, kwargs, update=True)
-        with self._apart():
+        with self._telemetry.auditing():
             complaints = self._judged(pair, optimizer, batch_idx, kwargs)
             update = max(pair.update or (), key=lambda one: one.share, default=None)
             if update is not None:
@@ -160,7 +152,7 @@ class Audits:
             wrong = self._anywhere(bool(complaints))
         memory.resume(self._device, peak)
         self._write_down(complaints, wrong=wrong)
-        self._schedule.next(self._seconds)
+        self._schedule.next(self._telemetry.audit_seconds)
         if wrong:
             self._differs(self._error(complaints))
         return pair.outputs
@@ -171,12 +163,12 @@ class Audits:
         pair = Pair({})
         update = update and "update" not in self._never
         if self._captured():
-            with self._apart():
+            with self._telemetry.auditing():
                 self._look(pair, kwargs)
                 if update:
                     self._prepare_captured(pair, batch_idx)
             pair.outputs = self._original(optimizer, batch_idx, kwargs)
-            with self._apart():
+            with self._telemetry.auditing():
                 self._left(pair, pair.outputs.get("loss"))
                 if update:
                     self._compare_update(pair, self._gradients)
@@ -187,34 +179,34 @@ class Audits:
             def training_step(arguments: Any) -> Any:
                 first = pair.eager is None and pair.step is None
                 if first:
-                    with self._apart():
+                    with self._telemetry.auditing():
                         self._look(pair, arguments)
                 result = step(arguments)
                 if first:  # a closure may be called again, at other weights
-                    with self._apart():
+                    with self._telemetry.auditing():
                         self._left(pair, result.loss)
                 return result
 
             def after_closure(*given: Any) -> None:
                 after(*given)
-                with self._apart():
+                with self._telemetry.auditing():
                     self._update.keep()
 
             def optimizer_step(*given: Any, **named: Any) -> Any:
                 scaler: Any = getattr(plugin, "scaler", None)
                 scale = None if scaler is None else scaler.get_scale()
                 result = stepped(*given, **named)
-                with self._apart():
+                with self._telemetry.auditing():
                     if scale is not None and scaler.get_scale() < scale:
                         self.facts.not_compared["update"] = "the gradient scaler left this step out"
                     else:
                         self._compare_update(pair, lambda: None)
                 return result
 
-            step = places.enter_context(_replaced(automatic, "_training_step", training_step))
+            step = places.enter_context(replaced(automatic, "_training_step", training_step))
             if update:
-                after = places.enter_context(_replaced(plugin, "_after_closure", after_closure))
-                stepped = places.enter_context(_replaced(plugin, "optimizer_step", optimizer_step))
+                after = places.enter_context(replaced(plugin, "_after_closure", after_closure))
+                stepped = places.enter_context(replaced(plugin, "optimizer_step", optimizer_step))
             pair.outputs = self._original(optimizer, batch_idx, kwargs)
         return pair
 
@@ -293,7 +285,7 @@ class Audits:
             after = None
         if self._anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
             raise RuntimeError("there is no memory for a copy of the state")
-        with self._passes.quiet(), _replaced(results, "log", _nothing), contextlib.ExitStack() as at_end:
+        with self._passes.quiet(), replaced(results, "log", lambda *_, **__: None), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore, same_plan=True)
             random = self._anywhere(pair.eager.drew and not pair.draws_alike)
             base = self._again(pair.eager, kwargs)
@@ -373,15 +365,12 @@ class Audits:
     def _error(self, complaints: list[str]) -> ParityError:
         reason = "; ".join(complaints) or "another process found it so"
         clean = self.facts.last_clean_step
-        good = [
-            (step, path) for path, step in self._saved.items() if step <= (clean or self._first) and Path(path).exists()
-        ]
-        kept = f"{max(good)[1]} (step {max(good)[0]})" if good else "none yet"
         since = f"the audit of step {clean} was clean" if clean is not None else "no audit before was clean"
+        good = self._checkpoints.last(self._first if clean is None else clean)
         return ParityError(
             f"parity={self._judge.mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
-            f"{kept}. Resume from it without the strategy at fault, or with on_difference=eager; parity=off audits "
-            "nothing"
+            f"{good or 'none yet'}. Resume from it without the strategy at fault, or with on_difference=eager; "
+            "parity=off audits nothing"
         )
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------
@@ -402,7 +391,7 @@ class Audits:
     def _write_down(self, complaints: list[str], *, wrong: bool) -> None:
         facts = self.facts
         facts.steps.append(self._number)
-        facts.seconds = round(self._seconds, 4)
+        facts.seconds = round(self._telemetry.audit_seconds, 4)
         facts.verdict, facts.reason = ("failed", "; ".join(complaints) or None) if wrong else ("clean", None)
         if not wrong and self._shares:
             facts.last_clean_step = self._number
@@ -411,45 +400,3 @@ class Audits:
         worst = max(self._shares, default=math.inf)
         scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
         self._pages.scalars(scalars, self._number)
-
-    def _save_checkpoint(self, filepath: Any, *arguments: Any, **named: Any) -> None:
-        self._save(filepath, *arguments, **named)
-        self._saved[str(filepath)] = self._trainer.global_step
-
-    @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What runs inside is the audit's: measured, and part of no step."""
-        if self._inside:
-            yield
-            return
-        with self._telemetry.auditing():
-            self._wait()
-            self._inside, began = True, time.perf_counter()
-            try:
-                yield
-            finally:
-                self._wait()
-                self._inside = False
-                self._seconds += time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Inside, ``owner.name`` is ``function``; yields what it was."""
-    original, own = getattr(owner, name), vars(owner).get(name)
-    setattr(owner, name, function)
-    try:
-        yield original
-    finally:
-        if own is None:
-            vars(owner).pop(name, None)
-        else:
-            setattr(owner, name, own)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of what would log."""
