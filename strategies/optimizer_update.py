@@ -172,6 +172,10 @@ class FunctionalUpdate:
         replayed = 0 if self.replays is None else self.replays.replayed
         return {"replayed_steps": replayed, "launched_steps": self._launched}
 
+    def scale_on(self, device: torch.device) -> Tensor | float:
+        """What the last step multiplied gradients by to clip them, ``()``; 1 where it did not."""
+        return self._planner.scales.get(device, 1.0)
+
     def facts(self) -> dict[str, Any]:
         """Figures for the record; None before the first step."""
         plan = self._plan

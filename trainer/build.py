@@ -47,6 +47,7 @@ def _callback_arguments(config: Config, record: RunRecord) -> dict[str, Any]:
         "parity": config.parity,
         "on_compile_error": config.on_compile_error,
         "on_slower": config.on_slower,
+        "on_difference": config.on_difference,
         "profile": config.profile,
         "profile_steps": config.profile_steps,
     }

@@ -13,20 +13,25 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from strategies import Program, Ragged, Strategy
+from strategies import Program, Ragged, Stage, Strategy
 from strategies.auto import Auto
 from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
+from strategies.inplace import give_up
 from strategies.prepare import Preparation
 from trainer.auto.chooser import Chooser
 from trainer.filled_record import fill_in
 from trainer.guards import CompiledNothing, Guards, refuse_accumulation
 from trainer.loading.loaders import pad_loaders
+from trainer.parity.audits import Audits
+from trainer.parity.comparison import ParityError
 from trainer.rehearsal import Guarding
+from trainer.rollback import optimizer_to_eager
 from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
+from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -48,8 +53,9 @@ class Compile(L.Callback):
         record: Filled in as the run goes; a plain one is made when None.
         profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
             ``<default_root_dir>/profile``; they are left out of the steady figures.
-        parity, on_compile_error, on_slower: What to do when the compiled program is not eager's, does not compile or is
-            slower than eager, see ``trainer.settings.Config``.
+        parity, on_compile_error, on_slower, on_difference: What to do when the compiled program is not eager's before
+            the first step, does not compile, is slower than eager or is not eager's later on, see
+            ``trainer.settings.Config``.
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
@@ -71,10 +77,13 @@ class Compile(L.Callback):
         parity: str = "on",
         on_compile_error: str = "fail",
         on_slower: str = "warn",
+        on_difference: str = "fail",
         profile: str = "off",
         profile_steps: int = 5,
     ) -> None:
-        self._guarding = Guarding(parity=parity, on_compile_error=on_compile_error, on_slower=on_slower)
+        self._guarding = Guarding(
+            parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
+        )
         self.strategies = ordered(strategies)
         check(self.strategies)
         self._auto = next((strategy for strategy in self.strategies if isinstance(strategy, Auto)), None)
@@ -100,6 +109,7 @@ class Compile(L.Callback):
         self._pages: TensorBoardPages | None = None
         self._guards: Guards | None = None
         self._capture: StepCapture | None = None
+        self._audits: Audits | None = None
         self._open, self._told = False, 0
         self.telemetry = Telemetry(**self._measured, log_every_n_steps=50)
 
@@ -182,6 +192,49 @@ class Compile(L.Callback):
             sample=sample,
             chosen=chosen,
         )
+        if self._guarding.parity != "off" and program.strategies:
+            assert self._pages is not None
+            self._audits = Audits(
+                self._guarding.parity,
+                trainer,
+                program,
+                self.telemetry,
+                self._pages,
+                captured=lambda: program.captures_steps,
+                gradients=lambda: None if self._capture is None else self._capture.gradients,
+                differs=self._differs,
+                cuda_graphs=self._cuda_graphs,
+            )
+            self.record.audits = self._audits.facts
+            if self._capture is not None:
+                self._capture.sample = self._audits.sample
+
+    def _differs(self, error: ParityError) -> None:
+        """An audited step is not eager's: end the run, or continue in eager."""
+        if self._guarding.on_difference != "eager":
+            raise error
+        assert self._audits is not None
+        assert self.program is not None
+        self._audits.facts.verdict = "went eager"
+        self._release()
+        give_up(self.program, list(self.program.regions), str(error))
+        if any(strategy.stage is Stage.OPTIMIZER for strategy in self.strategies):
+            optimizer_to_eager(self.program)
+            self.program.eager_parts["optimizer"] = str(error)
+        line = f"on_difference=eager: the run continues in eager. {error}"
+        rank_zero_warn(line)
+        self.program.notes.append(line)
+        event = Event(kind="fallback", reason=line, step=self.telemetry.steps_done + 1)
+        self.telemetry.compiler.events.append(event)
+
+    def _release(self) -> None:
+        """Give Lightning its own steps back, in the opposite order."""
+        if self._audits is not None:
+            self._audits.release()
+            self._audits = None
+        if self._capture is not None:
+            self._capture.release()
+            self._capture = None
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
@@ -275,9 +328,7 @@ class Compile(L.Callback):
 
     def _close(self) -> None:
         with self._settings:
-            if self._capture is not None:
-                self._capture.release()
-                self._capture = None
+            self._release()
             if self.program is not None and self._open:
                 self._open = False
                 try:

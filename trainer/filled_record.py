@@ -38,7 +38,7 @@ def ended_in_eager(program: Program) -> bool | None:
     if not program.eager_parts:
         return None if not program.regions and not _compiles_optimizer(program) else False
     regions = any(region.path not in program.eager_parts for region in program.regions)
-    captured = program.step is not None and program.step.captures > 0
+    captured = program.captures_steps and program.step is not None and program.step.captures > 0
     return not (regions or captured or _compiles_optimizer(program))
 
 

@@ -85,7 +85,7 @@ class Passes:
             trainer.profiler = profiler  # type: ignore[attr-defined]
             module._current_fx_name = hook
             for method, before in silenced.items():
-                vars(module).pop(method)
+                vars(module).pop(method, None)
                 if before is not None:
                     vars(module)[method] = before
 
@@ -98,7 +98,7 @@ class Passes:
         if self._by_hand is not None:
             return self._stepped_by_hand(batch, inspect, together=together)
         closure = self._closure(batch, inspect)
-        with contextlib.nullcontext() if together else self._apart():
+        with contextlib.nullcontext() if together else self.apart():
             return closure()
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
@@ -170,7 +170,7 @@ class Passes:
 
     def _stepped_by_hand(self, batch: Any, inspect: Inspect | None, *, together: bool) -> Tensor:
         assert self._by_hand is not None
-        returned = self._by_hand.step(batch, inspect, contextlib.nullcontext if together else self._apart)
+        returned = self._by_hand.step(batch, inspect, contextlib.nullcontext if together else self.apart)
         if returned is None:
             raise SkippedStep("training_step took no manual_backward and no optimizer step on the first batch")
         return torch.stack(returned) if returned else torch.empty(0)
@@ -181,7 +181,8 @@ class Passes:
         return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
+    def apart(self) -> Iterator[None]:
+        """Inside, a backward leaves the gradients of the processes apart."""
         strategy = self._trainer.strategy
         model = strategy.model
         if not isinstance(strategy, DDPStrategy) or not isinstance(model, torch.nn.parallel.DistributedDataParallel):

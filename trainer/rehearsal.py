@@ -23,7 +23,7 @@ from trainer.parity.comparison import ParityError
 from trainer.parity.gate import ParityGate
 from trainer.passes import Passes, SkippedStep, why_not
 from trainer.rollback import Rollback
-from trainer.settings import ON_COMPILE_ERROR, ON_SLOWER, PARITY
+from trainer.settings import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
 from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
@@ -41,6 +41,7 @@ class Guarding:
     parity: str = "on"
     on_compile_error: str = "fail"
     on_slower: str = "warn"
+    on_difference: str = "fail"
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that does not exist."""
@@ -48,6 +49,7 @@ class Guarding:
             ("parity", PARITY),
             ("on_compile_error", ON_COMPILE_ERROR),
             ("on_slower", ON_SLOWER),
+            ("on_difference", ON_DIFFERENCE),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}")

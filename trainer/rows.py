@@ -84,6 +84,7 @@ def _compiled(record: RunRecord) -> dict[str, str]:
         else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
+        "audits": _audits(record),
         **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
         "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
     }
@@ -169,6 +170,21 @@ def _parity(record: RunRecord) -> str:
     before = f" in the run of {facts['compared']}" if "compared" in facts else ""
     apart = f"{facts[seen]['difference']:.1e} apart, tolerance {facts[seen]['tolerance']:.1e}"
     return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {apart})"
+
+
+def _audits(record: RunRecord) -> str:
+    audits = record.audits
+    if audits is None:
+        return ""
+    if not audits.steps:
+        return f"{audits.verdict}: {audits.reason}"
+    worst = [
+        f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
+        for kind, one in sorted(audits.worst.items(), key=lambda item: item[1].share)
+    ]
+    left_out = [f"{kind} not compared" for kind in audits.not_compared]
+    seen = "; ".join([*worst[::-1], *left_out])
+    return f"{audits.verdict}: {len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}; {seen}"
 
 
 def _cache(record: RunRecord) -> str:

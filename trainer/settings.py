@@ -29,6 +29,7 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 PARITY = ("on", "off", "strict")
 ON_COMPILE_ERROR = ("fail", "eager")
 ON_SLOWER = ("warn", "eager")
+ON_DIFFERENCE = ("fail", "eager")
 PROFILE = ("off", "on")
 MOST_PROFILE_STEPS = 100
 """Each step adds thousands of events to a trace, and a viewer has to load them all."""
@@ -130,7 +131,11 @@ class Config:
     parity: str = "on"
     """One of ``PARITY``: before the first step, one step of eager and of the compiled program on the first batch must
     agree in loss, gradient norm and updated weights, within what eager differs from itself. ``strict`` = half that
-    tolerance and every gradient too; ``off`` = not compared."""
+    tolerance and every gradient too; ``off`` = not compared. After that, steps of the training are audited: see
+    docs/guards.md."""
+    on_difference: str = "fail"
+    """One of ``ON_DIFFERENCE``: an audited step that is not eager's ends the run before another checkpoint is written,
+    or the run goes back to eager and continues, with a warning."""
     on_compile_error: str = "fail"
     """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or that part goes on eager, said aloud."""
     on_slower: str = "warn"
@@ -151,6 +156,7 @@ class Config:
             ("parity", PARITY),
             ("on_compile_error", ON_COMPILE_ERROR),
             ("on_slower", ON_SLOWER),
+            ("on_difference", ON_DIFFERENCE),
         ):
             if getattr(self, name) not in choices:
                 complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")

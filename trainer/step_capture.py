@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import Program
 from strategies.graph_engine import CannotCapture, NotYet
@@ -39,6 +39,13 @@ def capture_steps(trainer: L.Trainer, program: Program, *, parity: str) -> StepC
     return StepCapture(trainer, program, program.step)
 
 
+class Kept:
+    """Tensors within a graph that every replay fills anew; opaque, so that nobody copies them at each step."""
+
+    def __init__(self, gradients: list[Tensor] | None) -> None:
+        self.gradients = gradients
+
+
 class StepCapture:
     """Stands in for ``run`` of Lightning's automatic optimization; what it cannot capture goes to the original."""
 
@@ -50,6 +57,10 @@ class StepCapture:
         self._logged = Logged(self._module)
         self._gradients: dict[Tensor, Tensor | None] | None = None
         self._constants: set[Hashable] = set()
+        self.sample: Sequence[nn.Parameter] = ()
+        """Parameters whose clipped gradients every captured whole step keeps."""
+        self.gradients: list[Tensor] | None = None
+        """Those of the last step, valid until the next one; None where it was not replayed whole."""
         self._called = False
         self._index = self._reported = 0
         self._progress = self._automatic.optim_progress.optimizer
@@ -121,23 +132,23 @@ class StepCapture:
     ) -> dict[str, Any]:
         context = self._optimizer.capturable if whole and self._optimizer is not None else contextlib.nullcontext
 
-        def step(batch: Any) -> tuple[dict[str, Any], list[Any]]:
+        def step(batch: Any) -> tuple[dict[str, Any], list[Any], Kept]:
             self._called = True
             self._progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
             given = type(kwargs)({**kwargs, "batch": batch})
             with self._logged.recording() as logged, context(), self._zeroing_in_place(optimizer):
                 if whole:
-                    return self._original(optimizer, batch_idx, given), logged
+                    return self._original(optimizer, batch_idx, given), logged, self._keep()
                 closure = self._automatic._make_closure(given, optimizer, batch_idx)
                 closure()
-                return closure.consume_result().asdict(), logged
+                return closure.consume_result().asdict(), logged, Kept(None)
 
         self._called, self._index = False, batch_idx
         self._attach_gradients()
         kind = self._kind(begins, whole, constants)
-        captures = self._graphs.captures
+        captures, replays = self._graphs.captures, self._graphs.replays
         name = "whole step" if whole else "forward and backward"
-        outputs, logged = self._graphs.run(
+        outputs, logged, kept = self._graphs.run(
             kind,
             kwargs["batch"],
             step,
@@ -154,6 +165,7 @@ class StepCapture:
         elif self._graphs.captures > captures:
             # They lie in the graphs' memory, which every graph uses for something else.
             self._module.zero_grad(set_to_none=True)
+        self.gradients = kept.gradients if self._graphs.replays > replays else None
         self._logged.write(logged)
         results: dict[str, Any] = outputs
         return results
@@ -163,6 +175,10 @@ class StepCapture:
         trainer = self._trainer
         clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         return begins, whole, constants, trainer.accumulate_grad_batches, clipping, torch.is_grad_enabled()
+
+    def _keep(self) -> Kept:
+        gradients = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
+        return Kept(gradients if len(gradients) == len(self.sample) else None)
 
     def _observe(self, kwargs: Any) -> Observation:
         """What ``training_step`` reads on the host; its batch index only where it makes use of it."""
@@ -206,6 +222,7 @@ class StepCapture:
 
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)
+        self._program.eager_parts["step"] = reason
         self._graphs.give_up()
 
     def _report_refusals(self) -> None:

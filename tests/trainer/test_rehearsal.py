@@ -195,7 +195,7 @@ def test_the_command_line_gives_words_not_booleans(given: list[str], name: str, 
     assert getattr(compose(given), name) == value
 
 
-@pytest.mark.parametrize("given", ["parity=maybe", "on_compile_error=warn", "on_slower=fail"])
+@pytest.mark.parametrize("given", ["parity=maybe", "on_compile_error=warn", "on_slower=fail", "on_difference=warn"])
 def test_a_word_that_does_not_exist_is_refused(given: str, tmp_path: Path) -> None:
     name, value = given.split("=")
     with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of"):

@@ -12,6 +12,7 @@ from strategies.compose import begin
 from trainer.callback import Compile
 from trainer.filled_record import ended_in_eager
 from trainer.rehearsal import Guarding
+from trainer.telemetry.events import AuditFacts
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.profile_page import with_idle_share
 from trainer.telemetry.scalars import added_up
@@ -49,6 +50,8 @@ class CompileForInference(Compile):
         self._tell(self.program)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
+        if self.strategies and self._guarding.parity != "off":
+            self.record.audits = AuditFacts(verdict="not audited", reason="nothing is trained")
         self.inference_telemetry.start(
             trainer.strategy.root_device, str(trainer.precision), self._pages, aloud=trainer.is_global_zero
         )

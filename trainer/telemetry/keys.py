@@ -27,6 +27,11 @@ SCALARS: dict[str, tuple[str, str]] = {
     "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
     "time/warmup_seconds": ("s", "the rehearsal and all steps that are not steady, so far"),
     "time/slow_steps": ("count", "steps so far that took ten times the median or more, page `run/slow_steps`"),
+    "audit/worst_of_tolerance": (
+        "1",
+        "largest difference from eager in an audited step over its tolerance; above 1 the run ends",
+    ),
+    "audit/seconds": ("s", "time spent on audits so far, at most 0.5% of the run"),
     "compile/seconds": ("s", "wall time inside the compiler so far"),
     "compile/graphs": ("count", "graphs compiled so far"),
     "compile/graph_breaks": ("count", "graph breaks so far"),

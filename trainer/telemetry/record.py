@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.atomic import written_whole
-from trainer.telemetry.events import Event, SlowStep
+from trainer.telemetry.events import AuditDifference, AuditFacts, Event, SlowStep
 
 FILE_NAME = "record.json"
 SCHEMA = 1
@@ -109,6 +109,8 @@ class RunRecord:
     cudagraph_skips: int | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each strategy found and did, by its name: bucket edges, graphs captured, artifacts loaded."""
+    audits: AuditFacts | None = None
+    """What steps compared with eager's during training showed; None for eager and with ``parity=off``."""
     events: list[Event] = field(default_factory=list)
     """Each break, recompile, fallback and skip with reason and source line."""
     notes: list[str] = field(default_factory=list)
@@ -224,6 +226,9 @@ class RunRecord:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
             values["events"] = [Event(**event) for event in values["events"]]
             values["slow_steps"] = [SlowStep(**step) for step in values.get("slow_steps", [])]
+            if (audits := values.get("audits")) is not None:
+                audits["worst"] = {kind: AuditDifference(**one) for kind, one in audits["worst"].items()}
+                values["audits"] = AuditFacts(**audits)
             return cls(**values)
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}") from error

@@ -55,6 +55,7 @@ class Telemetry:
         """Optimizer steps done; read by the progress view from another thread."""
         self.pause_seconds = 0.0
         self.rehearsal_seconds: float | None = None
+        self.audit_seconds = 0.0
         self.ready_seconds: float | None = None
         """Age of the process when the first batch was on the device."""
         self.phase = "starting"
@@ -140,8 +141,7 @@ class Telemetry:
         try:
             yield
         finally:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            self._wait_for_device()
             self.rehearsal_seconds = (self.rehearsal_seconds or 0.0) + time.perf_counter() - began
             self._collect(warm=False)
             self.compiler.step = self._step.number
@@ -209,7 +209,29 @@ class Telemetry:
                 self._profiled.start()
         return True
 
-    def pause(self, phase: str) -> None:
+    @contextlib.contextmanager
+    def auditing(self) -> Iterator[None]:
+        """What runs inside is an audit's: it belongs to no step, although one is under way."""
+        if self.phase == "auditing":
+            yield
+            return
+        if self.compiler.compilations != self._compilations:
+            self._step.compiled = self._step.recompiled = True
+        self.pause("auditing", within_step=True)
+        self._wait_for_device()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait_for_device()
+            self.audit_seconds += time.perf_counter() - began
+            self.batch_start()
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def pause(self, phase: str, *, within_step: bool = False) -> None:
         """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
         if not self._running:
             return
@@ -221,11 +243,13 @@ class Telemetry:
         self._after = phase
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
-            if self._step.batches:  # inside an accumulation: what was done of the step so far is a lap of its own
+            if (
+                within_step or self._step.batches
+            ):  # inside an accumulation: what was done of the step so far is a lap of its own
                 self._clock.lap()
                 self._step.laps += 1
         if self._profiled is not None and self._profiled.recording:  # what a pause does is no part of a step
-            self._step.profiled = self._step.batches > 0  # recorded in part: no steady one either
+            self._step.profiled = within_step or self._step.batches > 0  # recorded in part: no steady one either
             self._profiled.stop()
 
     def flush(self, *, everything: bool = False) -> None:

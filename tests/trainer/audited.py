@@ -1,0 +1,120 @@
+"""What the tests of the audits share: faults that begin in the middle of a training, and a training that is audited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+
+from strategies import Program, Regional, Strategy
+from strategies.base import Stage
+from strategies.optimizer_step import install
+from strategies.step_graphs import StepGraphs
+from tests.trainer import guarded
+from tests.trainer.lightning_modules import fit
+from tests.trainer.recording import RecordingEngine
+from trainer.callback import Compile
+from trainer.parity.comparison import ParityError
+
+FAULT: dict[str, Any] = {"on": False, "buffers": ()}
+LONG = {"max_steps": 17, "max_epochs": -1}
+
+
+class FaultFrom(L.Callback):
+    """Something breaks from optimizer step ``step`` on."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        FAULT.update(on=False, buffers=())
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        FAULT["on"] = trainer.global_step + 1 >= self._step
+
+
+def late(change: guarded.Change) -> guarded.Change:
+    return lambda run: change(run) if FAULT["on"] else run()
+
+
+def late_backend(name: str, forward: guarded.Change, backward: guarded.Change = guarded.as_it_is) -> str:
+    with guarded.backend(f"tests_late_{name}", late(forward), backward) as made:
+        return made
+
+
+def spoils_buffers(graph: Any, _: Any) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        results = graph(*inputs)
+        for buffer in FAULT["buffers"] if FAULT["on"] else ():
+            buffer.data.mul_(1.1)  # which autograd does not see
+        return results
+
+    return run
+
+
+class LateHalf(Strategy):
+    """An optimizer strategy that from the fault on leaves half of one update out."""
+
+    name: ClassVar[str] = "late_half"
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+
+    def begin(self, program: Program) -> None:
+        install(program.optimizers[0], _LateHalf(program), after_first=lambda: None)
+
+
+class _LateHalf:
+    form = "eager"
+    max_norm = None
+
+    def __init__(self, program: Program) -> None:
+        self.optimizer = program.optimizers[0]
+        self._half = program.module.get_submodule("head").bias
+
+    def __call__(self) -> None:
+        before = self._half.detach().clone()
+        type(self.optimizer).step(self.optimizer)
+        if FAULT["on"]:
+            self._half.lerp_(before, 0.5)
+
+    def release(self) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class Captured(Strategy):
+    """``cuda_graph`` with an engine that works on a CPU, whose replays do nothing any more from the fault on."""
+
+    name: ClassVar[str] = "captured"
+    stage: ClassVar[Stage] = Stage.STEP
+
+    def begin(self, program: Program) -> None:
+        program.step = StepGraphs(_Engine(program.module), eager_steps=1, max_graphs=8)
+
+    def end(self, program: Program) -> None:
+        if program.step is not None:
+            program.report[self.name] = program.step.facts()
+            program.step = None
+
+
+class _Engine(RecordingEngine):
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        replay, results = super().capture(call)
+        return (lambda: None if FAULT["on"] else replay()), results
+
+
+def audited(module: L.LightningModule, folder: Path, strategies: list[Any], *callbacks: Any, **options: Any) -> Any:
+    """Losses, record and what ended the run, if anything did."""
+    arguments = {name: options.pop(name) for name in ("parity", "on_difference") if name in options}
+    compile_ = Compile(strategies, **arguments)
+    error = None
+    losses: list[float] = []
+    try:
+        losses = fit(module, folder, [*callbacks, compile_], **{**LONG, **options})
+    except ParityError as caught:
+        error = caught
+    return losses, compile_.record, error
+
+
+def regional(name: str = "aot_eager") -> list[Any]:
+    return [Regional(backend=name)]
