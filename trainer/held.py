@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -96,15 +97,52 @@ def items_of(container: dict[str, Any], items: Mapping[Any, Any], name: str) -> 
 
 
 def held_by_module(module: nn.Module, name: str) -> Iterator[Held]:
-    """Submodules, and random generators among the globals that the methods of a user's class name."""
+    """Submodules, and what may change among the globals that a user's class names: generators, containers."""
     for child, submodule in module._modules.items():
         if submodule is not None:
             yield Held(submodule, f"{name}.{child}")
-    for base in type(module).__mro__:
-        for method in () if _is_library(base.__module__) else vars(base).values():
-            if isinstance(method, types.FunctionType):
-                named = {global_: method.__globals__.get(global_) for global_ in method.__code__.co_names}
-                yield from (Held(one, global_) for global_, one in named.items() if isinstance(one, _RANDOM))
+    for function in _functions_of(type(module)):
+        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        yield from (
+            Held(one, name) for name, one in named.items() if isinstance(one, (*_RANDOM, dict, list, set, deque))
+        )
+
+
+def outside_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Plain values that methods of the user's classes may bind anew outside of a module: ``(owner, name, value)``.
+
+    Owners are the dictionaries of globals that they name, the classes themselves, and the cells of closures.
+    """
+    found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+    for cls in {type(module) for module in modules}:
+        for base in cls.__mro__:
+            if not _is_library(base.__module__):
+                for name, value in vars(base).items():
+                    if isinstance(value, int | float | str) and not name.startswith("__"):
+                        found[id(base), name] = base, name, value
+        for function in _functions_of(cls):
+            for name in function.__code__.co_names:
+                if isinstance(value := function.__globals__.get(name), int | float | str):
+                    found[id(function.__globals__), name] = function.__globals__, name, value
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    if isinstance(cell.cell_contents, int | float | str):
+                        found[id(cell), "cell_contents"] = cell, "cell_contents", cell.cell_contents
+    return list(found.values())
+
+
+def _functions_of(cls: type) -> list[types.FunctionType]:
+    """The methods of a user's class, and the user's functions that they call by name, however deep."""
+    methods = [one for base in cls.__mro__ if not _is_library(base.__module__) for one in vars(base).values()]
+    waiting = [one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in methods]
+    found: dict[int, types.FunctionType] = {}
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, types.FunctionType) or id(function) in found or _is_library(function.__module__):
+            continue
+        found[id(function)] = function
+        waiting += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return list(found.values())
 
 
 def is_iterator(value: Any) -> bool:

@@ -65,6 +65,8 @@ def observed(trainer: L.Trainer, program: Program, batch: Any, run: Callable[[],
     for gradients in (contextlib.nullcontext(), torch.no_grad()):
         recorder = HostRecorder(program.device, {Logger: "which a replay would not call: use self.log"}, LOG_METHODS)
         snapshot = Snapshot(trainer, batch, weights=False)
+        if snapshot.lost is not None:
+            return Observation(HostState(), [snapshot.lost])
         try:
             with eager(program), as_capturing(), gradients, recorder.recording(trainer.lightning_module):
                 run()

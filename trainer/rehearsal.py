@@ -238,10 +238,9 @@ class Rehearsal:
 
     def _lost(self, snapshot: Snapshot) -> str | None:
         """What a step would use up and nobody could put back, on any process."""
-        found = ", ".join(dict.fromkeys(snapshot.cannot_restore))
-        if not self._trainer.strategy.reduce_boolean_decision(bool(found), all=False):
+        if not self._trainer.strategy.reduce_boolean_decision(snapshot.lost is not None, all=False):
             return None
-        return f"a step may use up {found or 'what another process keeps'}, which cannot be put back"
+        return snapshot.lost or "a step may use up what another process keeps, which cannot be put back"
 
     def _not_compared(self, reason: str) -> None:
         if self._guarding.parity != "off":

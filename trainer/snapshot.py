@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
-from trainer.held import Held, copied, held_by, held_by_module, is_iterator, items_of, nothing, restorer
+from trainer.held import Held, copied, held_by, held_by_module, is_iterator, items_of, nothing, outside_of, restorer
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -79,9 +79,16 @@ class Snapshot:
         self._scaler = None if scaler is None else (scaler, dict(vars(scaler)))
         if scaler is not None:
             self._keep(vars(scaler), "the scaler")
+        self._outside = outside_of(self._module.modules())
         self._random = random_state()
         updates = [installed(optimizer) for optimizer in self._optimizers]
         self._updates = [(update, update.counted()) for update in updates if isinstance(update, FunctionalUpdate)]
+
+    @property
+    def lost(self) -> str | None:
+        """What would be lost if a step were run that does not count; None where everything can be put back."""
+        found = ", ".join(dict.fromkeys(self.cannot_restore))
+        return f"a step may use up {found}, which cannot be put back" if found else None
 
     def of(self, tensor: Tensor) -> Tensor:
         """What ``tensor`` held, on its device; a copy or not, so do not write to it."""
@@ -99,6 +106,11 @@ class Snapshot:
             for name, value in attributes.items():
                 if vars(module).get(name, self) is not value:
                     vars(module)[name] = value
+        for owner, name, value in self._outside:
+            if isinstance(owner, dict):
+                owner[name] = value
+            elif getattr(owner, name, self) is not value:
+                setattr(owner, name, value)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for parameter, trained in self._trained:

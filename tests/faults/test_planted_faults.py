@@ -8,7 +8,7 @@ from tests.faults.__main__ import plant
 from tests.faults.catalogue import CATALOGUE
 
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
-AUDITS = False
+AUDITS = True
 """Whether steps are compared while training too, which catches the faults that begin later."""
 
 

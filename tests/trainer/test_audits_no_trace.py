@@ -21,6 +21,7 @@ from tests.trainer.clock import CLOCK, stop_time
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.runs import curve, train
+from tests.trainer.test_parity import other_draws
 from trainer.telemetry.record import RunRecord
 
 
@@ -127,11 +128,6 @@ def test_no_optimizer_raises_a_false_alarm(name: str, tmp_path: Path) -> None:
 
 
 def test_other_random_numbers_than_eagers_are_not_taken_for_an_error(tmp_path: Path) -> None:
-    def other_draws(run: Callable[[], Any]) -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(12345)
-            return run()
-
     with guarded.backend("tests_audited_draws", other_draws, guarded.as_it_is) as backend:
         _, record, error = audited(Traceable(), tmp_path, regional(backend))
     assert error is None

@@ -71,6 +71,8 @@ class Trials:
         """What a step does on the host that a graph would not repeat; everything is put back."""
         with self._passes.quiet():
             snapshot = Snapshot(self._trainer, batch, weights=False)
+            if snapshot.lost is not None:
+                return [snapshot.lost]
             try:
                 with eager(self._program), torch.no_grad(), contextlib.suppress(Exception):
                     self._passes.forward(batch)  # what only the first step does, it has done then
@@ -95,6 +97,8 @@ class Trials:
         began = time.perf_counter()
         if self._snapshot is None:
             self._snapshot = Snapshot(self._trainer, batch)
+            if self._snapshot.lost is not None:
+                raise SkippedStep(self._snapshot.lost)
         self._telemetry.phase = f"timing {module.name}"
         self.tried.append(module.name)
         try:

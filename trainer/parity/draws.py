@@ -64,15 +64,21 @@ class Draws:
         self.losses[arm].append(loss)
         self.figures[arm].append(torch.tensor(found, dtype=torch.float64).reshape(-1, 3))
 
-    def complaints(self, limit: float) -> tuple[list[str], dict[str, Any]]:
-        """What cannot be chance, in words, and figures for the record; ``limit`` in standard errors."""
+    def complaints(self, limit: float, loss: float, gradients: Tensor) -> tuple[list[str], dict[str, Any]]:
+        """What cannot be chance, in words, and figures for the record.
+
+        Args:
+            limit: In standard errors.
+            loss: Relative difference of the loss that rounding alone explains, which more seeds do not average out.
+            gradients: ``(parameters,)``: the same of each gradient; buffers are allowed the median.
+        """
         eager, compiled = self.losses["eager"], self.losses["compiled"]
         found: list[str] = []
         figures: dict[str, Any] = {"steps": len(eager)}
         if all(map(math.isfinite, [*eager, *compiled])):
             spread = _standard_error(eager, compiled)
             mean, other = statistics.fmean(eager), statistics.fmean(compiled)
-            allowed = limit * spread + 16 * self.unit * abs(mean)
+            allowed = limit * spread + max(16 * self.unit, loss) * abs(mean)
             figures["loss"] = {"eager": mean, "compiled": other, "tolerance": allowed / (abs(mean) or 1.0)}
             if abs(mean - other) > allowed:
                 found.append(f"mean loss {other:.6g} under {len(eager)} seeds, eager's is {mean:.6g} +- {spread:.2g}")
@@ -84,7 +90,10 @@ class Draws:
         apart, scale = (one.mean(0) - two.mean(0)).abs(), torch.maximum(one.abs().mean(0), two.abs().mean(0))
         error = ((one.var(0) + two.var(0)) / 2 * (2 / len(one))).sqrt()
         assert self._least is not None
-        floor = 16 * self.unit * torch.maximum(scale, self._least[:, None].double())
+        buffers = len(self.names) - len(gradients)
+        rounding = torch.cat([gradients, gradients.nanmedian().expand(buffers)]) if len(gradients) else gradients
+        rounding = rounding.double().nan_to_num(nan=math.inf).clamp(min=16 * self.unit)[:, None]
+        floor = rounding * torch.maximum(scale, self._least[:, None].double())
         beyond = apart / (limit * error + floor).clamp(min=1e-300)
         beyond = torch.where(apart == 0, torch.zeros_like(beyond), beyond.nan_to_num(nan=0.0))
         if beyond.numel() and float(beyond.max()) > 1:

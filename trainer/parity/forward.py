@@ -62,6 +62,8 @@ class EagerForward:
     def look(self, arguments: Mapping[str, Any]) -> EagerSeen:
         """Run the forward and put everything back. Raises what ``training_step`` raises, alike on all processes."""
         before = Snapshot(self._trainer, arguments["batch"], weights=False)
+        if self._trainer.strategy.reduce_boolean_decision(before.lost is not None, all=False):
+            raise RuntimeError(before.lost or "a step may use up something on another process")
         starts = {name: before.of(buffer) for name, buffer in floating_buffers(self._module).items()}
         error: Exception | None = None
         for _ in range(2):

@@ -272,9 +272,13 @@ class ParityGate:
                     self._draw(batch, draws, "eager", moving, number)
                 self._draw(batch, draws, "compiled", moving, MANY + number)
                 number += 1
-            complaints, figures = draws.complaints(limit)
-            if not self._anywhere(bool(complaints)):
+            losses = [judge.loss_tolerance() for judge in self._judges]
+            tensors_T = [judge.tensor_tolerances(lambda one: one.gradients) for judge in self._judges]
+            complaints, figures = draws.complaints(limit, max(losses), torch.stack(tensors_T).amax(0))
+            if many == MANY or not self._anywhere(bool(complaints)):
                 break
+            for sample in range(MORE_SAMPLES):
+                self._calibrate(batch, 1 + sample)
         return complaints, figures
 
     def _draw(self, batch: Any, draws: Draws, arm: str, moving: dict[str, torch.Tensor], seed: int) -> None:

@@ -92,7 +92,7 @@ class ReplayParity:
 
 def _loss(results: Any) -> Tensor | None:
     """The loss in what a captured step returns: its outputs and what it logged."""
-    outputs, _ = results
+    outputs, *_ = results
     loss = outputs.get("loss")
     return loss.detach() if isinstance(loss, Tensor) else None
 
