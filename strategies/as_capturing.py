@@ -21,7 +21,7 @@ _asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing
 
 @contextlib.contextmanager
 def as_capturing(answer: bool = True) -> Iterator[None]:
-    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch; without ``answer`` it is the truth."""
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch and us; else it tells the truth."""
     before = _graphs._cuda_isCurrentStreamCapturing
     _graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
     try:
@@ -31,6 +31,7 @@ def as_capturing(answer: bool = True) -> Iterator[None]:
 
 
 def _capturing() -> bool:
-    # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one.
+    # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one. So do our
+    # own packages: a compiled optimizer leaves the host's part of a step, counting it, out of a capture alone.
     asker = sys._getframe(2).f_globals.get("__name__", "")
-    return _asked() if asker.startswith("torch.") else True
+    return _asked() if asker.startswith(("torch.", "strategies.", "trainer.")) else True

@@ -14,7 +14,7 @@ from torch.nn import functional
 from strategies import Strategy
 from tests.faults.planted import Call, Edit, Fault, FaultyStep, floating, gradient, nodes, regional
 
-LATER = 60
+LATER = 30
 """Calls after which the gate is over: it and the passes before it take about half as many."""
 
 
@@ -325,7 +325,7 @@ def _graphs() -> list[Planted]:
                 node.args = (node.args[0], 0.1, True, False)
 
     def late(step: Any) -> None:
-        step.own(lr=step.optimizer.param_groups[0]["lr"] * (1.0 if step.steps < 24 else 2.0))
+        step.own(lr=step.optimizer.param_groups[0]["lr"] * (1.0 if step.steps < 12 else 2.0))
 
     statistics, dropout = {"statistics": True}, {"dropout": 0.1}
     return [

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from trainer.findings import shapes_of
+
 ALWAYS = 8
 """Optimizer steps up to which audits double, whatever they cost."""
+SHAPES, SHAPES_WITHIN = 8, 64
+"""Shapes of batch whose first step is audited too, and the optimizer steps within which they are looked for."""
 SHARE = 0.005
 """Of the run's seconds, at most, that all audits together may take."""
 
@@ -25,19 +30,29 @@ class Schedule:
         self._next = 1.0
         self._began = self._started = 0.0
         self._before = (0, 0.0, 0.0)
+        self._shapes: set[str] = set()
 
-    def due(self) -> bool:
-        """Count a step that begins; returns whether it is to be audited."""
+    def due(self, batch: Any) -> bool:
+        """Count a step on ``batch`` that begins; returns whether it is to be audited."""
         self.steps += 1
-        if self.steps < self._next:
+        new = self._is_new(batch)
+        if self.steps < self._next and not new:
             return False
         self._started = time.perf_counter()
         self._began = self._began or self._started
         return True
 
+    def _is_new(self, batch: Any) -> bool:
+        """Whether the batch is the first of its shape, on one device: several may be given different shapes."""
+        if self.steps > SHAPES_WITHIN or len(self._shapes) >= SHAPES or self._trainer.world_size > 1:
+            return False
+        before = len(self._shapes)
+        self._shapes.add(shapes_of(batch))
+        return len(self._shapes) > max(1, before)
+
     def stop(self) -> None:
         """No further step is due."""
-        self._next = math.inf
+        self._next, self._shapes = math.inf, {str(number) for number in range(SHAPES)}
 
     def next(self, spent: float) -> None:
         """An audit is over, all of them have taken ``spent`` seconds; every process calls this."""
@@ -45,7 +60,7 @@ class Schedule:
         last, at, before = self._before
         self._before = steps, now, spent
         if steps < ALWAYS:
-            self._next = 2 * steps
+            self._next = 1 << steps.bit_length()
             return
         cost, step_seconds = spent - before, max(1e-9, (self._started - at) / max(1, steps - last))
         left, remaining = SHARE * (now - self._began) - spent, self._planned() - steps

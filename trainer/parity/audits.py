@@ -120,7 +120,7 @@ class Audits:
 
     def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
-        if self._trainer.fit_loop._should_accumulate() or not self._schedule.due():
+        if self._trainer.fit_loop._should_accumulate() or not self._schedule.due(kwargs.get("batch")):
             return self._original(optimizer, batch_idx, kwargs)
         reason = self._nothing_to_audit(kwargs)
         if reason is not None:

@@ -151,6 +151,8 @@ class Judge:
     mode: str
     unit: float
     noise: list[Differences] = field(default_factory=list)
+    slack: float = 1.0
+    """Times that the least tolerances are allowed."""
 
     @property
     def multiple(self) -> float:
@@ -159,17 +161,19 @@ class Judge:
 
     def loss_tolerance(self) -> float:
         """Relative, of the loss."""
-        return max(LOSS_FLOOR, self.unit, self.multiple * max(one.loss for one in self.noise))
+        return max(LOSS_FLOOR, self.slack * self.unit, self.multiple * max(one.loss for one in self.noise))
 
     def norm_tolerance(self) -> float:
         """Relative, of the norm of all gradients."""
-        return max(TENSOR_FLOOR, 4 * self.unit, self.multiple * max(one.gradient_norm for one in self.noise))
+        return max(
+            TENSOR_FLOOR, self.slack * 4 * self.unit, self.multiple * max(one.gradient_norm for one in self.noise)
+        )
 
     def tensor_tolerances(self, of: Callable[[Differences], Tensor]) -> Tensor:
         """Relative, for each parameter: its own noise or the median parameter's, the larger one."""
         own = torch.stack([of(one) for one in self.noise]).amax(0)
         noise = own.clamp(min=float(own.nanmedian()) if len(own) else 0.0)
-        return (self.multiple * noise).clamp(min=max(TENSOR_FLOOR, 16 * self.unit))
+        return (self.multiple * noise).clamp(min=max(TENSOR_FLOOR, self.slack * 16 * self.unit))
 
     def verdict(self, seen: Differences, comparison: Comparison) -> tuple[list[str], dict[str, Any]]:
         """What is beyond its tolerance, in words, and all figures for the record."""

@@ -39,6 +39,9 @@ SHAKE = 0.25
 """By how much weights are moved before the second and the third step, relative."""
 LEAST_RATE, RATE_FACTOR = 0.01, 10
 """The learning rate of the last update: weight decay is then beyond the rounding of single-precision weights."""
+LATER_SLACK = 16.0
+"""Times the first step's least tolerances that those of later steps are. Eager rounds each operation and fused kernels
+do not, by which gradients of a 277 M parameter captioner under bf16 came out 0.8% apart."""
 MORE_SAMPLES = 4
 """Runs by which the calibration is widened before a difference counts: one sample may be small by chance."""
 SAYS_NOTHING = 0.05
@@ -64,7 +67,8 @@ class ParityGate:
         assert program.device is not None
         unit = rounding_unit(program.precision, program.device)
         module = trainer.lightning_module
-        self._judges = [Judge(mode, unit) for _ in range(STEPS)]
+        # After the first step the weights are far from any that training has; what does not follow them shows still.
+        self._judges = [Judge(mode, unit, slack=LATER_SLACK if number else 1.0) for number in range(STEPS)]
         self._judge = self._judges[0]
         self._comparisons = [Comparison(module, snapshot.of, unit=unit) for _ in range(STEPS)]
         self._parameters = self._comparisons[0].parameters
