@@ -24,7 +24,7 @@ from trainer.telemetry.telemetry import Telemetry
     [
         (Regional(backend="aot_eager"), 3),
         (Regional(backend="aot_eager", parts=["head"]), 4),
-        (Whole(backend="aot_eager"), 3),
+        (Whole(backend="aot_eager"), 5),
     ],
     ids=["regional", "with a part", "whole"],
 )
