@@ -208,7 +208,8 @@ class Guards:
             inside = [one.path for one in program.regions if f"{one.path}.".startswith(f"{outer.path}.")]
             missing.update(dict.fromkeys(inside, CALLED_IN_VAIN if outer.called else NEVER_CALLED))
         done = len(program.regions) - len(missing)
-        self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
+        if program.regions:
+            self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
         return missing
 
     def _say_missing(self, missing: dict[str, str]) -> None:

@@ -92,7 +92,7 @@ def test_a_bound_on_captured_steps_is_made_exact_once_something_is_compiled(
         compiled.append(any(part._compiled_call_impl for part in trainer.lightning_module.modules()))
         raise RuntimeError("operation not permitted")
 
-    monkeypatch.setattr(chooser.Chooser, "_capture", lambda _: "maybe")
+    monkeypatch.setattr(chooser.Chooser, "_capture", lambda *_: "maybe")
     monkeypatch.setattr(trial, "device_work", lambda *_: Work(seconds=0.4, exact=False))
     monkeypatch.setattr(trial, "captured_seconds", captured_seconds)
     clock(eager=0.5, regional=0.3, whole=0.4)

@@ -226,7 +226,8 @@ def test_events_say_why_and_where(task: str, strategy: str, trained: Trained) ->
         assert event.reason.strip()
         assert event.location is not None
         assert ".py:" in event.location
-        assert event.step in (3, 4), "the validation after the third step"
+        # The gate compares in eval mode; without it, it is the validation after the third step.
+        assert event.step in (3, 4) or event.phase in ("rehearsing", "comparing with eager")
 
 
 @EVERY_ARM

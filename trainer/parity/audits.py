@@ -229,6 +229,8 @@ class Audits:
 
     def _prepare_captured(self, pair: Pair, batch_idx: int) -> None:
         self._update.keep()
+        if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
+            self._leave_out(("update",), "a gradient scaler decides after a captured step what the optimizer is given")
         if pair.eager is None or pair.eager.wrote:
             self._leave_out(("update",), "training_step itself may change weights, within a captured step")
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
