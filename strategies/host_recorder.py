@@ -138,7 +138,8 @@ class HostRecorder:
         """Let ``cls`` report reads and writes of its objects' attributes until recording ends."""
         if any(base in self._patched for base in cls.__mro__):
             return
-        recorder, getter = self, cls.__getattribute__
+        recorder = self
+        getter: Any = cls.__getattribute__
         setter: Any = cls.__setattr__
         deleter: Any = cls.__delattr__
 

@@ -87,7 +87,8 @@ def note_compiler(record: RunRecord, compiler: CompilerWatch, functions: Sequenc
     codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
     # Of a forward that torch wrote, the compiler enters a frame of its own, which says nothing of whose it is.
     frames = [(code.co_filename, code.co_firstlineno) for code in codes if not in_torch(code.co_filename)]
-    compiled = compiler.compiled(frames)
+    done = compiler.compiled_frames()
+    compiled = [frame in done for frame in frames]
     record.regions, record.regions_compiled = len(frames), sum(compiled)
     if not record.graphs or (frames and not any(compiled)):
         raise NotCompiled(
