@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from strategies.as_capturing import as_capturing
-from strategies.host_recorder import origin_of
+from strategies.host_values import origin_of
 
 
 class CannotCapture(RuntimeError):

@@ -112,9 +112,7 @@ class Audits:
         self._instead.close()
 
     def _why_not(self) -> str | None:
-        if not self._module.automatic_optimization:
-            return "the module optimizes by hand"
-        return why_not(self._trainer)
+        return why_not(self._trainer) if self._module.automatic_optimization else "the module optimizes by hand"
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -241,8 +239,7 @@ class Audits:
         if "update" in self._never:
             return
         given = gradients()
-        if given is None:
-            given = [parameter.grad for parameter in self.sample]
+        given = [parameter.grad for parameter in self.sample] if given is None else given
         if all(gradient is None for gradient in given):
             where = "a captured step keeps its gradients to itself" if self._captured() else "they were cleared"
             self.facts.not_compared["update"] = f"there are no gradients after the step, {where}"
@@ -386,8 +383,7 @@ class Audits:
         return self._trainer.strategy.reduce_boolean_decision(found, all=False)
 
     def _leave_out(self, kinds: Sequence[str], reason: str) -> None:
-        for kind in kinds:
-            self._never.setdefault(kind, reason)
+        self._never = {**dict.fromkeys(kinds, reason), **self._never}
         self.facts.not_compared |= self._never
 
     def _write_down(self, complaints: list[str], *, wrong: bool) -> None:
