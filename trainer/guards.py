@@ -208,7 +208,7 @@ class Guards:
             inside = [one.path for one in program.regions if f"{one.path}.".startswith(f"{outer.path}.")]
             missing.update(dict.fromkeys(inside, CALLED_IN_VAIN if outer.called else NEVER_CALLED))
         done = len(program.regions) - len(missing)
-        if program.regions:
+        if self._record.regions is not None:
             self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
         return missing
 
