@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -180,7 +181,8 @@ def _why_not(optimizer: Any) -> str | None:
 def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     groups = optimizer.param_groups
     for group in groups[:: max(1, -(-len(groups) // MOST_GROUPS))]:
-        fitting = [one for one in group["params"] if one.requires_grad and 0 < one.numel() <= MOST_ELEMENTS]
+        made = [one for one in group["params"] if one.requires_grad and not is_lazy(one)]
+        fitting = [one for one in made if 0 < one.numel() <= MOST_ELEMENTS]
         ordered = sorted((one for one in fitting if one.is_floating_point()), key=Tensor.numel)
         chosen = {id(one): one for one in (*ordered[:1], *ordered[len(ordered) // 2 :][:1])}
         yield from chosen.values()
