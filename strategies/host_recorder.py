@@ -245,8 +245,7 @@ class HostRecorder(HostValues):
             if self._origin(code.co_filename) != "other":
                 return
             with self._quiet():
-                label = "global "
-                names = self._names_of(frame.f_globals, label, frame.f_globals)
+                names = self._names_of(frame.f_globals, "global ", frame.f_globals)
                 place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 for name in code.co_names:
                     if name in frame.f_globals and name not in names.expected:

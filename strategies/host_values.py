@@ -106,7 +106,7 @@ class HostValues:
             self._reach_container(value, label)
         elif isinstance(value, types.FunctionType):
             self._label(value, label)
-            self._reach_function(value, label)
+            self._reach_function(value)
         elif isinstance(value, types.MethodType):
             self._reach(value.__self__, f"{label}.__self__")
             self._reach(value.__func__, label)
@@ -167,7 +167,7 @@ class HostValues:
         if hasattr(value, "__dict__") and not self._is_library(type(value)):
             self._reach_object(value, label)
 
-    def _reach_function(self, function: types.FunctionType, label: str) -> None:
+    def _reach_function(self, function: types.FunctionType) -> None:
         torchs_own = self._origin(function.__code__.co_filename) != "other"
         if not torchs_own:
             for default in function.__defaults__ or ():

@@ -167,7 +167,7 @@ def copied(iterator: Any) -> Any:
                 return None
             made = kind(*inner)
             if state and state[0] is not None:
-                # A cycle goes on appending to the list in its state.
+                # A cycle keeps appending to the list in its state.
                 parts = isinstance(state[0], tuple)
                 made.__setstate__(tuple(map(copy.copy, state[0])) if parts else state[0])
         except (TypeError, AttributeError):

@@ -136,7 +136,7 @@ class Chooser:
     def _module(self, name: str) -> Module:
         try:
             candidate = prepare(name, self._program)
-        except Exception as error:  # whatever it is, the run goes on without this candidate
+        except Exception as error:  # whatever it is, the run continues without this candidate
             return Module(name=name, failed=one_line(error))
         self._candidates[name] = candidate
         padding = self._program.padding

@@ -72,7 +72,6 @@ class InferenceLoop:
             cuda_graphs=False,
             chances=1,
         )
-        self._off = False
         step = f"{self._mode.step}_step"
         takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
         self._arguments = (0,) if takes_index else ()
@@ -135,14 +134,14 @@ class InferenceLoop:
         telemetry.batch_start()
         batch = next(batches)
         run(batch)
-        telemetry.batch_end(batch, disturbed=graphs is not None and not self._off and not graphs.settled)
+        telemetry.batch_end(batch, disturbed=graphs is not None and not graphs.given_up and not graphs.settled)
         return batch
 
     def _run(self, batch: Any) -> Any:
         if self._compile.uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         graphs = self._program.step
-        if graphs is None or self._off:
+        if graphs is None or graphs.given_up:
             return self._plain(batch)
         try:
             return graphs.run(
@@ -155,7 +154,8 @@ class InferenceLoop:
             )
         except CannotCapture as error:
             graphs.refuse(str(error))
-            self._off = isinstance(error, StateChanges)
+            if isinstance(error, StateChanges):
+                graphs.give_up()
             return self._plain(batch)
 
     def _plain(self, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Audits: is the step still eager's? Asked again on real steps, while the training goes on.
+"""Audits: is the step still eager's? Asked again on real steps, while the training continues.
 
 The gate looks once, at the first batch and at freshly drawn weights. An audit looks at the step under way: its loss and
 buffers against an eager forward on its own batch, weights and random state, and the optimizer's update of a few
@@ -62,7 +62,7 @@ class Audits:
         captured: Whether steps may be captured, so that hooks within them are not called.
         gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
             itself; None where they are the parameters' own.
-        differs: Called with what to say once a step is not eager's; returns when the run goes on, in eager.
+        differs: Called with what to say once a step is not eager's; returns when the run continues, in eager.
     """
 
     def __init__(
