@@ -90,7 +90,10 @@ def held_by(held: Held) -> list[Held]:
 def items_of(container: dict[str, Any], items: Mapping[Any, Any], name: str) -> list[Held]:
     """``items`` of a dictionary, of a module's attributes for instance."""
     return [
-        Held(one, f"{name}.{key}", functools.partial(container.__setitem__, key))
+        # A tensor as a key, of an optimizer's state for instance, would be fetched and printed.
+        Held(
+            one, f"{name}.{key}" if isinstance(key, str | int) else name, functools.partial(container.__setitem__, key)
+        )
         for key, one in items.items()
         if _deep(one)
     ]
