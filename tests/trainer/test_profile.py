@@ -27,9 +27,8 @@ from trainer.telemetry.record import RunRecord
 def profiled(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> tuple[RunRecord, Path]:
     """A profiled run and its folder."""
     folder = tmp_path_factory.mktemp("profiled")
-    # An audited step ends what the profiler records before it.
     steps = ("trainer.max_steps=20", "trainer.warmup_steps=2")
-    train(folder, "profile=on", "profile_steps=3", "parity=off", *steps, strategy="regional")
+    train(folder, "profile=on", "profile_steps=3", *steps, strategy="regional")
     return RunRecord.load(folder), folder
 
 

@@ -32,9 +32,11 @@ class Schedule:
         self._before = (0, 0.0, 0.0)
         self._shapes: set[str] = set()
 
-    def due(self, batch: Any) -> bool:
-        """Count a step on ``batch`` that begins; returns whether it is to be audited."""
+    def due(self, batch: Any, *, later: bool = False) -> bool:
+        """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off."""
         self.steps += 1
+        if later:
+            return False
         new = self._is_new(batch)
         if self.steps < self._next and not new:
             return False

@@ -114,11 +114,10 @@ class Audits:
     def _why_not(self) -> str | None:
         return why_not(self._trainer) if self._module.automatic_optimization else "the module optimizes by hand"
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
-
     def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
-        if self._trainer.fit_loop._should_accumulate() or not self._schedule.due(kwargs.get("batch")):
+        recording = self._telemetry.phase == "profiling" and self._trainer.world_size == 1
+        if self._trainer.fit_loop._should_accumulate() or not self._schedule.due(kwargs.get("batch"), later=recording):
             return self._original(optimizer, batch_idx, kwargs)
         reason = self._nothing_to_audit(kwargs)
         if reason is not None:
