@@ -32,8 +32,10 @@ REFUSED = 2
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
+    from trainer.streams import keep_streams
     from trainer.sweep import cell_environment, go_on
 
+    keep_streams()
     cell_environment.end_with_parent()
     try:
         sys.argv[1:] = go_on.expanded(sys.argv[1:])

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from trainer.callback import Compile
 from trainer.interrupt import StopRequest
 from trainer.reasons import one_line
 from trainer.rows import summary
-from trainer.run_console import RunConsole
 from trainer.settings import Config
 from trainer.telemetry.record import RunRecord
 
@@ -18,7 +19,7 @@ from trainer.telemetry.record import RunRecord
 class Job:
     """The parts of one run, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
 
-    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: RunConsole) -> None:
+    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
         self._stop: StopRequest | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
 
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
@@ -16,7 +17,6 @@ from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
 from trainer.reasons import one_line
-from trainer.run_console import RunConsole
 from trainer.run_modes import Inference
 from trainer.settings import Config
 from trainer.telemetry import hardware
@@ -40,7 +40,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     Raises:
         ValueError: Input that cannot be used, found before training began; the record then says ``failed``.
     """
-    console = RunConsole(quiet=not is_first_process())
+    console = Console(quiet=not is_first_process())
     record = new_record(config, command)
     kind = Inferring if isinstance(config.run, Inference) else Training
     job: Job = kind(config, record, run_dir, console)
