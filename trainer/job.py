@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,8 +55,8 @@ class Job:
         """A checkpoint that does not fit, found before the first step, is the user's: ValueError in one line."""
         try:
             yield
-        except RuntimeError as error:
-            if checkpoint is not None and not self.started and "state_dict" in str(error):
+        except (RuntimeError, ValueError) as error:
+            if checkpoint is not None and not self.started and re.search("state_dict|loaded state dict", str(error)):
                 raise ValueError(
                     f"resume={self._config.resume}: the checkpoint belongs to another model than this: "
                     f"{one_line(error)}"

@@ -18,6 +18,7 @@ from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
 from trainer.reasons import one_line
+from trainer.resuming import Resuming
 from trainer.run_modes import Inference
 from trainer.settings import Config
 from trainer.telemetry import hardware
@@ -108,7 +109,7 @@ class Training(Job):
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         every = config.trainer.checkpoint_every_n_steps
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None)
-        trainer = build_trainer(config, self._run_dir, [self._compile, checkpoints])
+        trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), self._compile, checkpoints])
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
         compile_ = self._compile
