@@ -17,6 +17,8 @@ PRINTS = """
 import atexit, os, sys
 from trainer.streams import keep_streams
 keep_streams()
+if sys.argv[1] == "full pipe":
+    os.set_blocking(1, False), os.set_blocking(2, False)
 atexit.register(lambda: print("at the end", flush=True))
 for _ in range(3):
     print("x" * 100_000, flush=True)
@@ -28,7 +30,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("streams", ["closed", "full", "nobody reads"])
+@pytest.mark.parametrize("streams", ["closed", "full", "nobody reads", "full pipe"])
 def test_printing_raises_nothing(tmp_path: Path, streams: str) -> None:
     command = [sys.executable, "-c", PRINTS, streams, str(tmp_path / "file")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -41,7 +43,8 @@ def test_printing_raises_nothing(tmp_path: Path, streams: str) -> None:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
-            pipe.close()
+            if streams == "nobody reads":
+                pipe.close()
         code = process.wait(timeout=60)
     assert code == 3
     assert (tmp_path / "file").read_text() == ""

@@ -9,14 +9,16 @@ from typing import Any
 
 
 class _Lossy(io.FileIO):
-    """A file that drops what cannot be written: its disk is full, or the reader of a pipe has left."""
+    """A file that drops what cannot be written: its disk is full, the reader of a pipe has left, or is slow where the
+    pipe does not wait for it."""
 
     def write(self, data: Any) -> int:
         """Write ``data``; it counts as written in any case."""
         try:
-            return super().write(data) or 0
+            written = super().write(data)
         except OSError:
             return len(data)
+        return len(data) if written is None else written
 
 
 def keep_streams() -> None:
