@@ -27,6 +27,7 @@ from scripts.peers.names import OVERRIDE, PEERS, mark, refuse, refuse_workload
 from trainer import errors
 from trainer.compose import compose
 from trainer.described import described
+from trainer.streams import keep_streams
 from trainer.sweep.cell_environment import DIRECTORY
 from trainer.sweep.cell_process import goes_on, set_aside
 from trainer.sweep.ledger import Ledger, alone
@@ -44,6 +45,7 @@ RESERVED = ("compile", "repeat", "resume", "run", OVERRIDE.rstrip("="))
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then compare all; returns the exit code."""
+    keep_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     options, signals = parse(given), Signals()
     try:

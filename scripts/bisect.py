@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.streams import keep_streams
+
 if TYPE_CHECKING:
     from trainer.locate.report import Report
     from trainer.settings import Config
@@ -35,6 +37,7 @@ Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments, 3 it t
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
+    keep_streams()
     options = parse(arguments)
     from rich.console import Console
 

@@ -26,6 +26,7 @@ from trainer.evidence.baselines import BaselineRow
 from trainer.evidence.drifts import Tolerances, drift, measured
 from trainer.evidence.machines import fingerprint_of, this_fingerprint
 from trainer.evidence.runs import Run, find
+from trainer.streams import keep_streams
 from trainer.sweep.pool import Signals
 
 REFUSED = 2
@@ -50,6 +51,7 @@ class Stopped(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
+    keep_streams()
     options = parse(arguments)
     try:
         machines = baselines.load(options.baseline)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import benchmark_strategies, compare, report
+from trainer.streams import keep_streams
 from trainer.sweep.quoting import quoted
 
 EXAMPLES = """\
@@ -116,6 +117,7 @@ ROWS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
+    keep_streams()
     options = parse(arguments)
     if options.list:
         for row in ROWS:

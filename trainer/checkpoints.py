@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from trainer.atomic import written_whole
 from trainer.interrupt import StopRequest
 
+PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
+"""What of Lightning's checkpoints a training goes on from."""
+WEIGHTS = ("state_dict", "global_step", "pytorch-lightning_version")
+"""What an inference takes."""
 DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
 
@@ -25,10 +30,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target, syncs and renames. Lightning's own writer stages in the system's temporary folder,
     and across file systems its final move is a copy that a kill leaves half done."""
 
+    refused: OSError | None = None
+    """What the system said to a write of this process in a group: the others wait for it, and all end with it."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half."""
-        with written_whole(Path(path), "wb") as file:
-            torch.save(checkpoint, file)
+        try:
+            with written_whole(Path(path), "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            # Where the system refuses a write, torch complains of an archive that it cannot finish.
+            refused = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(refused, OSError) or refused.errno is None:
+                raise
+            self.refused = OSError(refused.errno, refused.strerror, str(path))
+            if not grouped() or torch.distributed.get_world_size() == 1:
+                raise self.refused from error
 
 
 class Checkpoints(L.Callback):
@@ -46,6 +63,7 @@ class Checkpoints(L.Callback):
         self._at_end = at_end
         self._stop = stop
         self._step = 0
+        self._validated = False
         self._restored: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -67,21 +85,28 @@ class Checkpoints(L.Callback):
         if step == self._step:  # inside an accumulation
             return
         self._step = step
+        self._require_written(trainer, pending=self._validated)
         stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
         if stop or (self._at_end and step == self._last_step) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
+            self._require_written(trainer)
         if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Another callback may save the best checkpoint now."""
+        self._validated = True
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on a signal ends the process at once."""
+        self._require_written(trainer, pending=self._validated)
         self._stop.in_training = False
 
     def state_dict(self) -> dict[str, Any]:
         """The random states of all processes, saved with every checkpoint; each process has to call this."""
         mine = random_states()
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not grouped():
             return {"ranks": [mine]}
         ranks: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, mine)
@@ -91,11 +116,24 @@ class Checkpoints(L.Callback):
         """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
         self._restored = state_dict.get("ranks", [state_dict])  # earlier versions kept one process's
 
+    def _require_written(self, trainer: L.Trainer, *, pending: bool = True) -> None:
+        """Raise in all processes what a write of the first one's has met."""
+        writer = trainer.strategy.checkpoint_io
+        if pending and not self._alone and isinstance(writer, AtomicCheckpointIO):
+            self._validated = False
+            if (refused := trainer.strategy.broadcast(writer.refused)) is not None:
+                raise refused
+
     def _agreed_stop(self, trainer: L.Trainer, step: int) -> bool:
         # Ranks see a signal at different steps and must leave at the same one; asking each step would synchronise.
         if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return False
         return self._stop.agreed(trainer)
+
+
+def grouped() -> bool:
+    """Whether this process is one of a group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def random_states() -> dict[str, Any]:
@@ -150,10 +188,22 @@ def find_checkpoint(resume: str) -> Path:
     return found
 
 
-def step_of(checkpoint: Path) -> int:
-    """Optimizer step at which ``checkpoint`` was saved. Raises ValueError when it is none of Lightning's."""
+def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
+    """Optimizer step at which ``checkpoint`` was saved.
+
+    Reads the whole file once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
+    ValueError when a part of it is damaged, when it is none of Lightning's or lacks one of ``parts``.
+    """
     try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            # Without ``torch.serialization.set_crc32_options`` all of them are 0.
+            damaged = archive.testzip() if any(entry.CRC for entry in archive.infolist()) else None
+        if damaged is not None:
+            raise ValueError(f"the file is damaged: {damaged} is not what its checksum says")
         # Memory-mapped, so that only the part that is read comes off the disk.
-        return int(torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"])
+        loaded = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        if missing := [part for part in parts if part not in loaded]:
+            raise ValueError(f"it holds no {', '.join(missing)}")
+        return int(loaded["global_step"])
     except Exception as error:  # torch.load raises many classes for a file that is not what it seems
         raise ValueError(f"resume: {checkpoint} cannot be read as a checkpoint: {error}".splitlines()[0]) from error

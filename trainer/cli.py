@@ -32,8 +32,10 @@ REFUSED = 2
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
+    from trainer.streams import keep_streams
     from trainer.sweep import cell_environment, go_on
 
+    keep_streams()
     cell_environment.end_with_parent()
     try:
         sys.argv[1:] = go_on.expanded(sys.argv[1:])
@@ -41,7 +43,7 @@ def main() -> None:
         errors.report(error)
         sys.exit(REFUSED)
     claim_packages()
-    from trainer import config, launcher, plugins
+    from trainer import config, folders, launcher, plugins
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
@@ -78,6 +80,14 @@ def main() -> None:
             raise
         errors.report(error)
         sys.exit(REFUSED)
+    except OSError as error:  # runs report their own, so this one comes from where the folder was to be made
+        if wants_traceback or error.errno is None:
+            raise
+        place = folders.OwnFolder.place
+        if error.filename is not None and place.endswith(str(error.filename)):
+            error.filename = place
+        errors.report_system(error, place)
+        sys.exit(REFUSED)
     sys.exit(max(exit_codes, default=0))
 
 
@@ -88,6 +98,7 @@ def _call(func: Callable[[], Any]) -> Any:
 def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
+    from trainer.folders import is_first_process, taken
     from trainer.interrupt import importing
     from trainer.sweep.cell_environment import starting_caches
     from trainer.sweep.composing import flags
@@ -96,6 +107,8 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     config = to_config(cfg, settings.overrides.task)
     run_dir = Path(settings.runtime.output_dir)
     command = [*flags(sys.argv[1:]), *settings.overrides.task]
+    if is_first_process() and (complaint := taken(run_dir, config.resume)) is not None:
+        raise ValueError(complaint)
     with starting_caches(config.repeat, run_dir):
         with importing():  # only now: torch takes seconds to import, and reads where its caches are
             from trainer.run import run

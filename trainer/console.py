@@ -138,7 +138,7 @@ def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str],
         console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
     if not kept:
         return
-    if record.status == "failed":
+    if record.status == "failed" and (run_dir / ERROR_LOG).is_file():
         console.print(f"traceback: {shown(run_dir / ERROR_LOG)}", highlight=False, soft_wrap=True)
     if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
         given = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from rich.console import Console
 
 from trainer.callback import Compile
 from trainer.interrupt import StopRequest
 from trainer.reasons import one_line
 from trainer.rows import summary
-from trainer.run_console import RunConsole
 from trainer.settings import Config
 from trainer.telemetry.record import RunRecord
 
@@ -18,7 +20,7 @@ from trainer.telemetry.record import RunRecord
 class Job:
     """The parts of one run, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
 
-    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: RunConsole) -> None:
+    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
         self._stop: StopRequest | None = None
@@ -53,8 +55,8 @@ class Job:
         """A checkpoint that does not fit, found before the first step, is the user's: ValueError in one line."""
         try:
             yield
-        except RuntimeError as error:
-            if checkpoint is not None and not self.started and "state_dict" in str(error):
+        except (RuntimeError, ValueError) as error:
+            if checkpoint is not None and not self.started and re.search("state_dict|loaded state dict", str(error)):
                 raise ValueError(
                     f"resume={self._config.resume}: the checkpoint belongs to another model than this: "
                     f"{one_line(error)}"

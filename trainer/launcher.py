@@ -22,8 +22,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
-from trainer.run_console import RunConsole
 from trainer.summary import Cell, summarize
 from trainer.sweep.composing import Composer
 from trainer.sweep.devices import places, visible_gpus
@@ -125,8 +125,8 @@ class IsolatedLauncher(Launcher):
             self._say(told)
 
     def _say(self, text: str) -> None:
-        """Print, to a reader that may have left."""
-        RunConsole().print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print, in as many columns as there are."""
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _prepare(self) -> None:
         """Look for what the sweep needs, before anything runs. Raises ValueError when it is not there."""

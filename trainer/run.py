@@ -7,20 +7,22 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
 
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
 from trainer.described import described
+from trainer.folders import claim
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
 from trainer.reasons import one_line
-from trainer.run_console import RunConsole
+from trainer.resuming import Resuming
 from trainer.run_modes import Inference
 from trainer.settings import Config
 from trainer.telemetry import hardware
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.torch_settings import process_settings
 
 
@@ -38,13 +40,16 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         The record, its ``status`` finished, interrupted or failed, as written to ``run_dir``.
 
     Raises:
-        ValueError: Input that cannot be used, found before training began; the record then says ``failed``.
+        ValueError: Input that cannot be used, found before training began. The record then says ``failed``, but for
+            the one of a run that was to be resumed in its own folder, which stays.
+        OSError: Nothing can be written into ``run_dir``.
     """
-    console = RunConsole(quiet=not is_first_process())
+    console = Console(quiet=not is_first_process())
     record = new_record(config, command)
     kind = Inferring if isinstance(config.run, Inference) else Training
     job: Job = kind(config, record, run_dir, console)
-    save(record, run_dir)
+    replaced = claim(record, run_dir, config.resume) if is_first_process() else None
+    refused = False
     try:
         with process_settings(config.trainer), StopRequest(console.print) as stop:
             job.go(stop)
@@ -58,9 +63,13 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         else:
             record.status, record.reason = "failed", one_line(error)
         if record.status == "failed" and isinstance(error, ValueError) and not job.started:
+            refused = True
             raise
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+        except OSError:
+            traceback.print_exc()
     except BaseException as error:  # SystemExit from a library: on the way out, but not without a word
         record.status, record.reason = "failed", one_line(error)
         raise
@@ -68,7 +77,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         with undisturbed():
             job.close()
             record.total_seconds = hardware.process_age_seconds()
-            save(record, run_dir)
+            close_record(record, run_dir, console, instead=replaced if refused else None)
     tell(console, record, run_dir, command, kept=kept)
     return record
 
@@ -100,7 +109,7 @@ class Training(Job):
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         every = config.trainer.checkpoint_every_n_steps
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None)
-        trainer = build_trainer(config, self._run_dir, [self._compile, checkpoints])
+        trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), self._compile, checkpoints])
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
         compile_ = self._compile
@@ -137,7 +146,18 @@ def is_first_process() -> bool:
     return int(getattr(rank_zero_only, "rank", 0) or 0) == 0
 
 
-def save(record: RunRecord, run_dir: Path) -> None:
-    """Write the record, on the first process only."""
-    if is_first_process():
-        record.save(run_dir)
+def close_record(record: RunRecord, run_dir: Path, console: Console, *, instead: bytes | None) -> None:
+    """Write the last record, or ``instead`` of it the one that was there before, on the first process only."""
+    if not is_first_process():
+        return
+    try:
+        if instead is None:
+            record.save(run_dir)
+        else:
+            (run_dir / FILE_NAME).write_bytes(instead)
+    except OSError as error:
+        reason = f"{run_dir / FILE_NAME} was not written: {error.strerror}"
+        if record.status == "finished":
+            record.status, record.reason = "failed", reason
+        else:
+            console.print(reason, highlight=False, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.build import build_inference_trainer, inference_callback, note_machine
-from trainer.checkpoints import find_checkpoint, step_of
+from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
 from trainer.console import ProgressView, announce
 from trainer.inference.batches import loader_name
 from trainer.inference.callback import CompileForInference
@@ -34,7 +34,7 @@ class Inferring(Job):
         self._stop = stop
         checkpoint = None if config.resume is None else find_checkpoint(config.resume)
         if checkpoint is not None:
-            step_of(checkpoint)  # refuses a file that is no checkpoint
+            step_of(checkpoint, parts=WEIGHTS)  # refuses a file that is no checkpoint
             record.resumed_from = str(checkpoint.resolve())
         compile_ = self._compile = inference_callback(config, record)
         L.seed_everything(config.seed, verbose=False)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trainer.run_console import RunConsole
 from trainer.summary import Cell
 from trainer.sweep.plan import PlannedCell
 from trainer.telemetry.record import RunRecord
@@ -41,7 +41,7 @@ class SweepView:
         before: int = 0,
         total: int | None = None,
     ) -> None:
-        self._console = RunConsole(highlight=False)
+        self._console = Console(highlight=False)
         self._cells, self._parallel = {cell.number: cell for cell in cells}, parallel
         self._before, self._total = before, total or len(self._cells)
         self._began = time.monotonic()

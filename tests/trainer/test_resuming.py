@@ -1,0 +1,158 @@
+"""Resuming with other settings than the checkpoint's: said where the run can go on, refused where it cannot."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.runs import last_checkpoint, train
+from tests.trainer.test_resume_exactness import send_in_step
+from trainer.resuming import changes
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Path:
+    """A run of a few steps, under a schedule that depends on their number."""
+    directory = tmp_path_factory.mktemp("run")
+    train(directory, f"trainer.max_steps={STEPS}", "task.warmup_steps=1")
+    return directory
+
+
+def resumed(run_dir: Path, tmp_path: Path, *changes: str) -> list[str]:
+    """What the record says about resuming."""
+    given = ("task.warmup_steps=1", f"trainer.max_steps={STEPS + 1}", *changes, f"resume={run_dir}")
+    record = train(tmp_path / "new", *given)
+    assert (record.status, record.steps) == ("finished", STEPS + 1)
+    return [note.removeprefix("resume: ") for note in record.notes if note.startswith("resume: ")]
+
+
+SCHEDULE_COUNTS = "The learning-rate schedule counts steps, which hold another number of examples now"
+ORDER = "The order does not continue: examples of this epoch may be trained twice or left out"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("task.data.batch_size=4", f"2 examples a batch at the checkpoint, 4 now. {ORDER}. {SCHEDULE_COUNTS}"),
+        (
+            "trainer.accumulate_grad_batches=2",
+            f"1 batches a step at the checkpoint, 2 now. {SCHEDULE_COUNTS}",
+        ),
+        ("task.weight_decay=0.5", "the checkpoint's weight_decay=0.05 stays, in place of this run's 0.5"),
+    ],
+    ids=["batch size", "accumulation", "weight decay"],
+)
+def test_what_a_resumed_run_does_otherwise_is_said(run_dir: Path, tmp_path: Path, option: str, said: str) -> None:
+    with pytest.warns(UserWarning, match="resume: "):
+        assert said in resumed(run_dir, tmp_path, option)
+
+
+def test_a_schedule_of_another_length_is_said_with_both_rates(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="resume: "):
+        (note,) = resumed(run_dir, tmp_path)
+    assert note.startswith(f"at step {STEPS} the checkpoint's learning rate is ")
+    assert "trainer.max_steps" in note
+
+
+def test_a_run_that_goes_on_as_it_was_has_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        send_in_step(patch, 2, signal.SIGINT)
+        assert train(tmp_path / "stopped", "task.warmup_steps=1").steps == 2
+    assert last_checkpoint(tmp_path / "stopped")["callbacks"]["Resuming"]["order"] == {
+        "batch_size": 2,
+        "world_size": 1,
+        "accumulate_grad_batches": 1,
+    }
+    record = train(tmp_path / "new", "task.warmup_steps=1", f"resume={tmp_path / 'stopped'}")
+    assert [note for note in record.notes if note.startswith("resume")] == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_another_number_of_processes_is_said(world: int) -> None:
+    loader = SimpleNamespace(batch_size=None, batch_sampler=SimpleNamespace(batch_sizes={16: 4, 32: 2}))
+    trainer: Any = SimpleNamespace(
+        train_dataloader=loader, world_size=world, accumulate_grad_batches=1, lr_scheduler_configs=[]
+    )
+    before = {"batch_size": {16: 4, 32: 2}, "world_size": 2, "accumulate_grad_batches": 1}
+    said = [] if world == 2 else [f"resume: 2 processes at the checkpoint, 1 now. {ORDER}"]
+    assert list(changes(before, trainer)) == said
+    assert list(changes({}, trainer)) == []  # an earlier version's checkpoint does not say
+
+
+def no_schedules(checkpoint: dict[str, Any]) -> None:
+    checkpoint["lr_schedulers"] = []
+
+
+def no_optimizers(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = []
+
+
+def a_weight() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(1))]
+
+
+def another_schedule(checkpoint: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD([{"params": a_weight()} for _ in checkpoint["lr_schedulers"][0]["base_lrs"]], lr=0.1)
+    checkpoint["lr_schedulers"] = [torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict()]
+
+
+def fewer_groups(checkpoint: dict[str, Any]) -> None:
+    checkpoint["lr_schedulers"][0]["base_lrs"].pop()
+
+
+def another_optimizer(checkpoint: dict[str, Any]) -> None:
+    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    other = torch.optim.SGD(a_weight(), lr=0.1, momentum=0.9).state_dict()["param_groups"][0]
+    for group in groups:
+        kept = {name: group[name] for name in ("params", "initial_lr")}
+        group.clear()
+        group.update({**other, **kept})
+
+
+def other_groups(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["param_groups"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (no_schedules, "resume: the checkpoint holds 0 learning-rate schedules, this run has 1"),
+        (no_optimizers, "resume: the checkpoint holds 0 optimizers, this run has 1"),
+        (another_schedule, "resume: the checkpoint's schedule is not this run's LambdaLR: it holds no lr_lambdas"),
+        (
+            fewer_groups,
+            "resume: the checkpoint's schedule is not this run's LambdaLR: it is for another number of parameter "
+            "groups",
+        ),
+        (another_optimizer, "resume: the checkpoint is of another optimizer than AdamW: it holds no betas, eps"),
+        (other_groups, "the checkpoint belongs to another model than this: ValueError: loaded state dict"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_state_that_does_not_fit_is_refused_before_the_first_step(
+    run_dir: Path, tmp_path: Path, change: Any, complaint: str
+) -> None:
+    checkpoint = last_checkpoint(run_dir)
+    change(checkpoint)
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="resume") as raised:
+        train(tmp_path / "new", f"resume={tmp_path / 'other.ckpt'}", f"trainer.max_steps={STEPS + 1}")
+    assert complaint in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_refused_run_leaves_the_record_of_the_one_that_it_was_to_go_on_with(run_dir: Path) -> None:
+    before = (run_dir / "record.json").read_bytes()
+    with pytest.raises(ValueError, match="leaves nothing to do"):
+        train(run_dir, f"resume={run_dir}", f"trainer.max_steps={STEPS}")
+    assert (run_dir / "record.json").read_bytes() == before
+    with pytest.raises(ValueError, match="holds the record of another run"):
+        train(run_dir)
+    assert (run_dir / "record.json").read_bytes() == before
