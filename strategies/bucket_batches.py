@@ -22,7 +22,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     Each epoch shuffles the examples within their buckets, cuts them into batches for all ranks together, longest
     bucket first, and fills the last batch of a bucket with examples of the next shorter one. So every batch of an
     edge has the same rows. Fewer examples than the smallest batch remain. Without ``drop_last`` they are one smaller
-    batch, of the shortest ones; ranks share it evenly, and repeat some where it does not divide, as
+    batch at the end, of the shortest ones; ranks share it evenly, and repeat some where it does not divide, as
     ``torch.utils.data.DistributedSampler`` does. With ``drop_last`` as many are left out (``left_out``): each epoch the
     next ones of a random order of all examples, so that none is left out twice before every other one was.
 
@@ -167,6 +167,8 @@ class BucketBatchSampler(Sampler[list[int]]):
             chosen = np.flatnonzero(self._buckets == bucket)
             stretch = torch.randperm(len(chosen), generator=generator).numpy()
             places[chosen] = (stretch + places[chosen]) / len(chosen)
+        full = np.array([self.batch_sizes[edge] for edge in self.edges]) * self.replicas
+        places[self._rows < full[self._buckets]] = 1.0  # the smaller batch comes last, as elsewhere
         return examples, np.argsort(places, kind="stable")
 
 

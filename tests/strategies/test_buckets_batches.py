@@ -82,6 +82,7 @@ def test_without_drop_last_every_example_is_trained_in_every_epoch(replicas: int
             assert max(of[example] for batch in step for example in batch) <= step[0].edge
         taken = Counter(example for mine in batches for batch in mine for example in batch)
         assert len(taken) == 1003
+        assert len({len(batch) for batch in batches[0][:-1] if batch.edge == batches[0][-1].edge}) == 1
         assert sum(taken.values()) - 1003 < replicas, "only what does not divide is repeated"
     assert ranks[0].left_out == 0
 
