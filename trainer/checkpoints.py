@@ -51,7 +51,6 @@ class Checkpoints(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals back from Lightning and put restored random states in force."""
         self._stop.install()
-        self._stop.in_training = True
         self._step = trainer.global_step
         self._last_step = trainer.max_steps
         self._alone = trainer.world_size == 1
@@ -67,6 +66,7 @@ class Checkpoints(L.Callback):
         if step == self._step:  # inside an accumulation
             return
         self._step = step
+        self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
         stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
         if stop or (self._at_end and step == self._last_step) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
@@ -51,6 +52,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
     except Interrupted as interrupted:
+        stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
         if job.stopping:  # what breaks while everything is being told to stop is part of stopping
