@@ -22,7 +22,7 @@ LONGEST_SECONDS = 120.0
 """A head start that takes longer than this is none; the run goes on without it."""
 INDUCTOR = "torch._inductor.compile_fx"
 COMPILERS = ("cc1plus", "clang", "clang++", "cicc", "ptxas")
-"""Programs that translate. No linker: one that is killed leaves half a library, which a cache would take for a whole."""
+"""Programs that translate. No linker: a cache would take the half library that a killed one leaves for a whole one."""
 
 
 class Preparation:

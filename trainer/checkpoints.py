@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,16 @@ import lightning as L
 import numpy
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.atomic import written_whole
-from trainer.interrupt import StopRequest
+from trainer.interrupt import Interrupted, StopRequest
 
 DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
+OTHERS_SECONDS = 5.0
+"""How long the other processes of a run that stops at once may take, before they are killed."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -77,6 +82,24 @@ class Checkpoints(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on a signal ends the process at once."""
         self._stop.in_training = False
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one
+        never ends."""
+        launcher = trainer.strategy.launcher
+        if not isinstance(exception, Interrupted) or not isinstance(launcher, _SubprocessScriptLauncher):
+            return
+        others = launcher.procs[:]
+        launcher.procs.clear()  # whose watch would kill this process as well, before its record is written
+        for process in others:
+            process.send_signal(exception.signum)
+        deadline = time.monotonic() + OTHERS_SECONDS
+        for process in others:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """The random states of all processes, saved with every checkpoint; each process has to call this."""

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, announce, tell
+from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
 from trainer.described import described
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
@@ -40,12 +40,14 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
 
     Raises:
         ValueError: Input that cannot be used, found before training began; the record then says ``failed``.
+        SystemExit: The task's code called ``sys.exit``; the record says ``failed`` and where.
     """
     console = RunConsole(quiet=not is_first_process())
     record = new_record(config, command)
     kind = Inferring if isinstance(config.run, Inference) else Training
     job: Job = kind(config, record, run_dir, console)
     save(record, run_dir)
+    ended: SystemExit | None = None
     try:
         with process_settings(config.trainer), StopRequest(console.print) as stop:
             job.go(stop)
@@ -61,9 +63,12 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             record.status, record.reason = "failed", one_line(error)
         if record.status == "failed" and isinstance(error, ValueError) and not job.started:
             raise
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
-    except BaseException as error:  # SystemExit from a library: on the way out, but not without a word
+        _log_error(run_dir)
+    except SystemExit as error:
+        ended, record.status = error, "failed"
+        record.reason = f"sys.exit({'' if error.code is None else repr(error.code)}) was called in {_place(error)}"
+        _log_error(run_dir)
+    except BaseException as error:
         record.status, record.reason = "failed", one_line(error)
         raise
     finally:
@@ -72,7 +77,20 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             record.total_seconds = hardware.process_age_seconds()
             save(record, run_dir)
     tell(console, record, run_dir, command, kept=kept)
+    if ended is not None:
+        raise ended
     return record
+
+
+def _log_error(run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, as ``file:line``; for ``exit()``, where that was called."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != "<frozen _sitebuiltins>"]
+    return f"{shown(Path(frames[-1].filename))}:{frames[-1].lineno}"
 
 
 def new_record(config: Config, command: list[str]) -> RunRecord:
