@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.atomic import written_whole
 from trainer.interrupt import Interrupted, StopRequest
+from trainer.nonfinite import FiniteLosses
 
 DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
@@ -45,11 +46,21 @@ class Checkpoints(L.Callback):
     seeded by the run's seed, the step and its rank.
     """
 
-    def __init__(self, directory: Path, *, every_n_steps: int, stop: StopRequest, at_end: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        every_n_steps: int,
+        stop: StopRequest,
+        at_end: bool = True,
+        losses: FiniteLosses | None = None,
+    ) -> None:
         self.path = directory / DIRECTORY / LAST
         self._every = every_n_steps
         self._at_end = at_end
         self._stop = stop
+        self._losses = losses
+        self._saved: str | None = None
         self._step = 0
         self._restored: list[dict[str, Any]] | None = None
 
@@ -59,6 +70,9 @@ class Checkpoints(L.Callback):
         self._step = trainer.global_step
         self._last_step = trainer.max_steps
         self._alone = trainer.world_size == 1
+        self._saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
+        if self._losses is not None:
+            self._losses.start(trainer)
         if self._restored is not None:
             restore_own(self._restored, trainer)
             self._restored = None
@@ -73,8 +87,12 @@ class Checkpoints(L.Callback):
         self._step = step
         self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
         stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
-        if stop or (self._at_end and step == self._last_step) or (self._every and step % self._every == 0):
+        ends = step == self._last_step
+        if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._check(trainer, everything=ends)
+        if stop or (self._at_end and ends) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
+            self._saved = f"{self.path} (step {step})"
         if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that
@@ -82,6 +100,15 @@ class Checkpoints(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on a signal ends the process at once."""
         self._stop.in_training = False
+        self._check(trainer, everything=False)  # the telemetry has read all by now
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Whoever saves, nothing that is not finite takes the place of what was."""
+        self._check(trainer, everything=True)
+
+    def _check(self, trainer: L.Trainer, *, everything: bool) -> None:
+        if self._losses is not None:
+            self._losses.check(trainer, everything=everything, saved=self._saved)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one

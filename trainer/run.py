@@ -16,6 +16,7 @@ from trainer.described import described
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
+from trainer.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.reasons import one_line
 from trainer.run_console import RunConsole
 from trainer.run_modes import Inference
@@ -57,7 +58,9 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
-        if job.stopping:  # what breaks while everything is being told to stop is part of stopping
+        if job.stopping and not isinstance(
+            error, NonFiniteLoss
+        ):  # what breaks while everything is being told to stop is part of stopping
             record.status, record.signal, record.reason = "interrupted", job.stopping, one_line(error)
         else:
             record.status, record.reason = "failed", one_line(error)
@@ -119,11 +122,14 @@ class Training(Job):
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         every = config.trainer.checkpoint_every_n_steps
-        checkpoints = Checkpoints(self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None)
-        trainer = build_trainer(config, self._run_dir, [self._compile, checkpoints])
+        compile_ = self._compile
+        losses = FiniteLosses(config.on_nonfinite_loss, lambda: compile_.telemetry, record.notes.append)
+        checkpoints = Checkpoints(
+            self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
+        )
+        trainer = build_trainer(config, self._run_dir, [compile_, checkpoints])
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
-        compile_ = self._compile
         try:
             with (
                 self._loading(checkpoint),
