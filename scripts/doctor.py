@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from trainer.atomic import finite
 from trainer.doctor.compiling import compiling
 from trainer.doctor.cpp import cpp
 from trainer.doctor.devices import ask_torch, devices
@@ -46,7 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
         errors, warnings = (sum(finding.status == status for finding in findings) for status in (ERROR, WARNING))
         if options.json:
             listed = [dataclasses.asdict(finding) for finding in findings]
-            print(json.dumps({"errors": errors, "warnings": warnings, "findings": listed}, indent=1), flush=True)
+            print(
+                json.dumps(
+                    finite({"errors": errors, "warnings": warnings, "findings": listed}), indent=1, allow_nan=False
+                ),
+                flush=True,
+            )
         else:
             print(f"{count(errors, 'error')}, {count(warnings, 'warning')}", flush=True)
     except KeyboardInterrupt:

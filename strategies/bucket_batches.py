@@ -21,8 +21,10 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     Each epoch shuffles the examples within their buckets, cuts them into batches for all ranks together, longest
     bucket first, and fills the last batch of a bucket with examples of the next shorter one. So every batch of an
-    edge has the same rows, and no long example is ever left out; fewer examples than the smallest batch remain,
-    drawn anew each epoch from the shortest bucket (``left_out``), which is what ``drop_last`` leaves out elsewhere.
+    edge has the same rows. Fewer examples than the smallest batch remain. Without ``drop_last`` they are one smaller
+    batch at the end, of the shortest ones; ranks share it evenly, and repeat some where it does not divide, as
+    ``torch.utils.data.DistributedSampler`` does. With ``drop_last`` as many are left out (``left_out``): each epoch the
+    next ones of a random order of all examples, so that none is left out twice before every other one was.
 
     Batches of a bucket are spread evenly over the epoch, each at a random place within its stretch: after any number
     of steps, each of K buckets has had its share of them to within K + 1 batches. Which examples share a batch, and
@@ -38,10 +40,11 @@ class BucketBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         seed: int = 0,
         same_every_epoch: bool = False,
+        drop_last: bool = False,
     ) -> None:
         """Plan batches of ``batch_sizes[edge]`` rows a rank for examples of ``lengths``.
 
-        Raises ValueError when an example is longer than the last edge or there are too few for one batch.
+        Raises ValueError when an example is longer than the last edge, or ``drop_last`` leaves no batch.
         """
         self.edges = tuple(sorted(batch_sizes))
         self.lengths: NDArray[np.int64] = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
@@ -57,37 +60,38 @@ class BucketBatchSampler(Sampler[list[int]]):
             )
         self.examples = np.bincount(self._bucket, minlength=len(self.edges))
         """Examples by bucket."""
-        self._starts, self._buckets, self.left_out = self._cut()
+        self._starts, self._buckets, self._rows, self.left_out = self._cut(drop_last=drop_last)
         if not len(self._starts):
             raise ValueError(
                 f"{len(self.lengths)} training examples make no batch of {self.batch_sizes[self.edges[-1]]} on "
-                f"{replicas} devices"
+                f"{replicas} devices, and the training loader's drop_last=True leaves smaller ones out"
             )
         self.epoch = 0
         self._resume_epoch = self._resume_batches = 0
         self.drawn = {"batches": 0, "rows": 0, "positions": 0, "useful_positions": 0}
         """What this rank's loader has drawn so far; it fetches a few batches ahead of the training."""
 
-    def _cut(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    def _cut(self, *, drop_last: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
         """Cut the examples, sorted by bucket, into batches from the long end; the same in every epoch.
 
-        Returns where each batch begins, its bucket, and how many examples at the short end are left over.
+        Returns where each batch begins, its bucket, its rows on all ranks, and how many examples are left out. The cut
+        fits whichever examples are left out: each of the others then comes no nearer to the long end than here.
         """
         ends = np.cumsum(self.examples)
         rows = [self.batch_sizes[edge] * self.replicas for edge in self.edges]
-        starts: list[int] = []
-        buckets: list[int] = []
+        cuts: list[tuple[int, int, int]] = []
         left = len(self.lengths)
         while left:
             bucket = int(np.searchsorted(ends, left))  # that of the longest example left
             # Too few for a batch of their own may still be a batch of longer ones, which have fewer rows.
             fitting = [index for index in range(bucket, len(rows)) if rows[index] <= left]
-            if not fitting:
+            if not fitting and drop_last:
                 break
-            left -= rows[fitting[0]]
-            starts.append(left)
-            buckets.append(fitting[0])
-        return np.array(starts, dtype=np.int64), np.array(buckets, dtype=np.int64), left
+            chosen, count = (fitting[0], rows[fitting[0]]) if fitting else (bucket, left)
+            left -= count
+            cuts.append((left, chosen, count))
+        starts, buckets, counts = np.array(cuts, dtype=np.int64).reshape(-1, 3).T
+        return starts - left, buckets, counts, left
 
     @property
     def sampler(self) -> BucketBatchSampler:
@@ -96,14 +100,19 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     @property
     def planned_padded_share(self) -> float:
-        """Padding over all positions of an epoch as it is cut into whole batches."""
-        edges = np.asarray(self.edges)
-        rows = np.array([self.batch_sizes[edge] for edge in self.edges]) * self.replicas
-        positions = int((edges * rows)[self._buckets].sum())
-        shortest = np.sort(self._bucket)[: self.left_out]
-        means = [self.lengths[self._bucket == bucket].mean() for bucket in np.unique(shortest)]
-        left_out = float(np.repeat(means, np.unique(shortest, return_counts=True)[1]).sum()) if means else 0.0
-        return 1 - (int(self.lengths.sum()) - left_out) / positions
+        """Padding over all positions of an epoch, as it is cut, with examples of mean length left out."""
+        ranks_rows = -(-self._rows // self.replicas) * self.replicas
+        positions = int((np.asarray(self.edges)[self._buckets] * ranks_rows).sum())
+        return 1 - float(self.lengths.mean()) * int(ranks_rows.sum()) / positions
+
+    @property
+    def rows_by_edge(self) -> dict[int, tuple[int, ...]]:
+        """Rows of the batches of each edge that has any, on each rank, most first."""
+        rows = -(-self._rows // self.replicas)
+        return {
+            self.edges[bucket]: tuple(sorted({*rows[self._buckets == bucket].tolist()}, reverse=True))
+            for bucket in np.unique(self._buckets)
+        }
 
     def batches_by_edge(self) -> dict[int, int]:
         """Batches an epoch on each rank, by edge."""
@@ -133,8 +142,9 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _batches(self, epoch: int, skipped: int) -> Iterator[list[int]]:
         examples, order = self._shuffled(0 if self._same_every_epoch else epoch)
         for batch in order[skipped:]:
-            start, edge = int(self._starts[batch]), self.edges[self._buckets[batch]]
-            chosen = examples[start : start + self.batch_sizes[edge] * self.replicas][self.rank :: self.replicas]
+            start, rows, edge = int(self._starts[batch]), int(self._rows[batch]), self.edges[self._buckets[batch]]
+            places = np.arange(self.rank, -(-rows // self.replicas) * self.replicas, self.replicas) % rows
+            chosen = examples[start + places]
             planned = PlannedBatch(chosen.tolist())
             planned.edge = edge
             self.drawn["batches"] += 1
@@ -147,12 +157,18 @@ class BucketBatchSampler(Sampler[list[int]]):
         """Examples sorted by bucket and shuffled within, and the order of batches; drawn from seed and epoch alone."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         shuffled = torch.randperm(len(self.lengths), generator=generator).numpy()
+        if self.left_out:
+            turns = torch.randperm(len(shuffled), generator=torch.Generator().manual_seed(self.seed)).numpy()
+            out = turns[np.arange(epoch * self.left_out, (epoch + 1) * self.left_out) % len(turns)]
+            shuffled = shuffled[~np.isin(shuffled, out)]
         examples = shuffled[np.argsort(self._bucket[shuffled], kind="stable")]
         places = torch.rand(len(self._starts), generator=generator, dtype=torch.float64).numpy()
         for bucket in np.unique(self._buckets):
             chosen = np.flatnonzero(self._buckets == bucket)
             stretch = torch.randperm(len(chosen), generator=generator).numpy()
             places[chosen] = (stretch + places[chosen]) / len(chosen)
+        full = np.array([self.batch_sizes[edge] for edge in self.edges]) * self.replicas
+        places[self._rows < full[self._buckets]] = 1.0  # the smaller batch comes last, as elsewhere
         return examples, np.argsort(places, kind="stable")
 
 

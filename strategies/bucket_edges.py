@@ -1,7 +1,8 @@
 """Edges of padding buckets: the few lengths to pad up to that waste least, given the lengths of the data.
 
 Every function takes lengths in positions and returns ascending edges; each edge is a multiple of ``multiple``, except
-that none is above ``limit``, and the last one is no less than the longest length.
+that none is above ``limit`` and that ``fitted`` takes the length of examples that all have one. The last edge is no
+less than the longest length.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ def quantiles(lengths: ArrayLike, *, count: int, multiple: int, limit: int | Non
     wanted = np.arange(1, count + 1) / count * total[-1]
     places = np.searchsorted(total, np.floor(wanted), side="left")
     return tuple(sorted({int(edges[place]) for place in places}))
+
+
+def fitted(lengths: ArrayLike, *, method: str, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
+    """The edges by ``method``; examples that all have one length are not padded, be it a multiple or not."""
+    edges = METHODS[method](lengths, count=count, multiple=multiple, limit=limit)
+    values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
+    return (int(values[0]),) if (values == values[0]).all() else edges
 
 
 METHODS = {"optimal": optimal, "powers_of_two": powers_of_two, "quantiles": quantiles}

@@ -44,8 +44,8 @@ class Padding:
     """``fail`` or ``warn``: what a shape that compiles after that should do."""
     edges: tuple[int, ...] = ()
     """Ascending; filled in when the loaders are built (before the first batch), empty without ``choose_edges``."""
-    batch_sizes: dict[int, int] = field(default_factory=dict)
-    """Rows of a training batch on this process by edge, one entry an edge that occurs; filled in like ``edges``."""
+    batch_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of the training batches on this process by edge that occurs, most first; filled in like ``edges``."""
     validation_batch_sizes: tuple[int, ...] = ()
     """Rows of the validation batches that occur on this process, most first (the last one may be smaller); empty
     without validation; filled in when the validation loader is built."""

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import signal
 import sys
 import threading
 import time
+from concurrent.futures import Executor
+from pathlib import Path
 
 import torch
 
 LONGEST_SECONDS = 120.0
 """A head start that takes longer than this is none; the run goes on without it."""
 INDUCTOR = "torch._inductor.compile_fx"
+COMPILERS = ("cc1plus", "clang", "clang++", "cicc", "ptxas")
+"""Programs that translate. No linker: a cache would take the half library that a killed one leaves for a whole one."""
 
 
 class Preparation:
@@ -71,6 +77,44 @@ class Preparation:
 def is_prepared() -> bool:
     """Whether Inductor has been imported, by whomever."""
     return INDUCTOR in sys.modules
+
+
+def stop_compiling() -> None:
+    """End what Inductor compiles beside the main thread: its worker processes and compilers are killed, what is queued
+    is dropped. Python would otherwise wait for all of it when it exits. A later compile starts workers anew."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is None:
+        return
+    if inductor.AsyncCompile.pool.cache_info().currsize:  # threads, each of which waits for a compiler
+        inductor.AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+        inductor.AsyncCompile.pool.cache_clear()
+    ours = {pid for pid, name in descendants(os.getpid()).items() if name in COMPILERS}
+    for pool in inductor._pool_set:
+        if isinstance(pool, Executor):
+            pool.shutdown(wait=False, cancel_futures=True)
+        else:
+            pool.running = False  # else it waits for the jobs, or reports that they are gone
+            ours |= {pool.process.pid, *descendants(pool.process.pid)}
+    for pid in ours:
+        with contextlib.suppress(OSError):  # it has ended by itself
+            os.kill(pid, signal.SIGKILL)
+    inductor.shutdown_compile_workers()  # forgets them
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that ``pid`` has started, and those that they have, with their names; empty without Linux's /proc."""
+    parents: dict[int, tuple[int, str]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            number, _, rest = stat.read_text().partition(" (")
+            name, _, fields = rest.rpartition(") ")
+            parents[int(number)] = int(fields.split()[1]), name
+    found: dict[int, str] = {}
+    above = {pid}
+    while above:
+        above = {child for child, (parent, _) in parents.items() if parent in above}
+        found |= {child: parents[child][1] for child in above}
+    return found
 
 
 def _import_inductor() -> None:

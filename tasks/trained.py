@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,14 @@ class TrainedTask(Task):
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
         require_at_least("task.weight_decay", self.weight_decay, 0)
+        if math.isinf(self.weight_decay):
+            raise ValueError(f"task.weight_decay={self.weight_decay} must be finite")
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_share("task.final_learning_rate", self.final_learning_rate)
         if self.initialise not in INITIALISE:
             raise ValueError(f"task.initialise={self.initialise!r} is not one of {INITIALISE}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
 
     def recipe(self, *, default_learning_rate: float, max_steps: int) -> Recipe:
         """The optimizer and its schedule over ``max_steps`` optimizer steps."""

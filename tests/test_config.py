@@ -228,6 +228,20 @@ def test_an_option_that_was_made_up_with_a_plus_is_named(path: str) -> None:
         build("compile=whole", f"+{path}=1")
 
 
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("task.learning_rate=inf", r"task\.learning_rate=inf must be above 0 and finite"),
+        ("task.learning_rate=nan", r"task\.learning_rate=nan must be above 0 and finite"),
+        ("task.weight_decay=inf", r"task\.weight_decay=inf must be finite"),
+        ("on_nonfinite_loss=eager", r"on_nonfinite_loss='eager' is not one of \('fail', 'warn'\)"),
+    ],
+)
+def test_values_that_no_training_can_take_are_refused(given: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        build(given)
+
+
 def test_a_value_that_has_no_default_is_asked_for() -> None:
     cfg = compose("config", overrides=["task=captioning"])
     OmegaConf.update(cfg, "task.learning_rate", "???")

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for every number in it that JSON has no word for: NaN, infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager

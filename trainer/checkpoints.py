@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +15,12 @@ import lightning as L
 import numpy
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.atomic import written_whole
-from trainer.interrupt import StopRequest
+from trainer.interrupt import Interrupted, StopRequest
+from trainer.nonfinite import FiniteLosses
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
@@ -24,6 +28,8 @@ WEIGHTS = ("state_dict", "global_step", "pytorch-lightning_version")
 """What an inference takes."""
 DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
+OTHERS_SECONDS = 5.0
+"""How long the other processes of a run that stops at once may take, before they are killed."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -57,11 +63,21 @@ class Checkpoints(L.Callback):
     seeded by the run's seed, the step and its rank.
     """
 
-    def __init__(self, directory: Path, *, every_n_steps: int, stop: StopRequest, at_end: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        every_n_steps: int,
+        stop: StopRequest,
+        at_end: bool = True,
+        losses: FiniteLosses | None = None,
+    ) -> None:
         self.path = directory / DIRECTORY / LAST
         self._every = every_n_steps
         self._at_end = at_end
         self._stop = stop
+        self._losses = losses
+        self._saved: str | None = None
         self._step = 0
         self._validated = False
         self._restored: list[dict[str, Any]] | None = None
@@ -69,10 +85,12 @@ class Checkpoints(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals back from Lightning and put restored random states in force."""
         self._stop.install()
-        self._stop.in_training = True
         self._step = trainer.global_step
         self._last_step = trainer.max_steps
         self._alone = trainer.world_size == 1
+        self._saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
+        if self._losses is not None:
+            self._losses.start(trainer)
         if self._restored is not None:
             restore_own(self._restored, trainer)
             self._restored = None
@@ -86,10 +104,15 @@ class Checkpoints(L.Callback):
             return
         self._step = step
         self._require_written(trainer, pending=self._validated)
+        self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
         stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
-        if stop or (self._at_end and step == self._last_step) or (self._every and step % self._every == 0):
+        ends = step == self._last_step
+        if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._check(trainer, everything=ends)
+        if stop or (self._at_end and ends) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
             self._require_written(trainer)
+            self._saved = f"{self.path} (step {step})"
         if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that
@@ -102,6 +125,33 @@ class Checkpoints(L.Callback):
         """From here on a signal ends the process at once."""
         self._require_written(trainer, pending=self._validated)
         self._stop.in_training = False
+        self._check(trainer, everything=False)  # the telemetry has read all by now
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Whoever saves, nothing that is not finite takes the place of what was."""
+        self._check(trainer, everything=True)
+
+    def _check(self, trainer: L.Trainer, *, everything: bool) -> None:
+        if self._losses is not None:
+            self._losses.check(trainer, everything=everything, saved=self._saved)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one
+        never ends."""
+        launcher = trainer.strategy.launcher
+        if not isinstance(exception, Interrupted) or not isinstance(launcher, _SubprocessScriptLauncher):
+            return
+        others = launcher.procs[:]
+        launcher.procs.clear()  # whose watch would kill this process as well, before its record is written
+        for process in others:
+            process.send_signal(exception.signum)
+        deadline = time.monotonic() + OTHERS_SECONDS
+        for process in others:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """The random states of all processes, saved with every checkpoint; each process has to call this."""

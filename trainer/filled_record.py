@@ -6,6 +6,7 @@ import lightning as L
 
 from strategies import Program, Stage
 from strategies.optimizer_step import installed
+from trainer.atomic import finite
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
@@ -30,7 +31,7 @@ def fill_in(
             record.events = list(telemetry.compiler.events)
     if telemetry.ready_seconds is not None and record.import_seconds is not None:
         record.setup_seconds = telemetry.ready_seconds - record.import_seconds
-    record.final_metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    record.final_metrics = finite({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def ended_in_eager(program: Program) -> bool | None:

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop at the next step boundary, the second stops it where it is."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks the run to stop at the next step boundary, the second stops it where it
+is. Before the first step is trained there is nothing to save, and the first one stops it, a compile included."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     import lightning as L
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
@@ -24,9 +25,17 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
+def present_handlers() -> dict[int, Any]:
+    """The handlers of ``SIGNALS`` now, by signal; without a SIGHUP that is ignored, as ``nohup`` has it."""
+    found = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    if found[signal.SIGHUP] == signal.SIG_IGN:
+        del found[signal.SIGHUP]
+    return found
+
+
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait while torch is imported, a second one excepted; they then do what they did before.
+    """Let these signals wait while torch is imported, a second one excepted; they then do what they did before.
 
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
     ends the process by SIGABRT (seen at ``torch.distributed``).
@@ -34,8 +43,9 @@ def importing() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    before = {signum: handler for signum, handler in found.items() if handler is not None}  # None: not Python's to set
+    before = {
+        signum: handler for signum, handler in present_handlers().items() if handler is not None
+    }  # None: not ours
     waiting: list[int] = []
 
     def restored() -> None:
@@ -85,7 +95,7 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signum: int | None = None
         self.in_training = False
-        """Whether a loop is there that will notice the request at its next step."""
+        """Whether a loop is there that will notice the request at its next step, and has something to save."""
         self.promise = "stopping after this step with a checkpoint"
         """What that loop will do then."""
         self._say = say
@@ -94,7 +104,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-            self._before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+            self._before = present_handlers()
             self.install()
         return self
 
@@ -104,9 +114,8 @@ class StopRequest:
 
     def install(self) -> None:
         """Set the handlers, again after Lightning has set its own."""
-        if self._before:
-            for signum in SIGNALS:
-                signal.signal(signum, self._handle)
+        for signum in self._before:
+            signal.signal(signum, self._handle)
 
     def agreed(self, trainer: L.Trainer) -> bool:
         """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""

@@ -165,11 +165,14 @@ def _parity(record: RunRecord) -> str:
         return f"not compared: {facts['reason']}"
     if "outputs" in facts:
         outputs = facts["outputs"]
-        return f"{facts['verdict']} (outputs {outputs['difference']:.1e} apart, tolerance {outputs['tolerance']:.1e})"
+        return f"{facts['verdict']} (outputs {_apart(outputs)})"
     seen = "loss" if "loss" in facts else "gradient_norm"  # a step by hand may show no loss
     before = f" in the run of {facts['compared']}" if "compared" in facts else ""
-    apart = f"{facts[seen]['difference']:.1e} apart, tolerance {facts[seen]['tolerance']:.1e}"
-    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {apart})"
+    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {_apart(facts[seen])})"
+
+
+def _apart(facts: dict[str, float | None]) -> str:
+    return f"{_number(facts['difference'], '{:.1e}')} apart, tolerance {_number(facts['tolerance'], '{:.1e}')}"
 
 
 def _audits(record: RunRecord) -> str:

@@ -9,14 +9,16 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
+from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, announce, tell
+from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
 from trainer.described import described
 from trainer.folders import claim
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
+from trainer.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.reasons import one_line
 from trainer.resuming import Resuming
 from trainer.run_modes import Inference
@@ -43,6 +45,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         ValueError: Input that cannot be used, found before training began. The record then says ``failed``, but for
             the one of a run that was to be resumed in its own folder, which stays.
         OSError: Nothing can be written into ``run_dir``.
+        SystemExit: The task's code called ``sys.exit``; the record says ``failed`` and where.
     """
     console = Console(quiet=not is_first_process())
     record = new_record(config, command)
@@ -50,27 +53,30 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     job: Job = kind(config, record, run_dir, console)
     replaced = claim(record, run_dir, config.resume) if is_first_process() else None
     refused = False
+    ended: SystemExit | None = None
     try:
         with process_settings(config.trainer), StopRequest(console.print) as stop:
             job.go(stop)
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
     except Interrupted as interrupted:
+        stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
-        if job.stopping:  # what breaks while everything is being told to stop is part of stopping
+        # What breaks while everything is being told to stop is part of stopping; a loss is not.
+        if job.stopping and not isinstance(error, NonFiniteLoss):
             record.status, record.signal, record.reason = "interrupted", job.stopping, one_line(error)
         else:
             record.status, record.reason = "failed", one_line(error)
         if record.status == "failed" and isinstance(error, ValueError) and not job.started:
             refused = True
             raise
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
-        except OSError:
-            traceback.print_exc()
-    except BaseException as error:  # SystemExit from a library: on the way out, but not without a word
+        _log_error(run_dir)
+    except SystemExit as error:
+        ended, record.status = error, "failed"
+        record.reason = f"sys.exit({'' if error.code is None else repr(error.code)}) was called in {_place(error)}"
+        _log_error(run_dir)
+    except BaseException as error:
         record.status, record.reason = "failed", one_line(error)
         raise
     finally:
@@ -79,7 +85,23 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             record.total_seconds = hardware.process_age_seconds()
             close_record(record, run_dir, console, instead=replaced if refused else None)
     tell(console, record, run_dir, command, kept=kept)
+    if ended is not None:
+        raise ended
     return record
+
+
+def _log_error(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:  # a full disk, perhaps
+        traceback.print_exc()
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, as ``file:line``; for ``exit()``, where that was called."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != "<frozen _sitebuiltins>"]
+    return f"{shown(Path(frames[-1].filename))}:{frames[-1].lineno}"
 
 
 def new_record(config: Config, command: list[str]) -> RunRecord:
@@ -108,11 +130,14 @@ class Training(Job):
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         every = config.trainer.checkpoint_every_n_steps
-        checkpoints = Checkpoints(self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None)
-        trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), self._compile, checkpoints])
+        compile_ = self._compile
+        losses = FiniteLosses(config.on_nonfinite_loss, lambda: compile_.telemetry, record.notes.append)
+        checkpoints = Checkpoints(
+            self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
+        )
+        trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), compile_, checkpoints])
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
-        compile_ = self._compile
         try:
             with (
                 self._loading(checkpoint),

@@ -30,6 +30,7 @@ PARITY = ("on", "off", "strict")
 ON_COMPILE_ERROR = ("fail", "eager")
 ON_SLOWER = ("warn", "eager")
 ON_DIFFERENCE = ("fail", "eager")
+ON_NONFINITE_LOSS = ("fail", "warn")
 PROFILE = ("off", "on")
 MOST_PROFILE_STEPS = 100
 """Each step adds thousands of events to a trace, and a viewer has to load them all."""
@@ -141,6 +142,10 @@ class Config:
     on_slower: str = "warn"
     """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or goes on eager as well."""
 
+    on_nonfinite_loss: str = "fail"
+    """One of ``ON_NONFINITE_LOSS``: the first training step whose loss is NaN or infinite ends the run, and the last
+    finite checkpoint stays; or the run continues, with a warning, and saves as before."""
+
     profile: str = "off"
     """One of ``PROFILE``: ``on`` = torch's profiler records a few steady steps (batches, in inference): a trace for
     Perfetto, the share of the time in which the GPU is idle, the kernels or operators that take most of it."""
@@ -157,6 +162,7 @@ class Config:
             ("on_compile_error", ON_COMPILE_ERROR),
             ("on_slower", ON_SLOWER),
             ("on_difference", ON_DIFFERENCE),
+            ("on_nonfinite_loss", ON_NONFINITE_LOSS),
         ):
             if getattr(self, name) not in choices:
                 complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")

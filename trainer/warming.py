@@ -30,10 +30,11 @@ class Shape:
 
 
 def shapes(padding: Padding) -> Iterator[Shape]:
-    """Every shape that the loaders will bring, the last batch of a validation included; longest first, so that what
-    memory the run needs is known at once."""
-    for edge, rows in sorted(padding.batch_sizes.items(), reverse=True):
-        yield Shape(rows=rows, edge=edge, training=True)
+    """Every shape that the loaders will bring, smaller last batches included; longest first, so that what memory the
+    run needs is known at once."""
+    for edge, sizes in sorted(padding.batch_sizes.items(), reverse=True):
+        for rows in sizes:
+            yield Shape(rows=rows, edge=edge, training=True)
     for rows in padding.validation_batch_sizes:
         for edge in sorted(padding.edges, reverse=True):
             yield Shape(rows=rows, edge=edge, training=False)

@@ -18,9 +18,11 @@ def lengths(examples: int = 1000, seed: int = 0) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(3, 0.7, examples), 1, 96).astype(np.int64)
 
 
-def sampler(rank: int = 0, replicas: int = 1, *, tokens: int | None = None, examples: int = 1000) -> BucketBatchSampler:
+def sampler(
+    rank: int = 0, replicas: int = 1, *, tokens: int | None = None, examples: int = 1000, drop_last: bool = True
+) -> BucketBatchSampler:
     sizes = batch_sizes(EDGES, rows=8, tokens_per_batch=tokens)
-    return BucketBatchSampler(lengths(examples), sizes, replicas=replicas, rank=rank, seed=5)
+    return BucketBatchSampler(lengths(examples), sizes, replicas=replicas, rank=rank, seed=5, drop_last=drop_last)
 
 
 def epoch(batches: BucketBatchSampler, number: int = 0) -> list[PlannedBatch]:
@@ -52,14 +54,43 @@ def test_every_example_fits_the_edge_of_its_batch_and_is_rarely_shorter_than_its
     assert mixed <= len(EDGES), "only what fills up the last batch of a bucket comes from another one"
 
 
-def test_the_longest_examples_are_never_left_out_and_the_others_by_turns() -> None:
-    batches = sampler(examples=1003)
+@pytest.mark.parametrize("short", [0, 3])
+def test_what_is_left_out_rotates_through_all_examples(short: int) -> None:
+    """Three short examples are fewer than a batch of eight, and would be left out of every epoch."""
+    of = np.array([4] * short + [40] * (83 - short))
+    batches = BucketBatchSampler(of, dict.fromkeys(EDGES, 8), seed=5, drop_last=True)
+    assert batches.left_out == 3
+    missing = [set(range(83)) - {e for batch in epoch(batches, number) for e in batch} for number in range(28)]
+    assert all(len(examples) == 3 for examples in missing)
+    times = Counter(example for examples in missing for example in examples)
+    assert set(times) == set(range(83)), "28 epochs leave each example out"
+    assert max(times.values()) <= 2
+    assert {(len(batch), batch.edge) for batch in epoch(batches)} == {(8, 48)}
+
+
+@pytest.mark.parametrize("tokens", [None, 512])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_without_drop_last_every_example_is_trained_in_every_epoch(replicas: int, tokens: int | None) -> None:
+    ranks = [sampler(rank, replicas, tokens=tokens, examples=1003, drop_last=False) for rank in range(replicas)]
     of = lengths(1003)
-    assert batches.left_out
-    missing = [set(range(1003)) - {e for batch in epoch(batches, number) for e in batch} for number in range(5)]
-    assert all(len(examples) == batches.left_out for examples in missing)
-    assert len({frozenset(examples) for examples in missing}) == 5
-    assert max(of[list(set.union(*missing))]) <= EDGES[0]
+    for number in range(2):
+        batches = [epoch(rank, number) for rank in ranks]
+        assert {len(mine) for mine in batches} == {len(ranks[0])}
+        for step in zip(*batches, strict=True):
+            assert len({(batch.edge, len(batch)) for batch in step}) == 1
+            assert {len(batch) for batch in step} <= {*ranks[0].rows_by_edge[step[0].edge]}
+            assert max(of[example] for batch in step for example in batch) <= step[0].edge
+        taken = Counter(example for mine in batches for batch in mine for example in batch)
+        assert len(taken) == 1003
+        assert len({len(batch) for batch in batches[0][:-1] if batch.edge == batches[0][-1].edge}) == 1
+        assert sum(taken.values()) - 1003 < replicas, "only what does not divide is repeated"
+    assert ranks[0].left_out == 0
+
+
+def test_fewer_examples_than_a_batch_are_one_smaller_batch() -> None:
+    batches = BucketBatchSampler([4, 16, 15], {16: 8})
+    (batch,) = epoch(batches)
+    assert (sorted(batch), batch.edge, batches.rows_by_edge) == ([0, 1, 2], 16, {16: (3,)})
 
 
 def test_each_epoch_has_an_order_of_its_own_that_seed_and_epoch_decide() -> None:
@@ -120,12 +151,12 @@ def test_examples_beyond_the_last_edge_and_too_few_for_a_batch_are_errors() -> N
     with pytest.raises(ValueError, match=r"1 of 3 training examples are longer than the last edge 16.* 17 positions"):
         BucketBatchSampler([4, 16, 17], {8: 1, 16: 1})
     with pytest.raises(ValueError, match="3 training examples make no batch of 2 on 2 devices"):
-        BucketBatchSampler([4, 16, 15], {16: 2}, replicas=2)
+        BucketBatchSampler([4, 16, 15], {16: 2}, replicas=2, drop_last=True)
 
 
 def test_the_last_short_examples_may_be_a_batch_of_longer_ones() -> None:
     # Five of them are no batch of eight, but two batches of two.
-    batches = BucketBatchSampler([4] * 5, {8: 8, 32: 2})
+    batches = BucketBatchSampler([4] * 5, {8: 8, 32: 2}, drop_last=True)
     assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(2, 32), (2, 32)]
     assert batches.left_out == 1
 

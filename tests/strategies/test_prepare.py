@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch._inductor.cpu_vec_isa
 
 from strategies import prepare
-from strategies.prepare import Preparation
+from strategies.prepare import Preparation, descendants, stop_compiling
 
 
 def test_waiting_means_that_inductor_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,3 +96,45 @@ def test_an_error_in_the_background_is_left_to_the_first_compile(
     Preparation().wait()
     assert raised == []
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_compiles_beside_a_run_that_stops_is_not_waited_for(tmp_path: Path) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    running = {name: shutil.copy(sleep, tmp_path / name) for name in ("cc1plus", "ld")}
+    compiler, linker = (subprocess.Popen([program, "60"]) for program in running.values())
+    workers, threads = AsyncCompile.process_pool(), AsyncCompile.pool()
+    jobs = [workers.submit(time.sleep, 60), *(threads.submit(time.sleep, 0.5) for _ in range(50))]
+    sidecar: int = workers.process.pid  # type: ignore[union-attr]
+    deadline = time.monotonic() + 100
+    while not (below := descendants(sidecar)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert below, "the sidecar has workers of its own"
+    began = time.monotonic()
+    stop_compiling()
+    assert compiler.wait(10) < 0
+    assert linker.poll() is None, "half a library would be left"
+    linker.kill()
+    linker.wait()
+    assert workers.process.wait(10) < 0  # type: ignore[union-attr]
+    assert all(_ended(pid) for pid in below)
+    assert time.monotonic() - began < 10
+    assert all(job.done() for job in jobs[-40:]), "what was queued is dropped"
+    assert AsyncCompile.process_pool() is not workers, "a later compile starts its own"
+    stop_compiling()
+
+
+def _ended(pid: int) -> bool:
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        try:
+            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(") ")[2].startswith("Z"):
+                return True
+            os.kill(pid, 0)
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False

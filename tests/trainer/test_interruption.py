@@ -6,12 +6,16 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch._dynamo import register_backend
 
+from tasks.models.captioner_module import Captioner
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.telemetry.record import RunRecord
@@ -90,6 +94,52 @@ def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(start_tr
     assert step % 5 == 0
     record = train(tmp_path / "resumed", f"resume={run_dir}", f"trainer.max_steps={step + 2}")
     assert (record.status, record.steps) == ("finished", step + 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("step", [1, 2])
+def test_before_the_first_step_is_trained_one_signal_stops_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals
+) -> None:
+    send_in_step(monkeypatch, step, number)
+    record = train(tmp_path)
+    saved = 0 if step == 1 else 2
+    assert (record.status, record.signal, record.exit_code) == ("interrupted", number, 128 + number)
+    assert (record.steps, (tmp_path / "checkpoints" / "last.ckpt").exists()) == (saved, saved > 0)
+
+
+def test_a_compile_is_not_waited_for(tmp_path: Path) -> None:
+    compiled: list[str] = []
+
+    @register_backend(name="tests_slow_to_compile")  # type: ignore[untyped-decorator]
+    def slow(graph: Any, _: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # the signal's handler comes before this returns
+        compiled.append("went on")
+        return graph
+
+    record = train(tmp_path, strategy="regional", backend="tests_slow_to_compile")
+    assert (record.status, record.signal, record.steps, compiled) == ("interrupted", signal.SIGTERM, 0, [])
+    assert RunRecord.load(tmp_path) == record
+
+
+@pytest.mark.parametrize(("code", "said"), [(7, "sys.exit(7)"), ("no data", "sys.exit('no data')")])
+def test_an_exit_of_the_task_s_own_code_keeps_its_code_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: Any, said: str
+) -> None:
+    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            sys.exit(code)
+
+    monkeypatch.setattr(Captioner, "on_train_batch_start", on_train_batch_start)
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path)
+    assert ended.value.code == code
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.steps) == ("failed", 2)
+    line = f"{said} was called in {Path(__file__)}:"
+    assert str(record.reason).startswith(line.replace(f"{Path.cwd()}/", ""))
+    assert f"failed: {record.reason}" in capsys.readouterr().out
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

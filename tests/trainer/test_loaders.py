@@ -50,6 +50,29 @@ def test_training_batches_are_of_one_bucket_each_and_padded_to_its_edge() -> Non
     assert any(note.startswith("buckets: 80 examples padded up to") for note in compile_.record.notes)
 
 
+@pytest.mark.parametrize("count", [3, 39])
+def test_every_example_is_trained_as_in_eager_the_last_ones_in_a_smaller_batch(count: int) -> None:
+    def trained(*callbacks: Compile) -> TextModel:
+        return fit(TextData(count=count), callbacks, max_steps=-1, max_epochs=2)
+
+    eager, module = trained(), trained(compile_ := with_(Buckets(multiple=8, count=3)))
+    assert [len(names) for _, names, _ in module.trained] == [len(names) for _, names, _ in eager.trained]
+    for one in (eager, module):
+        names = sorted(name for _, names, _ in one.trained for name in names)
+        assert names == sorted(f"text {number}" for number in range(count) for _ in range(2))
+    assert compile_.record.report["buckets"]["left_out_each_epoch"] == 0
+
+
+def test_examples_of_one_length_are_not_padded() -> None:
+    data = TextData()
+    data.train_set.texts = [torch.arange(37) for _ in range(12)]
+    data.train_set.lengths = [37] * 12  # type: ignore[attr-defined]
+    module, compile_ = train(data, max_steps=3, strategy=Buckets())
+    assert {width for width, _, _ in module.trained} == {37}
+    assert compile_.record.report["buckets"]["edges"] == [37]
+    assert compile_.record.report["buckets"]["expected_padded_share"] == 0
+
+
 def test_a_batch_has_the_loss_that_it_has_without_padding() -> None:
     data = TextData()
     module, _ = train(data, max_steps=1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.interrupt import Interrupted, StopRequest, importing, undisturbed
+from trainer.interrupt import Interrupted, StopRequest, importing, present_handlers, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,21 @@ def test_other_threads_cannot_set_handlers_and_need_not() -> None:
     thread.start()
     thread.join()
     assert seen == ["imported"]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_hang_up_stops_a_run_unless_nohup_ignores_it(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopRequest(print):
+            assert (signal.SIGHUP in present_handlers()) is not ignored
+            if ignored:
+                signal.raise_signal(signal.SIGHUP)
+            else:
+                with pytest.raises(Interrupted, match="SIGHUP"):
+                    signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_worker_that_dies_while_the_last_things_are_written_is_no_error() -> None:

@@ -70,16 +70,16 @@ def together(texts: list[tuple[Tensor]]) -> tuple[Tensor]:
     return (nn.utils.rnn.pad_sequence([text[0] for text in texts], batch_first=True),)
 
 
-def trained(folder: Path, callback: Compile, *, surprise: bool = False) -> Tagger:
+def trained(folder: Path, callback: Compile, *, surprise: bool = False, lengths: list[int] = LENGTHS) -> Tagger:
     L.seed_everything(0, verbose=False)
     module = Tagger(surprise=surprise)
-    texts = [(torch.randint(1, 11, (length,)),) for length in LENGTHS]
+    texts = [(torch.randint(1, 11, (length,)),) for length in lengths]
     trainer = L.Trainer(
         accelerator="cpu", max_steps=6, logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, enable_checkpointing=False, callbacks=[callback], log_every_n_steps=2,
         val_check_interval=3, check_val_every_n_epoch=None, num_sanity_val_steps=0,
     )  # fmt: skip
-    train = DataLoader(texts, batch_size=4, shuffle=True, collate_fn=together, drop_last=True)  # type: ignore[arg-type]
+    train = DataLoader(texts, batch_size=4, shuffle=True, collate_fn=together)  # type: ignore[arg-type]
     trainer.fit(module, train, DataLoader(texts[:6], batch_size=4, collate_fn=together))  # type: ignore[arg-type]
     return module
 
@@ -115,6 +115,14 @@ def test_every_shape_is_compiled_before_the_first_step_and_none_after_it(tmp_pat
     assert compile_.record.graphs == len(shapes), "one graph each, shared by the blocks"
     assert {event.phase for event in compile_.record.events} == {"rehearsing"}
     assert compile_.record.steady_steps == 1, "warm-up steps are counted as ever"
+
+
+def test_a_smaller_last_batch_is_warmed_too(tmp_path: Path) -> None:
+    compile_ = callback(warm=True)
+    trained(tmp_path, compile_, lengths=[*LENGTHS, 3, 2])
+    shapes = compile_.record.report["warming"]["shapes"]
+    assert shapes[:3] == ["training 4 x 8", "training 4 x 4", "training 2 x 4"]
+    assert compile_.record.graphs == len(shapes)
 
 
 def test_a_recompile_after_warming_is_an_error_that_says_where_and_why(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.toolchain import cache_directories
 from tasks.data.cache_files import cache_folder
-from trainer.atomic import written_whole
+from trainer.atomic import finite, written_whole
 from trainer.auto.estimates import Estimates
 
 FORMAT = 2
@@ -77,7 +77,7 @@ class Remembered:
         }
         try:
             with written_whole(self.file, "w") as file:
-                json.dump(values, file, indent=1)
+                json.dump(finite(values), file, indent=1, allow_nan=False)
         except OSError as error:
             return f"{self.file.parent}: {error.strerror or error}"
         return None

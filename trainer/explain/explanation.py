@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.atomic import finite
+
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
 
@@ -186,4 +188,4 @@ class Explanation:
 
     def as_json(self) -> str:
         """One JSON document, indented, with a newline at its end."""
-        return json.dumps(self.as_dict(), indent=2) + "\n"
+        return json.dumps(finite(self.as_dict()), indent=2, allow_nan=False) + "\n"

@@ -128,10 +128,11 @@ class LoaderPadder:
                 rank=split["rank"],
                 seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
                 same_every_epoch=trainer.overfit_batches > 0,  # type: ignore[attr-defined]
+                drop_last=loader.drop_last,
             )
         except ValueError as error:
             raise ValueError(f"compile.{padding.name}: {error}") from error
-        padding.batch_sizes = {edge: sizes[edge] for edge, count in batches.batches_by_edge().items() if count}
+        padding.batch_sizes = batches.rows_by_edge
         if self._batches is None:  # not for a loader that Lightning reloads later on
             self._resume(batches)
         self._batches = batches
@@ -189,7 +190,7 @@ class LoaderPadder:
             else share_of_random_batches(lengths, loader.batch_size, seed=batches.seed),
         }
         self.program.report[padding.name] = report
-        sizes = sorted(set(padding.batch_sizes.values()))
+        sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
         rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         note = (
             f"{padding.name}: {len(lengths):,} examples padded up to {', '.join(map(str, padding.edges))}; "
@@ -198,7 +199,7 @@ class LoaderPadder:
         if report["padded_share_of_random_batches"] is not None:
             note += f" (random batches padded to their longest: {report['padded_share_of_random_batches']:.1%})"
         if batches.left_out:
-            note += f"; {batches.left_out} left out each epoch, drawn anew: they fill no batch"
+            note += f"; {batches.left_out} left out each epoch, others each time: the loader's drop_last=True"
         self.program.notes.append(note)
         if isinstance(loader.sampler, SequentialSampler) and batches.replicas == 1:
             self.program.notes.append(f"{padding.name}: the training loader did not shuffle its examples; they are now")

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.atomic import finite
+
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
 NOTHING_WRONG, FOUND, REFUSED, ONLY_TOGETHER = 0, 1, 2, 3
@@ -111,4 +113,4 @@ class Report:
     def as_json(self) -> str:
         """Everything, and the exit code."""
         facts: dict[str, Any] = {**dataclasses.asdict(self), "exit_code": self.exit_code}
-        return json.dumps(facts, indent=2) + "\n"
+        return json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.atomic import written_whole
+from trainer.atomic import finite, written_whole
 from trainer.sweep.plan import Key, PlannedCell
 
 FILE_NAME = "sweep.json"
@@ -93,7 +93,7 @@ class Ledger:
             "cells": [asdict(entry) for entry in self.entries.values()],
         }
         with written_whole(self.directory / FILE_NAME, "w") as file:
-            json.dump(values, file, indent=1)
+            json.dump(finite(values), file, indent=1, allow_nan=False)
 
     @property
     def of_peers(self) -> bool:

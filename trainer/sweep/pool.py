@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
+from trainer.interrupt import present_handlers
 from trainer.sweep.cell_process import CellProcess
 from trainer.sweep.plan import PlannedCell
 from trainer.sweep.sweep import Sweep
@@ -30,8 +31,8 @@ class Signals:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM, and put the former handlers back."""
-        before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Handle the signals that stop a run, and put the former handlers back."""
+        before = {number: signal.signal(number, self.handle) for number in present_handlers()}
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.energy import EnergyMeter
 from trainer.telemetry.events import SlowStep
-from trainer.telemetry.meter import Meter, Step, Totals
+from trainer.telemetry.meter import Meter, NonFinite, Step, Totals, first_nonfinite
 from trainer.telemetry.peak import Peak
 from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
 from trainer.telemetry.slow_steps import SlowSteps
@@ -47,6 +48,8 @@ class Curves:
         self._slow = SlowSteps(warmup_steps=meter.warmup_steps, tell=tell)
         self.last_loss: float | None = None
         """Mean loss of the newest window read back."""
+        self.nonfinite: NonFinite | None = None
+        """The first step, of those read so far, whose loss was no finite number."""
         self.steps_per_second: float | None = None
 
     def add(self, step: Step) -> None:
@@ -73,7 +76,12 @@ class Curves:
 
     def figures(self) -> dict[str, Any]:
         """The record's fields that are found here."""
-        return {**self._slow.figures(), "final_loss": self.last_loss}
+        finite = self.last_loss is not None and math.isfinite(self.last_loss)
+        return {**self._slow.figures(), "final_loss": self.last_loss if finite else None}
+
+    def look(self) -> None:
+        """Read the losses of all steps so far; waits for the device."""
+        self.nonfinite = self.nonfinite or first_nonfinite(*self._windows.read_now())
 
     def _read(self, window: Window) -> tuple[dict[str, float | None], list[float]]:
         """Rates and seconds of the window's steady steps."""
@@ -84,8 +92,9 @@ class Curves:
             if self._meter.add(step):
                 steady.add(step)
                 seconds.append(step.seconds)
-        loss = window.loss()
-        self.last_loss = self.last_loss if loss is None else loss
+        losses = window.read()
+        self.last_loss = sum(losses) / len(window.steps) if losses else self.last_loss
+        self.nonfinite = self.nonfinite or first_nonfinite(window.steps, losses)
         self._slow.look(window.steps, seconds, window.allocations, self._compiler.events)
         rates = steady.rates()
         self.steps_per_second = rates.get("steady_steps_per_second") or self.steps_per_second

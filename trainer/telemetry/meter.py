@@ -17,12 +17,21 @@ QUANTILES = 21
 """Points of a distribution of step times that a record keeps: 0%, 5%, ... 100%."""
 
 
+NonFinite = tuple[int, str]
+"""A step, and where and how its loss or weights were not finite."""
+
+
 @dataclass(slots=True)
 class Step:
     """One optimizer step on this process."""
 
     number: int
     """Optimizer step, counted from 1 over the whole training (resumed steps included)."""
+    epoch: int = 0
+    batch_idx: int = 0
+    """Of its first micro-batch within the epoch."""
+    learning_rate: Any = None
+    """Of the first group of parameters, a number or a tensor."""
     compiled: bool = False
     """Whether the compiler ran during it or a CUDA graph was captured."""
     recompiled: bool = False
@@ -52,6 +61,11 @@ class Step:
     """Lost to waiting for them, set with ``seconds``."""
     losses: list[Any] = field(default_factory=list)
     """Device scalars of its micro-batches, each already divided by their number."""
+
+    def place(self, what: str, micro_batch: int = 0) -> NonFinite:
+        """``what`` happened at one of its micro-batches."""
+        rate = "" if self.learning_rate is None else f", learning rate {float(self.learning_rate):.4g}"
+        return self.number, f"(epoch {self.epoch}, batch_idx {self.batch_idx + micro_batch}{rate}): {what}"
 
     def add(self, samples: int, tokens: int | None, useful_tokens: int | None, flops: int | None) -> None:
         """Count one more micro-batch; call it for all of them, in order, or for none."""
@@ -152,6 +166,18 @@ class Meter:
             "steady_step_seconds_deviation": statistics.stdev(seconds) if len(seconds) > 1 else None,
             "steady_step_seconds_quantiles": quantiles(seconds),
         }
+
+
+def first_nonfinite(steps: Sequence[Step], losses: Sequence[float]) -> NonFinite | None:
+    """The first step of which one of its ``losses``, those of all micro-batches in order, is no finite number."""
+    place = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if place is None:
+        return None
+    for step in steps:
+        if place < len(step.losses):
+            break
+        place -= len(step.losses)
+    return step.place(f"the loss is {next(loss for loss in losses if not math.isfinite(loss))}", place)
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

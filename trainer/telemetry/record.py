@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.atomic import written_whole
+from trainer.atomic import finite, written_whole
 from trainer.telemetry.events import AuditDifference, AuditFacts, Event, SlowStep
 
 FILE_NAME = "record.json"
@@ -193,9 +194,9 @@ class RunRecord:
 
     # What was learned
     final_loss: float | None = None
-    """Mean training loss of the last steps (up to ``trainer.log_every_n_steps``)."""
-    final_metrics: dict[str, float] = field(default_factory=dict)
-    """What the module logged last, validation loss and accuracy for instance."""
+    """Mean training loss of the last steps (up to ``trainer.log_every_n_steps``); None where it is not finite."""
+    final_metrics: dict[str, float | None] = field(default_factory=dict)
+    """What the module logged last, validation loss and accuracy for instance; None for what is not finite."""
     skipped_items: dict[str, int] = field(default_factory=dict)
     """Items of the data left out, by reason."""
     total_seconds: float | None = None
@@ -213,7 +214,7 @@ class RunRecord:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         target = directory / FILE_NAME
         with written_whole(target, "w") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1, default=str)
+            json.dump(finite(dataclasses.asdict(self)), file, indent=1, default=str, allow_nan=False)
         return target
 
     @classmethod
@@ -227,6 +228,8 @@ class RunRecord:
             values["events"] = [Event(**event) for event in values["events"]]
             values["slow_steps"] = [SlowStep(**step) for step in values.get("slow_steps", [])]
             if (audits := values.get("audits")) is not None:
+                for one in audits["worst"].values():  # null stands for what was no finite number
+                    one |= {name: math.nan for name in ("difference", "tolerance") if one[name] is None}
                 audits["worst"] = {kind: AuditDifference(**one) for kind, one in audits["worst"].items()}
                 values["audits"] = AuditFacts(**audits)
             return cls(**values)

@@ -23,7 +23,7 @@ from trainer.telemetry.curves import Curves
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.energy import PAUSES, EnergyMeter, PhaseEnergy
 from trainer.telemetry.marks import CollectorWatch, SeenShapes
-from trainer.telemetry.meter import Meter, Step
+from trainer.telemetry.meter import Meter, NonFinite, Step
 from trainer.telemetry.peak import Peak, find_peak
 from trainer.telemetry.profile_page import with_idle_share
 from trainer.telemetry.profile_steps import ProfiledSteps
@@ -109,6 +109,7 @@ class Telemetry:
             self._profiled = ProfiledSteps(self._profile_steps, self._device, directory)
         memory.reset_peaks(self._device)
         self.steps_done = trainer.global_step
+        self.last_step = Step(self.steps_done)
         self._begin_step()
         self._paused, self._paused_at = True, time.perf_counter()
         self._running = True
@@ -164,6 +165,10 @@ class Telemetry:
             self._phases.enter("steady" if self.meter.warm else "warmup")
             self.phase = "profiling" if self._profiled is not None and self._profiled.recording else "training"
         self._step.fetches += self._wait.claim()
+        if not self._step.batches:
+            self._step.epoch, self._step.batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+            rate = self._learning_rate
+            self._step.learning_rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
     def disturb(self) -> None:
         """The step under way is no steady one: something was prepared in it that later steps will not need."""
@@ -200,6 +205,7 @@ class Telemetry:
             self._phases.enter("steady")
         assert self._curves is not None
         self._curves.add(step)
+        self.last_step = step
         self._begin_step()
         if done % self._every == 0:
             self.flush()
@@ -256,13 +262,25 @@ class Telemetry:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         assert self._curves is not None
-        optimizers = self._trainer.optimizers
+        rate = self._learning_rate
         self._curves.flush(
             everything=everything,
             rehearsal_seconds=self.rehearsal_seconds or 0.0,
-            # Optimizers that a module keeps to itself are not seen; Lightning then has a mock in the place of one.
-            learning_rate=next((float(group["lr"]) for each in optimizers for group in each.param_groups), None),
+            learning_rate=None if rate is None else float(rate),
         )
+
+    @property
+    def _learning_rate(self) -> Any:
+        """Of the first group; None for optimizers that a module keeps to itself: Lightning then has a mock of one."""
+        return next((group["lr"] for each in self._trainer.optimizers for group in each.param_groups), None)
+
+    def nonfinite(self, *, everything: bool) -> NonFinite | None:
+        """The first step whose loss was not finite, of those read so far; of ``everything``, waiting for the device."""
+        if self._curves is None:
+            return None
+        if everything:
+            self._curves.look()
+        return self._curves.nonfinite
 
     def finish(self) -> None:
         """Training is over, one way or another: read everything that is still on its way."""

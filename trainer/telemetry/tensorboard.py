@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from trainer.atomic import finite
 from trainer.explain.source import shown
 from trainer.telemetry import hparams
 from trainer.telemetry.events import Event
@@ -33,7 +34,8 @@ class TensorBoardPages:
             return
         writer = self._logger.experiment._get_file_writer()
         writer.add_summary(Summary(value=[*hparams.begin(record), layout()]))
-        self._logger.experiment.add_text("run/config", _fenced(json.dumps(record.config, indent=2, default=str)), 0)
+        config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
+        self._logger.experiment.add_text("run/config", _fenced(config), 0)
         self._logger.experiment.flush()
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:

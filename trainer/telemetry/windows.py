@@ -29,14 +29,11 @@ class Window:
         """Whether the losses can be read without waiting."""
         return self.copied is None or self.copied.query()
 
-    def loss(self) -> float | None:
-        """Mean loss of the optimizer steps; None without losses. Waits for those that have not arrived."""
-        if self.losses is None:
-            return None
+    def read(self) -> list[float]:
+        """Losses of all micro-batches in order. Waits for those that have not arrived."""
         if self.copied is not None:
             self.copied.synchronize()
-        per_batch = self.losses.tolist()
-        return float(sum(per_batch) / len(self.steps))
+        return [] if self.losses is None else self.losses.tolist()
 
 
 class Windows:
@@ -65,14 +62,26 @@ class Windows:
         while self._waiting and (everything or len(self._waiting) > 1 or self._waiting[0].arrived):
             yield self._waiting.popleft()
 
+    def read_now(self) -> tuple[list[Step], list[float]]:
+        """The steps that are not read yet, those of the open window too, and their losses; waits for the device."""
+        steps = [*(step for window in self._waiting for step in window.steps), *self._steps]
+        losses = [loss for step in steps for loss in step.losses]
+        return steps, _stacked(losses).tolist() if losses else []
+
     def _sent(self) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
         losses = [loss for step in self._steps for loss in step.losses]
         if not losses:
             return None, None
-        stacked = torch.stack(losses).float()
+        stacked = _stacked(losses)
         if self._device.type != "cuda":
             return stacked, None
         host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         return host, copied
+
+
+def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
+    """In single precision or better: half of it may be infinite for what double precision holds."""
+    stacked = torch.stack(losses)
+    return stacked if stacked.dtype == torch.float64 else stacked.float()
