@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from strategies.credentials import hidden
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
@@ -60,7 +61,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         if record.status == "failed" and isinstance(error, ValueError) and not job.started:
             raise
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+        (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
     except BaseException as error:  # SystemExit from a library: on the way out, but not without a word
         record.status, record.reason = "failed", one_line(error)
         raise

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strategies.credentials import without_credentials
 from trainer.atomic import written_whole
 from trainer.telemetry.events import AuditDifference, AuditFacts, Event, SlowStep
 
@@ -213,7 +214,7 @@ class RunRecord:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         target = directory / FILE_NAME
         with written_whole(target, "w") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1, default=str)
+            json.dump(without_credentials(dataclasses.asdict(self)), file, indent=1, default=str)
         return target
 
     @classmethod
