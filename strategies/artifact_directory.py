@@ -25,7 +25,7 @@ VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 def own_directory(notes: list[str]) -> Iterator[Path]:
     """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
 
-    Where other users could put code into Inductor's, it lies in the system's temporary folder, and ``notes`` get a line.
+    Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
     It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
     this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
     """

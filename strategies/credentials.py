@@ -17,7 +17,7 @@ _SURE = (
 )
 _STORAGE = rf"{_SURE}|(?:^|[._-])(?:key|o?auth|sas|sig|pass|pwd|cookie)|token|signature|credentials?"
 ANYWHERE = re.compile(rf".*(?:{_SURE})", re.IGNORECASE)
-"""Names of options that hold a credential wherever they stand; a plain ``token`` or ``key`` may be a word or a field."""
+"""Names of options that hold a credential wherever they stand; a ``token`` or ``key`` may be a word or a field."""
 STORAGE = re.compile(rf".*(?:{_STORAGE})", re.IGNORECASE)
 """Names that do so among the ``storage_options`` of a file system."""
 _TEXT = r"""(?!\$\{|null\b|None\b|\*\*\*)[^\s"'&,;}\])]+"""
@@ -49,9 +49,7 @@ def hidden(text: str) -> str:
     return text
 
 
-def without_credentials(
-    value: Any, found: list[str] | None = None, *, path: str = "", secret: bool = False
-) -> Any:
+def without_credentials(value: Any, found: list[str] | None = None, *, path: str = "", secret: bool = False) -> Any:
     """A copy of ``value`` (nested mappings, lists, scalars) with ``***`` in the place of credentials.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import zipfile
 from pathlib import Path
@@ -96,6 +97,17 @@ def weights_alone(run_dir: Path, folder: Path) -> Path:
     return path
 
 
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+def malicious(run_dir: Path, folder: Path) -> Path:
+    path = folder / "malicious.ckpt"
+    torch.save({"global_step": 1, "code": RunsCode()}, path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
@@ -104,9 +116,10 @@ def weights_alone(run_dir: Path, folder: Path) -> Path:
         (truncated, "not a whole checkpoint"),
         (other_zip, "cannot be read as a checkpoint"),
         (weights_alone, "cannot be read as a checkpoint"),
+        (malicious, f"is refused: reading it would call {os.name}.system, and could run code"),
         (lambda run_dir, folder: run_dir, "already at step 2"),
     ],
-    ids=["nowhere", "empty folder", "truncated", "another zip", "weights alone", "nothing left to do"],
+    ids=["nowhere", "empty folder", "truncated", "another zip", "weights alone", "malicious", "nothing left to do"],
 )
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_in_one_line(
     run_dir: Path, tmp_path: Path, make: Any, complaint: str
@@ -118,6 +131,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_in_one_line(
     assert len(str(raised.value).splitlines()) == 1
     assert str(raised.value).startswith("resume")
     assert str(given) in str(raised.value)
+    assert "weights_only" not in str(raised.value), "torch's advice would run what was refused"
     record = RunRecord.load(new)
     assert (record.status, record.exit_code) == ("failed", 1)
     assert complaint in str(record.reason)

@@ -41,8 +41,8 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     working_directory = Path(ledger.working_directory)
     if not working_directory.is_dir():
         raise ValueError(f"{chosen[-1]}: its working directory {working_directory} is no more")
-    before = [argument for argument in whole(ledger.arguments) if argument not in MULTIRUN]
-    given = [_from_here(argument) for argument in whole(others)]
+    before = [_from(working_directory, word) for word in whole(ledger.arguments) if word not in MULTIRUN]
+    given = [_from(Path.cwd(), word) for word in whole(others)]
     _require_word(chosen[-1], before, given, working_directory)
     os.chdir(working_directory)
     if directory.is_relative_to(Path.cwd()):
@@ -58,32 +58,24 @@ def _require_word(sweep: str, before: Sequence[str], given: Sequence[str], worki
     names = {_name(argument) for argument in given}
     unsaid = [argument for argument in before if names_code(argument) and _name(argument) not in names]
     if unsaid:
-        again = shlex.join([_from_here(argument, working_directory) for argument in unsaid])
-        plugins = [f" (runs {plugin})" for argument in unsaid if (plugin := _plugin(argument, working_directory))]
+        plugins = [Path(argument.partition("=")[2], "plugin.py") for argument in unsaid if argument[0] == "-"]
+        runs = "".join(f" (runs {plugin})" for plugin in plugins if plugin.is_file())
         raise ValueError(
-            f"{sweep}: its {FILE_NAME} names what can run code{''.join(plugins)}; if you trust it, say so by giving it "
-            f"again: {sweep} {again}"
+            f"{sweep}: its {FILE_NAME} names what can run code{runs}; if you trust it, say so by giving it again: "
+            f"{sweep} {shlex.join(unsaid)}"
         )
-    if working_directory.resolve() not in (Path.cwd(), ROOT) and any(working_directory.glob("*.py")):
+    importable = [*working_directory.glob("*.py"), *working_directory.glob("*/__init__.py")]
+    if importable and working_directory.resolve() not in (Path.cwd(), ROOT):
         raise ValueError(
             f"{sweep}: it ran in {working_directory}, whose Python files can be imported; if you trust them, go there "
             "first"
         )
 
 
-def _from_here(argument: str, folder: Path | None = None) -> str:
-    """``--config-dir`` with an absolute path, of ``folder`` or the working directory; other arguments as they are."""
+def _from(folder: Path, argument: str) -> str:
+    """An argument that was given in ``folder``: ``--config-dir`` with an absolute path, others as they are."""
     name, _, value = argument.partition("=")
-    if name not in CONFIG_DIR or not value:
-        return argument
-    return f"{CONFIG_DIR[0]}={(folder or Path.cwd()) / Path(value).expanduser()}"
-
-
-def _plugin(argument: str, folder: Path) -> Path | None:
-    """The ``plugin.py`` that an argument brings; None for one that brings none."""
-    name, _, value = _from_here(argument, folder).partition("=")
-    file = Path(value) / "plugin.py"
-    return file if name in CONFIG_DIR and file.is_file() else None
+    return f"{CONFIG_DIR[0]}={folder / Path(value).expanduser()}" if name in CONFIG_DIR and value else argument
 
 
 def _merged(arguments: Sequence[str]) -> list[str]:

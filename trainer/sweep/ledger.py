@@ -20,7 +20,9 @@ FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"
 SCHEMA = 1
 CONFIG_DIR = ("--config-dir", "-cd")
-HARMLESS = re.compile(r"[+~]*(?!hydra\b)[^=]+(=|$)|[+~]*hydra(\.(launcher|sweeper|sweep|run|mode)\b|/(launcher|sweeper)=)")
+HARMLESS = re.compile(
+    r"[+~]*+(?!hydra\b)[^=]+(=|$)|[+~]*hydra(\.(launcher|sweeper|sweep|run|mode)\b|/(launcher|sweeper)=)"
+)
 """Overrides that run no code by themselves: of the configuration, and of how a sweep goes."""
 CODE = re.compile(r"_target_|slurm_setup|slurm_additional|\bcached\b.*\b(url|key_file|storage_options)\b")
 """What does so in spite of that: classes by name, shell commands, artifacts that are loaded."""
