@@ -1,4 +1,4 @@
-"""The folders that compiling and training write to: writable, by nobody else, with room, and files in them may be run."""
+"""The folders that compiling and training write to: writable, by nobody else, with room; their files may be run."""
 
 from __future__ import annotations
 
