@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from strategies.credentials import hidden
+
 T = TypeVar("T")
 
 
@@ -34,4 +36,4 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 def told(error: BaseException) -> str:
     """Class and first line of an error."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {hidden(lines[0])[:300]}" if lines else type(error).__name__

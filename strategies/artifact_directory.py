@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from strategies.artifact_signature import distrust_of
 from strategies.artifact_tuning import tuning_in
 from strategies.environment import environment
 
@@ -21,9 +22,10 @@ VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @contextlib.contextmanager
-def own_directory() -> Iterator[Path]:
+def own_directory(notes: list[str]) -> Iterator[Path]:
     """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
 
+    Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
     It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
     this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
     """
@@ -32,7 +34,11 @@ def own_directory() -> Iterator[Path]:
     from torch._inductor.utils import clear_caches
     from torch.compiler._cache import CacheArtifactManager
 
-    directory = Path(tempfile.mkdtemp(prefix="cached-", dir=cache_dir()))
+    usual: str | None = cache_dir()
+    if reason := distrust_of(os.path.realpath(str(usual))):
+        usual = None
+        notes.append(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
+    directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
     atexit.register(_remove, directory, os.getpid())
     # The artifacts of an earlier run of this process would be saved along; saved a second time, they would hide the new
     # ones (of two sections of one kind, CacheArtifactManager.deserialize keeps the last).

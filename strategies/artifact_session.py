@@ -62,7 +62,7 @@ class Session:
 
     def open(self) -> None:
         """Fetch, verify and hand to torch what the store holds for this fingerprint."""
-        self._directory = self._stack.enter_context(own_directory())
+        self._directory = self._stack.enter_context(own_directory(self.notes))
         self._counters = _read_counters()
         self._first_metric = len(get_compilation_metrics())
         began = time.perf_counter()

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import os
+import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def read_key(option: str, key_file: str | None) -> bytes | None:
     """The key from ``key_file``, else from ``KEY_VARIABLE``; None where neither is given.
 
     Raises ValueError, naming ``option`` or the variable, for a key that cannot be read, is too short, or that other
-    users could replace.
+    users can read (whoever knows it signs code that others run) or replace.
     """
     if key_file is None:
         given, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").encode()
@@ -36,11 +37,14 @@ def read_key(option: str, key_file: str | None) -> bytes | None:
     else:
         given, path = f"{option}={key_file!r}", Path(key_file).expanduser()
         try:
-            mode, key = path.stat().st_mode, path.read_bytes().strip()
+            with path.open("rb") as file:
+                status, key = os.fstat(file.fileno()), file.read().strip()
         except OSError as error:
             raise ValueError(f"{given}: {error.strerror}") from error
-        if mode & 0o022:
-            raise ValueError(f"{given}: other users may write it; chmod go-w {key_file}")
+        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+            raise ValueError(f"{given}: it belongs to another user; copy it, or set {KEY_VARIABLE}")
+        if hasattr(os, "getuid") and status.st_mode & 0o077:
+            raise ValueError(f"{given}: other users may read or write it; chmod go= {shlex.quote(key_file)}")
     if len(key) < SHORTEST_KEY:
         raise ValueError(f"{given}: a key of {len(key)} bytes is too short, at least {SHORTEST_KEY} are needed")
     return key

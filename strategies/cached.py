@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage, Strategy
+from strategies.credentials import refuse_credentials
 
 if TYPE_CHECKING:
     from strategies.artifact_session import Session
     from strategies.artifact_store import ArtifactStore
 
-SECRET = re.compile(r"(.*_)?(key|secret|token|password|passwd|credentials?|connection_string)", re.IGNORECASE)
-"""Names of storage options that hold credentials."""
-CREDENTIALS = re.compile(r"://[^/]*@|\?[^/]*=")
-"""What holds credentials in a URL: ``user:password@`` and a query (``?token=``)."""
 URL_VARIABLE = "CRUCIBLE_CACHE_URL"
 """Environment variable with the folder of a run that names none; a run that must start cold is given an empty one."""
 SWITCHES = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE")
@@ -54,7 +50,7 @@ class Cached(Strategy, HoldsSession):
     url: str | None = None
     """Folder, as fsspec writes it: a path, ``s3://bucket/folder``, ``gs://...``; null = that of ``CRUCIBLE_CACHE_URL``
     in the environment, or ``crucible/compiled`` in the user's cache folder. No credentials: they belong into the
-    environment or the cloud's own files."""
+    environment or the cloud's own files. So it is for ``storage_options``; they are known by name and by value."""
     key_file: str | None = None
     """File with the key that signs artifacts; null = the environment variable ``CRUCIBLE_CACHE_KEY``, if it is set.
     Without a key only a local folder that nobody else can write is read."""
@@ -75,14 +71,7 @@ class Cached(Strategy, HoldsSession):
         if not self.timeout_seconds > 0:
             raise ValueError(f"compile.cached.timeout_seconds={self.timeout_seconds} must be above 0")
         # The record keeps every option, so that a secret here would be published with it.
-        if self.url is not None and CREDENTIALS.search(self.url):
-            raise ValueError("compile.cached.url must not hold credentials: they would be written into the record")
-        for option in _names(self.storage_options):
-            if SECRET.fullmatch(option):
-                raise ValueError(
-                    f"compile.cached.storage_options.{option} must not hold credentials: they would be written into "
-                    "the record; set them in the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS)"
-                )
+        refuse_credentials({"url": self.url, "storage_options": self.storage_options}, "compile.cached")
 
     @property
     def needs_inductor(self) -> bool:
@@ -96,6 +85,8 @@ class Cached(Strategy, HoldsSession):
 
         from strategies.artifact_signature import read_key
 
+        if not self.url:
+            refuse_credentials(os.environ.get(URL_VARIABLE), URL_VARIABLE)
         for part in self._url().split("::"):
             protocol = get_protocol(part) if "://" in part or "::" not in self._url() else part
             try:
@@ -163,9 +154,3 @@ class Cached(Strategy, HoldsSession):
             return url
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         return str(Path(home) / "crucible" / "compiled")
-
-
-def _names(options: dict[str, Any]) -> list[str]:
-    """Names of all options, nested ones included."""
-    nested = [name for value in options.values() if isinstance(value, dict) for name in _names(value)]
-    return [*map(str, options), *nested]

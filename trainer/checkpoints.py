@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import re
 import subprocess
 import time
 import zipfile
@@ -255,5 +257,13 @@ def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
         if missing := [part for part in parts if part not in loaded]:
             raise ValueError(f"it holds no {', '.join(missing)}")
         return int(loaded["global_step"])
+    except pickle.UnpicklingError as error:  # torch's own words advise to load it without this check
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise ValueError(
+            f"resume: {checkpoint} is refused: reading it would call {name[1]}, and could run code that somebody put "
+            "there; allow a class of your own with torch.serialization.add_safe_globals"
+            if name
+            else f"resume: {checkpoint} is damaged, or holds more than tensors and plain data"
+        ) from None
     except Exception as error:  # torch.load raises many classes for a file that is not what it seems
         raise ValueError(f"resume: {checkpoint} cannot be read as a checkpoint: {error}".splitlines()[0]) from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 import hydra._internal.utils
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 
 from trainer import errors
@@ -28,6 +29,7 @@ CONF = HERE / "conf" if (HERE / "conf" / "config.yaml").is_file() else ROOT / "c
 """Inside the package in a wheel, beside it in a checkout; absolute, so that the user's own conf/ is never taken."""
 REFUSED = 2
 """Exit code for a command that was refused before any work started."""
+_COMPOSE = Hydra.compose_config
 
 
 def main() -> None:
@@ -63,6 +65,7 @@ def main() -> None:
 
     # Hydra would print its own report of any exception and exit with 1; errors.explain is shorter.
     hydra._internal.utils.run_and_report = _call
+    Hydra.compose_config = _compose  # type: ignore[method-assign]
     try:
         config.register()
         launcher.register()
@@ -93,6 +96,15 @@ def main() -> None:
 
 def _call(func: Callable[[], Any]) -> Any:
     return func()
+
+
+def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
+    """Hydra's composition; it writes the result to ``.hydra/`` and ``multirun.yaml`` before any code of ours runs."""
+    from trainer.config import refuse_written_credentials
+
+    cfg = _COMPOSE(self, *args, **options)
+    refuse_written_credentials(cfg)
+    return cfg
 
 
 def train(cfg: DictConfig) -> tuple[int, float | None]:

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from trainer import plugins
 from trainer.cli import CONF
-from trainer.config import register, to_config
+from trainer.config import refuse_written_credentials, register, to_config
 from trainer.settings import Config
 
 
@@ -39,4 +39,6 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
             search_path.prepend("command-line", Path(config_dir).resolve().as_uri(), anchor="schema")
             GlobalHydra.instance().clear()
             Hydra.create_main_hydra2(task_name="compose", config_search_path=search_path)
-        return to_config(hydra_compose("config", overrides=list(overrides)), overrides)
+        cfg = hydra_compose("config", overrides=list(overrides))
+        refuse_written_credentials(cfg)
+        return to_config(cfg, overrides)

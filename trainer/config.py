@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from strategies import STRATEGIES, Strategy
+from strategies.credentials import refuse_credentials
 from tasks import SCHEMAS
 from trainer.run_modes import RUN_MODES
 from trainer.settings import Config
@@ -51,6 +52,23 @@ def register_schema(path: str, schema: type) -> None:
             # that default. Left open, every kind of the base class fits; the defaults list of the YAML says which.
             node[key] = MISSING
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node)
+
+
+def refuse_written_credentials(cfg: DictConfig) -> None:
+    """Look for credentials in a composed configuration and its overrides, before Hydra writes them to files.
+
+    What an interpolation such as ``${oc.env:NAME}`` stands for is not looked at: files hold the interpolation. Raises
+    ValueError that names the options.
+    """
+    values: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+    own = values.get("hydra") or {}
+    given = own.pop("overrides", {})
+    own.pop("job", None)  # the overrides once more, as the name of a folder
+    options: list[Any] = [values]
+    for override in OverridesParser.create().parse_overrides([*given.get("task", []), *given.get("hydra", [])]):
+        value = override.value()  # of a sweep, an object that lists the values
+        options.append({override.key_or_group: getattr(value, "list", value)})
+    refuse_credentials(options)
 
 
 def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 
 from strategies.compose import label, ordered
+from strategies.credentials import without_credentials
 from trainer.settings import Config
 from trainer.sweep import cell_environment
 from trainer.sweep.code_version import git_commit
@@ -20,10 +21,10 @@ def described(config: Config, command: list[str]) -> RunRecord:
     return RunRecord(
         task=config.task.name,
         run=config.run.name,
-        strategies=[strategy.facts() for strategy in strategies],
+        strategies=without_credentials([strategy.facts() for strategy in strategies]),
         label=label(strategies),
-        config=dataclasses.asdict(config),
-        command=command,
+        config=without_credentials(dataclasses.asdict(config)),
+        command=without_credentials(command),
         seed=config.seed,
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         processor=processor_name(),

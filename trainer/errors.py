@@ -78,8 +78,10 @@ def _in_file(error: MarkedYAMLError) -> str:
 
 
 def report(error: BaseException) -> None:
-    """Print what ``explain`` says on the standard error."""
-    print("\n".join(explain(error)), file=sys.stderr, flush=True)
+    """Print what ``explain`` says on the standard error, without credentials."""
+    from strategies.credentials import hidden  # not above, as in _not_for_this_task
+
+    print(hidden("\n".join(explain(error))), file=sys.stderr, flush=True)
 
 
 def report_system(error: OSError, place: object = "") -> None:

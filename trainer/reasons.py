@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from strategies.credentials import hidden
+
 REPLACED = {
     "Hard failure due to ": (
         "one piece of code was compiled as often as torch._dynamo.config.recompile_limit allows; the record's events "
@@ -16,7 +18,14 @@ REPLACED = {
 
 
 def one_line(error: BaseException) -> str:
-    """Class and first line of an error, the next one too where that only announces it, and the user's line of code."""
+    """Class and first line of an error, the next one too where that only announces it, and the user's line of code.
+
+    Credentials in it are hidden: it goes into the record.
+    """
+    return hidden(_one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
     for words, ours in REPLACED.items():
         if words in str(error):
             return f"{type(error).__name__}: {ours}"

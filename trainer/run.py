@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
+from strategies.credentials import hidden
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, note_machine
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
@@ -93,7 +94,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
 def _log_error(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+        (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
     except OSError:  # a full disk, perhaps
         traceback.print_exc()
 

@@ -12,6 +12,7 @@ import torch
 
 from scripts.peers.arms import ARMS, Work
 from scripts.peers.names import PEERS, mark
+from strategies.credentials import hidden
 from trainer.build import batch_counter, note_machine
 from trainer.console import ERROR_LOG
 from trainer.filled_record import fill_in
@@ -45,7 +46,7 @@ def run(name: str, config: Config, *, run_dir: Path, command: list[str], backend
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
         record.status, record.reason = "failed", one_line(error)
-        (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
+        (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
     finally:
         record.total_seconds = hardware.process_age_seconds()
         record.save(run_dir)

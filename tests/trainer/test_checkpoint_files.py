@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import random
 import re
 import zipfile
@@ -128,6 +129,17 @@ def without(*parts: str) -> Any:
     return make
 
 
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+def malicious(run_dir: Path, folder: Path) -> Path:
+    path = folder / "malicious.ckpt"
+    torch.save({"global_step": 1, "code": RunsCode()}, path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
@@ -140,6 +152,7 @@ def without(*parts: str) -> Any:
         (truncated, "not a whole checkpoint"),
         (other_zip, "cannot be read as a checkpoint"),
         (weights_alone, "cannot be read as a checkpoint"),
+        (malicious, f"is refused: reading it would call {os.name}.system, and could run code"),
         (lambda run_dir, folder: run_dir, "already at step 2"),
     ],
     ids=[
@@ -152,6 +165,7 @@ def without(*parts: str) -> Any:
         "truncated",
         "another zip",
         "weights alone",
+        "malicious",
         "nothing left to do",
     ],
 )
@@ -165,6 +179,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_in_one_line(
     assert len(str(raised.value).splitlines()) == 1
     assert str(raised.value).startswith("resume")
     assert str(given) in str(raised.value)
+    assert "weights_only" not in str(raised.value), "torch's advice would run what was refused"
     record = RunRecord.load(new)
     assert (record.status, record.exit_code) == ("failed", 1)
     assert re.search(complaint, str(record.reason))

@@ -1,4 +1,4 @@
-"""The folders that compiling and training write to: writable, with room, and files in them may be run."""
+"""The folders that compiling and training write to: writable, by nobody else, with room; their files may be run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from strategies.artifact_signature import distrust_of
 from strategies.toolchain import cache_directories, unwritable
 from trainer.doctor.finding import Finding, error, ok, warning
 
@@ -25,7 +26,7 @@ def places() -> Iterator[Finding]:
     for variable, directory in cache_directories().items():
         name = "inductor cache" if "INDUCTOR" in variable else "triton cache"
         yield place(name, directory, f"set {variable} to a folder on another disk", runs_files=True)
-    yield place("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk", runs_files=False)
+    yield place("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk")
     yield place("here", Path.cwd(), "work in another folder, or set hydra.run.dir: runs leave their files here")
     if SHARED.is_dir():
         yield shared_memory(shutil.disk_usage(SHARED).total / GIB)
@@ -42,6 +43,9 @@ def place(name: str, directory: Path, other: str, *, runs_files: bool = False) -
     said = f"{directory}, {free_gib:.1f} GiB free"
     if free_gib < NONE_GIB:
         return error(name, f"{directory} is full: {free_gib * 1024:.0f} MiB free", other)
+    if runs_files and (reason := distrust_of(os.path.realpath(directory))):
+        said = f"{directory}: {reason}, and compiled code in it is unpickled and loaded"
+        return warning(name, said, other.replace("on another disk", "that only you can write"))
     if free_gib < LITTLE_GIB:
         return warning(name, said, other)
     if system.f_files and files < FEW_FILES:  # some file systems count none

@@ -20,6 +20,7 @@ from typing import Any
 from trainer.atomic import written_whole
 from trainer.evidence.statistics import Estimate, Ratio
 from trainer.evidence.workloads import LOOSE, SILENT
+from trainer.printable import printable
 
 SCHEMA = 1
 DIGITS = 4
@@ -111,7 +112,7 @@ def overrides(command: Sequence[str]) -> list[str]:
 def load(file: Path) -> dict[str, list[BaselineRow]]:
     """Rows by machine; none when there is no such file. Raises ValueError for a file that is none of ours."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = printable(json.loads(file.read_text(encoding="utf-8")))
         if values["schema"] != SCHEMA:
             raise ValueError(f"{file}: baseline schema {values['schema']}, this version reads {SCHEMA}")
         return {machine: [_row(given) for given in content["rows"]] for machine, content in values["machines"].items()}

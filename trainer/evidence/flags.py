@@ -9,6 +9,7 @@ from trainer.evidence.cells import Cell
 from trainer.evidence.crossings import setup_seconds, step_seconds
 from trainer.evidence.likeness import conditions
 from trainer.evidence.runs import Run
+from trainer.printable import printable
 from trainer.telemetry.record import RunRecord
 
 FEW_STEPS = 20
@@ -61,7 +62,7 @@ def _not_finished(cell: Cell) -> Iterator[str]:
             said += f" after {record.steps:,} steps"
         if record.reason:
             said += f": {record.reason.splitlines()[0]}"
-        yield f"{said} ({run.directory})"
+        yield f"{said} ({printable(str(run.directory))})"
 
 
 def _rolled_back(cell: Cell) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.printable import printable
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 
@@ -41,7 +42,7 @@ def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | Non
             except ValueError as error:
                 if unreadable is None or len(files) == 1:
                     raise
-                unreadable(str(error))
+                unreadable(printable(str(error)))
     return list(found.values())
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.sweep.ledger import FILE_NAME, Ledger
+from trainer.sweep.code_version import ROOT
+from trainer.sweep.ledger import CONFIG_DIR, FILE_NAME, Ledger, names_code, whole
 from trainer.sweep.quoting import quoted
 
 OPTION = "sweep="
@@ -20,7 +22,8 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     it, and win. A directory without a sweep becomes the directory of a new one, when there is anything else to run.
 
     Goes to the working directory of the sweep, which its paths are relative to. Raises ValueError for a directory
-    without a sweep where nothing else is given, or with the runs of something else.
+    without a sweep where nothing else is given, or with the runs of something else, and for a command that names code
+    to run which is not given again.
     """
     chosen = [argument for argument in arguments if argument.startswith(OPTION)]
     if not chosen:
@@ -35,13 +38,44 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     if ledger.of_peers:
         raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; go on with: {ledger.go_on_with()}")
     directory = directory.resolve()
-    if not Path(ledger.working_directory).is_dir():
-        raise ValueError(f"{chosen[-1]}: its working directory {ledger.working_directory} is no more")
-    os.chdir(ledger.working_directory)
+    working_directory = Path(ledger.working_directory)
+    if not working_directory.is_dir():
+        raise ValueError(f"{chosen[-1]}: its working directory {working_directory} is no more")
+    before = [_from(working_directory, word) for word in whole(ledger.arguments) if word not in MULTIRUN]
+    given = [_from(Path.cwd(), word) for word in whole(others)]
+    _require_word(chosen[-1], before, given, working_directory)
+    os.chdir(working_directory)
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())
-    before = [argument for argument in ledger.arguments if argument not in MULTIRUN]
-    return ["-m", *_merged([*before, *others, f"{DIRECTORY}={quoted(directory)}"])]
+    return ["-m", *_merged([*before, *given, f"{DIRECTORY}={quoted(directory)}"])]
+
+
+def _require_word(sweep: str, before: Sequence[str], given: Sequence[str], working_directory: Path) -> None:
+    """Raise ValueError for what would run code that ``sweep.json`` alone names: a file can be anyone's.
+
+    Whoever gives such an option again, or works in the sweep's working directory, has said that it is meant.
+    """
+    names = {_name(argument) for argument in given}
+    unsaid = [argument for argument in before if names_code(argument) and _name(argument) not in names]
+    if unsaid:
+        plugins = [Path(argument.partition("=")[2], "plugin.py") for argument in unsaid if argument[0] == "-"]
+        runs = "".join(f" (runs {plugin})" for plugin in plugins if plugin.is_file())
+        raise ValueError(
+            f"{sweep}: its {FILE_NAME} names what can run code{runs}; if you trust it, say so by giving it again: "
+            f"{sweep} {shlex.join(unsaid)}"
+        )
+    importable = [*working_directory.glob("*.py"), *working_directory.glob("*/__init__.py")]
+    if importable and working_directory.resolve() not in (Path.cwd(), ROOT):
+        raise ValueError(
+            f"{sweep}: it ran in {working_directory}, whose Python files can be imported; if you trust them, go there "
+            "first"
+        )
+
+
+def _from(folder: Path, argument: str) -> str:
+    """An argument that was given in ``folder``: ``--config-dir`` with an absolute path, others as they are."""
+    name, _, value = argument.partition("=")
+    return f"{CONFIG_DIR[0]}={folder / Path(value).expanduser()}" if name in CONFIG_DIR and value else argument
 
 
 def _merged(arguments: Sequence[str]) -> list[str]:
@@ -51,4 +85,4 @@ def _merged(arguments: Sequence[str]) -> list[str]:
 
 
 def _name(argument: str) -> str:
-    return argument.partition("=")[0]
+    return argument.lstrip("+").partition("=")[0]

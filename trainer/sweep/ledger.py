@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,11 +13,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.atomic import finite, written_whole
+from trainer.printable import printable
 from trainer.sweep.plan import Key, PlannedCell
 
 FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"
 SCHEMA = 1
+CONFIG_DIR = ("--config-dir", "-cd")
+HARMLESS = re.compile(
+    r"[+~]*+(?!hydra\b)[^=]+(=|$)|[+~]*hydra(\.(launcher|sweeper|sweep|run|mode)\b|/(launcher|sweeper)=)"
+)
+"""Overrides that run no code by themselves: of the configuration, and of how a sweep goes."""
+CODE = re.compile(r"_target_|slurm_setup|slurm_additional|\bcached\b.*\b(url|key_file|storage_options)\b")
+"""What does so in spite of that: classes by name, shell commands, artifacts that are loaded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,10 +77,13 @@ class Ledger:
         if not file.is_file():
             return None
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = printable(json.loads(file.read_text(encoding="utf-8")))
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
             entries = [Entry(**entry) for entry in values["cells"]]
+            for entry in entries:  # what lies in a cell's folder is moved and removed
+                if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
+                    raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
             return cls(
                 directory=directory,
                 arguments=list(values["arguments"]),
@@ -104,7 +116,8 @@ class Ledger:
         """The line that goes on with these runs, for the shell."""
         if self.of_peers:
             return shlex.join(["python", "-m", "scripts.benchmark_peers", *self.arguments])
-        return shlex.join(["python", "-m", "trainer", "-m", f"sweep={self.directory}"])
+        again = filter(names_code, whole(self.arguments))
+        return shlex.join(["python", "-m", "trainer", "-m", f"sweep={self.directory}", *again])
 
     def enter(self, cell: PlannedCell) -> Entry:
         """The entry of a planned cell, made when the sweep has none yet; gives the cell its number and directory."""
@@ -136,6 +149,24 @@ class Ledger:
         """Entries that ``cells`` do not ask for: the command has changed since."""
         keys = {cell.key for cell in cells}
         return [entry for key, entry in self.entries.items() if key not in keys]
+
+
+def names_code(argument: str) -> bool:
+    """Whether an argument of a command line can make it run code: a plug-in, a class by name, another configuration."""
+    if argument in ("-m", "--multirun"):
+        return False
+    return HARMLESS.match(argument) is None or argument.startswith("-") or CODE.search(argument) is not None
+
+
+def whole(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with each flag and its value as one: ``--config-dir=mine``."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and re.fullmatch(r"-(?!m$|-multirun$)[^=]+", joined[-1]) and not argument.startswith("-"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 @contextlib.contextmanager

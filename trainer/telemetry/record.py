@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.atomic import finite, written_whole
+from trainer.printable import printable
 from trainer.telemetry.events import AuditDifference, AuditFacts, Event, SlowStep
 
 FILE_NAME = "record.json"
@@ -212,9 +213,14 @@ class RunRecord:
 
     def save(self, directory: Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
+        # Not above: the command line reads sweep.json first, and then makes sure that this package is ours.
+        from strategies.credentials import without_credentials
+
         target = directory / FILE_NAME
         with written_whole(target, "w") as file:
-            json.dump(finite(dataclasses.asdict(self)), file, indent=1, default=str, allow_nan=False)
+            json.dump(
+                finite(without_credentials(dataclasses.asdict(self))), file, indent=1, default=str, allow_nan=False
+            )
         return target
 
     @classmethod
@@ -222,7 +228,7 @@ class RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = printable(json.loads(file.read_text(encoding="utf-8")))
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
             values["events"] = [Event(**event) for event in values["events"]]

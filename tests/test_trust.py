@@ -1,0 +1,248 @@
+"""What a run leaves holds no credentials, and what others have written neither runs nor speaks for us unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from strategies.artifact_signature import read_key
+from tests.conftest import ROOT
+from tests.evidence.records import record
+from trainer.compose import compose
+from trainer.described import described
+from trainer.doctor.finding import OK, WARNING
+from trainer.doctor.places import place
+from trainer.evidence import baselines, tables
+from trainer.evidence.comparison import compare
+from trainer.evidence.runs import find
+from trainer.reasons import one_line
+from trainer.sweep.go_on import expanded
+from trainer.sweep.ledger import Ledger
+from trainer.telemetry.record import RunRecord
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\ud800"
+STORE = "+compile.cached.storage_options"
+
+# ---- credentials ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["compile=cached", f"{STORE}.headers.Authorization=hush"], "compile.cached.storage_options.headers.Authori"),
+        (["compile=cached", STORE + "={auth:[me,hush]}"], "compile.cached.storage_options.auth"),
+        (["compile=cached", "compile.cached.url='s3://me:hush@host/x'"], "compile.cached.url"),
+        (["resume='https://me:hush@host/x'"], "resume"),
+        (["-m", "compile=cached", f"{STORE}.sas=hush,hush2"], "compile.cached.storage_options.sas"),
+        (["-m", "compile=cached", STORE + "={sas:hush},{sas:hush2}"], "compile.cached.storage_options"),
+        (["-m", 'hydra.launcher.arms=["cached compile.cached.storage_options.auth=hush"]'], "hydra.launcher.arms"),
+        (["-m", "hydra/launcher=submitit_local", "hydra.launcher.slurm_setup=['K_API_KEY=hush']"], "hydra.launcher.sl"),
+        (["--config-dir", "mine", "experiment=theirs"], "resume"),
+    ],
+)
+def test_credentials_reach_no_file(
+    arguments: list[str],
+    named: str,
+    called: list[dict[str, object]],
+    command_line: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/theirs.yaml").write_text("# @package _global_\nresume: http://me:hush@host/x\n")
+    assert command_line(*arguments) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: {named}"), said
+    assert "must not hold credentials" in said
+    assert "hush" not in said
+    assert called == []
+    assert [path.name for path in Path().rglob("*") if path.is_file()] == ["theirs.yaml"], "Hydra wrote nothing either"
+
+
+def test_credentials_of_the_environment_are_used_and_not_written(
+    called: list[dict[str, object]],
+    command_line: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("ADDRESS", "https://me:hush@host/x")
+    assert command_line("resume=${oc.env:ADDRESS}", "hydra.run.dir=run") == 0
+    config = called[0]["config"]
+    assert config.resume == "https://me:hush@host/x"  # type: ignore[attr-defined]
+    made = described(config, ["resume=https://me:hush@host/x"])  # type: ignore[arg-type]
+    made.notes.append("GET https://me:hush@host/x")
+    made.reason = one_line(ConnectionError("https://me:hush@host/x: 403"))
+    assert "hush" not in json.dumps([made.config, made.command, made.reason]), "what TensorBoard and the console show"
+    made.save(tmp_path / "run")
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"record.json", "config.yaml", "overrides.yaml"} <= {path.name for path in written}
+    assert not any("hush" in path.read_text() for path in written)
+    assert RunRecord.load(tmp_path / "run").config["resume"] == "https://***@host/x"
+
+
+def test_scripts_refuse_credentials_as_the_command_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^resume must not hold credentials"):
+        compose(["resume='https://me:hush@host/x'"])
+    monkeypatch.setenv("CRUCIBLE_CACHE_URL", "s3://me:hush@host/x")
+    with pytest.raises(ValueError, match=r"^CRUCIBLE_CACHE_URL must not hold credentials"):
+        compose(["compile=cached"]).compile["cached"].check()
+
+
+# ---- keys and caches -----------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_others_can_read_or_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "key"
+    key.write_text("a secret of the team")
+    for mode in (0o644, 0o640, 0o602):
+        key.chmod(mode)
+        with pytest.raises(ValueError, match=r"^--key-file=.*: other users may read or write it; chmod go= /"):
+            read_key("--key-file", str(key))
+    key.chmod(0o400)
+    assert read_key("--key-file", str(key)) == b"a secret of the team"
+    monkeypatch.setattr(os, "getuid", lambda: key.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="it belongs to another user"):
+        read_key("--key-file", str(key))
+
+
+def test_the_doctor_warns_of_a_cache_that_others_can_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, link = tmp_path / "cache", tmp_path / "link"
+    cache.mkdir(mode=0o755)
+    link.symlink_to(cache)
+    other = "set TORCHINDUCTOR_CACHE_DIR to a folder on another disk"
+    assert place("inductor cache", link, other, runs_files=True).status == OK, "a link of one's own is no danger"
+    cache.chmod(0o777)
+    finding = place("inductor cache", link, other, runs_files=True)
+    assert (finding.status, finding.mend) == (
+        WARNING,
+        "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write",
+    )
+    assert "other users may write" in finding.said
+    assert place("here", cache, other).status == OK
+    cache.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
+    assert "belongs to another user" in place("inductor cache", cache, other, runs_files=True).said
+
+
+# ---- what others wrote ---------------------------------------------------------------------------------------------
+
+
+def test_a_foreign_record_cannot_speak_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from scripts.compare import main
+
+    for name, arm in (("a", "eager"), (f"b{ESCAPES[:-1]}", "whole"), ("c", "regional")):
+        made = record(arm, step_seconds=0.01)
+        made.task, made.device = f"mine{ESCAPES}\nverdict: forged", f"H200{ESCAPES}"
+        if arm != "eager":
+            made.label += ESCAPES
+        made.reason, made.status = (f"no{ESCAPES}\nmore", "failed") if arm == "whole" else (None, "finished")
+        made.config[f"key{ESCAPES}"] = ESCAPES
+        made.save(tmp_path / name)
+    broken = tmp_path / f"d{ESCAPES[:-1]}"
+    broken.mkdir()
+    (broken / "record.json").write_text("{}")
+    assert main([str(tmp_path), "--allow-unlike"]) == 0
+    told = capfd.readouterr()
+    everything = told.out + told.err + tables.markdown(compare(find([tmp_path], unreadable=lambda reason: None)))
+    assert not set(ESCAPES) & set(everything) - set("0;title[2J31m]")
+    assert "\nverdict: forged" not in everything
+    assert "mine]0;title[2J31m verdict: forged" in told.out
+    assert "left out: " in told.err
+
+
+def test_foreign_sweeps_and_baselines_are_read_without_control_characters(tmp_path: Path) -> None:
+    Ledger(directory=tmp_path, arguments=[f"seed={ESCAPES}"], working_directory=f"/x{ESCAPES}").save()
+    ledger = Ledger.load(tmp_path)
+    assert ledger is not None
+    assert (ledger.arguments, ledger.working_directory) == (["seed=]0;title[2J31m"], "/x]0;title[2J31m")
+    (tmp_path / "baseline.json").write_text(json.dumps({"schema": 1, "machines": {f"H200{ESCAPES}": {"rows": []}}}))
+    assert list(baselines.load(tmp_path / "baseline.json")) == ["H200]0;title[2J31m"]
+
+
+def test_a_sweep_that_moves_folders_outside_its_own_is_refused(tmp_path: Path) -> None:
+    cell = {"number": 0, "overrides": [], "directory": "../precious"}
+    values = {"schema": 1, "arguments": [], "working_directory": "/", "state": "stopped", "cells": [cell]}
+    (tmp_path / "sweep.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"sweep\.json: the folder \.\./precious of a cell lies outside"):
+        Ledger.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ["--config-dir", "mine"],
+        ["-cd", "mine"],
+        ["--experimental-rerun", "config.pickle"],
+        ["hydra.searchpath=[mine]"],
+        ["+hydra.callbacks.x._target_=mine.main"],
+        ["+hydra.job.env_set.CXX=mine"],
+        ["hydra.launcher.slurm_setup=[mine]"],
+        ["compile.cached.url=mine"],
+        ['hydra.launcher.arms=["cached compile.cached.url=mine"]'],
+    ],
+    ids=lambda named: named[0],
+)
+def test_a_sweep_runs_no_code_that_its_file_alone_names(
+    named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work" / "mine").mkdir(parents=True)
+    (tmp_path / "work" / "mine" / "plugin.py").touch()
+    arguments = ["-m", *named, "compile=eager,whole", "hydra/launcher=joblib", "hydra.launcher.parallel=2"]
+    ledger = Ledger(directory=tmp_path, arguments=arguments, working_directory=str(tmp_path / "work"))
+    ledger.save()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^sweep=.*names what can run code.*; if you trust it, .*") as refused:
+        expanded(["-m", f"sweep={tmp_path}"])
+    said = str(refused.value)
+    assert named[-1].rpartition("=")[2] in said.partition("giving it again: ")[2]
+    assert ("plugin.py" in said) == (named[0] in ("--config-dir", "-cd"))
+    assert Path.cwd() == tmp_path
+    # Both lines that tell how to go on do.
+    for line, folder in ((said.partition("giving it again: ")[2], "."), (ledger.go_on_with(), "work")):
+        monkeypatch.chdir(tmp_path / folder)
+        again = [word for word in shlex.split(line) if word not in ("python", "trainer")]
+        assert named[-1].rpartition("=")[2] in " ".join(expanded(again[again.index(f"sweep={tmp_path}") :]))
+
+
+def test_a_sweep_of_options_alone_goes_on_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [
+        "-m",
+        "~task.x",
+        "+a.b=1",
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=3",
+        "compile=[whole,cached]",
+    ]
+    Ledger(directory=tmp_path, arguments=arguments, working_directory=str(tmp_path)).save()
+    monkeypatch.chdir("/")
+    assert expanded(["-m", f"sweep={tmp_path}"])[:-1] == arguments
+    (tmp_path / "triton.py").touch()
+    monkeypatch.chdir("/")
+    with pytest.raises(ValueError, match=r"it ran in .*, whose Python files can be imported; .* go there first$"):
+        expanded(["-m", f"sweep={tmp_path}"])
+    monkeypatch.chdir(tmp_path)
+    assert expanded(["-m", "sweep=."])[:-1] == arguments
+
+
+@pytest.mark.parametrize("command", [["trainer", "seed=x"], ["scripts.compare", "nothing"]], ids=lambda each: each[0])
+def test_files_of_the_working_directory_hide_no_modules(command: list[str], tmp_path: Path) -> None:
+    for name in ("random", "tasks", "strategies", "hydra", "rich"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('theirs ran')")
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    warned, *said = done.stderr.splitlines()
+    assert warned.startswith(f"warning: {tmp_path / 'random.py'} has the name of a module of Python's own")
+    assert said[0].startswith("error: ")
+    assert "theirs ran" not in done.stderr
