@@ -8,14 +8,14 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from trainer.build import build_trainer, compile_callback, note_machine
+from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
 from trainer.described import described
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
-from trainer.reasons import one_line
+from trainer.reasons import one_line, out_of_memory
 from trainer.run_console import RunConsole
 from trainer.run_modes import Inference
 from trainer.settings import Config
@@ -57,8 +57,11 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             record.status, record.signal, record.reason = "interrupted", job.stopping, one_line(error)
         else:
             record.status, record.reason = "failed", one_line(error)
-        if record.status == "failed" and isinstance(error, ValueError) and not job.started:
-            raise
+        if record.status == "failed" and not job.started:
+            if isinstance(error, ValueError):
+                raise
+            if out_of_memory(error):
+                raise ValueError(f"not enough memory to begin: {record.reason}") from error
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
     except BaseException as error:  # SystemExit from a library: on the way out, but not without a word
@@ -96,11 +99,12 @@ class Training(Job):
         checkpoint = self._checkpoint()
         self._compile = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
-        data = config.task.build_data(seed=config.seed)
-        module = config.task.build_module(max_steps=config.trainer.max_steps)
         every = config.trainer.checkpoint_every_n_steps
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None)
         trainer = build_trainer(config, self._run_dir, [self._compile, checkpoints])
+        data = config.task.build_data(seed=config.seed)
+        module = config.task.build_module(max_steps=config.trainer.max_steps)
+        require_memory_of(module, trainer, record.command, trains=True)
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
         compile_ = self._compile
