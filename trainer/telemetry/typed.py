@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
+import sys
 import types
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -48,9 +50,9 @@ def _value(hint: Any, given: Any, path: str) -> Any:
         return given
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        if given is None and type(None) in parts:
+        if given is None or (isinstance(given, float) and not math.isfinite(given)):
             return None
-        (hint,) = [part for part in parts if part is not type(None)]  # our fields have one type, or it and None
+        (hint,) = (part for part in parts if part is not type(None))  # our fields have one type, or it and None
         return _value(hint, given, path)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, given, path)
@@ -58,6 +60,10 @@ def _value(hint: Any, given: Any, path: str) -> Any:
         return [_value(parts[0], each, f"{path}[{place}]") for place, each in enumerate(given)]
     if origin is dict and isinstance(given, dict):
         return {name: _value(parts[1], each, f"{path}.{name}") for name, each in given.items()}
+    if hint is float and given is None:  # JSON has no NaN
+        return math.nan
+    if isinstance(given, int) and abs(given) > sys.maxsize:
+        raise TypeError(f"{path} is out of range")
     kinds = (int, float) if hint is float else hint
     if origin is not None or not isinstance(given, kinds) or (isinstance(given, bool) and hint is not bool):
         raise TypeError(f"{path} is {_name(given)}, not {hint.__name__}")
