@@ -170,10 +170,15 @@ def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Se
     gradients = sum(size for parameter, size in sizes.items() if trains and parameter.requires_grad)
     device = trainer.strategy.root_device
     to_come = sum(size for parameter, size in sizes.items() if parameter.device != device)
-    given = [part for part in command if part.lstrip("+").startswith(("task", "experiment="))]
     require_memory(
-        f"{' '.join(given) or 'the task'}: {sum(each.numel() for each in parameters):,} parameters",
+        f"{task_options(command)}: {sum(each.numel() for each in parameters):,} parameters",
         sum(sizes.values()),
         more=to_come + gradients,
         on=torch.cuda.mem_get_info(device) if device.type == "cuda" else None,
     )
+
+
+def task_options(command: Sequence[str]) -> str:
+    """What the command says of the task, for errors: its last value of each option."""
+    given = {part.partition("=")[0]: part for part in command if part.lstrip("+").startswith(("task", "experiment="))}
+    return " ".join(given.values()) or "the task"

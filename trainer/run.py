@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of
+from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of, task_options
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, tell
 from trainer.described import described
@@ -61,7 +61,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             if isinstance(error, ValueError):
                 raise
             if out_of_memory(error):
-                raise ValueError(f"not enough memory to begin: {record.reason}") from error
+                raise ValueError(f"{task_options(command)}: not enough memory: {record.reason}") from error
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / ERROR_LOG).write_text(traceback.format_exc(), encoding="utf-8")
     except BaseException as error:  # SystemExit from a library: on the way out, but not without a word

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -23,6 +23,8 @@ class ResumableDataModule(L.LightningDataModule):
 
     train_set: Dataset[Any]
     val_set: Dataset[Any]
+    option: ClassVar[str] = "task.data"
+    """Where a user sets the batch's size."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of items; None: torch's own rule."""
 
@@ -46,19 +48,18 @@ class ResumableDataModule(L.LightningDataModule):
         """Open the sets, once, and read one example of each. Raises ValueError for unusable input."""
         if self._is_set_up:
             return
-        require_workers(f"task.data.num_workers={self._loading.num_workers}", self._loading.workers())
+        require_workers(f"{self.option}.num_workers={self._loading.num_workers}", self._loading.workers())
         place = self.open()
         replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
         if count < self._loading.batch_size * replicas:
             raise ValueError(
-                f"task.data.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
+                f"{self.option}.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
                 f"{count} training examples of {place}"
             )
         # A set without one example that can be read stops here, not at the first validation.
         first, _ = self.train_set[0], self.val_set[0]
-        require_memory(
-            f"task.data.batch_size={self._loading.batch_size}", self._loading.batch_size * _least_bytes(first)
-        )
+        batch = min(self._loading.batch_size, count)
+        require_memory(f"{self.option}.batch_size={self._loading.batch_size}", batch * _least_bytes(first))
         self._is_set_up = True
 
     def train_dataloader(self) -> DataLoader[Any]:

@@ -134,7 +134,7 @@ class Observer:
                 return Outcome(shows=False, lost_seconds=lost, eager_seconds=eager_median)
         return Outcome(
             shows=True,
-            reason=f"a step takes {(eager_median + lost) * 1e3:.3g} ms, {eager_median * 1e3:.3g} ms in eager",
+            reason=f"a step takes {number((eager_median + lost) * 1e3)} ms, {number(eager_median * 1e3)} ms in eager",
             batch=trial.batches[-1],
             lost_seconds=lost,
             eager_seconds=eager_median,
