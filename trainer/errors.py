@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import sys
@@ -58,7 +59,7 @@ def explain(error: BaseException) -> list[str]:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__
+        error = error.__cause__ or error.__context__  # Hydra leaves some causes out
 
 
 def _not_for_this_task(group: str, name: str, base: str) -> str:
@@ -101,20 +102,26 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     missing = next(
         (cause for cause in _causes(error) if isinstance(cause, ConfigAttributeError | ConfigKeyError)), None
     )
-    if missing is None or not isinstance(missing.parent_node, DictConfig):
+    if missing is None or missing.full_key is None:
         return None
-    key, parent, path = str(missing.key), missing.parent_node, str(missing.full_key)
+    key, path, parent, kind = str(missing.key), missing.full_key, missing.parent_node, missing.object_type
     place = path.removesuffix(key)
-    if place == "compile.":
-        known = [str(name) for name in parent]
-        return f"{where}{path}: the run has no strategy {key}" + (near(key, known) or f"; compile={key} adds it")
-    options = {option.rpartition(".")[2]: option for option in _options(parent, place)}
-    for name in (key, given[1].rpartition(".")[2] if given else key):
-        if matches := difflib.get_close_matches(name, options):
-            return f"{where}{path} is not an option; near: {', '.join(options[match] for match in matches)}"
-    if missing.object_type in (None, dict):
+    if isinstance(parent, DictConfig):
+        known = list(_options(parent, place))
+    elif dataclasses.is_dataclass(kind):  # a file's, which is merged without its node
+        known = [f"{place}{option.name}" for option in dataclasses.fields(kind)]
+    else:
         return None
-    return f"{where}{path} is not an option; there are {', '.join(map(str, parent))}"
+    last = {option.rpartition(".")[2]: option for option in known}
+    if place == "compile.":
+        return f"{where}{path}: the run has no strategy {key}" + (near(key, parent) or f"; compile={key} adds it")
+    for name in (key, given[1].rpartition(".")[2] if given else key):
+        if matches := difflib.get_close_matches(name, last):
+            return f"{where}{path} is not an option; near: {', '.join(last[match] for match in matches)}"
+    if kind in (None, dict):
+        return None
+    there = [option.removeprefix(place) for option in known if "." not in option.removeprefix(place)]
+    return f"{where}{path} is not an option; there are {', '.join(there)}"
 
 
 def _options(node: DictConfig, prefix: str) -> Iterator[str]:

@@ -40,7 +40,7 @@ def build(kind: type[Made], values: Any, path: str = "") -> Made:
     fit (``events[3].reason``), or what is missing or unknown."""
     if not isinstance(values, dict):
         raise TypeError(f"{path or 'the whole'} is {_name(values)}, not an object")
-    hints = _hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
     return kind(**{name: _value(hints.get(name, Any), each, f"{prefix}{name}") for name, each in values.items()})
 
