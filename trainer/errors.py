@@ -114,7 +114,9 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
         return None
     last = {option.rpartition(".")[2]: option for option in known}
     if place == "compile.":
-        return f"{where}{path}: the run has no strategy {key}" + (near(key, parent) or f"; compile={key} adds it")
+        return f"{where}{path}: the run has no strategy {key}" + (
+            near(key, map(str, parent)) or f"; compile={key} adds it"
+        )
     for name in (key, given[1].rpartition(".")[2] if given else key):
         if matches := difflib.get_close_matches(name, last):
             return f"{where}{path} is not an option; near: {', '.join(last[match] for match in matches)}"
@@ -126,12 +128,12 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
 
 def _options(node: DictConfig, prefix: str) -> Iterator[str]:
     """Full names of all options below ``node``, but Hydra's; of two with one last name, the nearer one comes last."""
-    for key in node:
+    for key in map(str, node):
         if not prefix and key == "hydra":
             continue
         if not OmegaConf.is_missing(node, key) and isinstance(child := node._get_node(key), DictConfig):
             yield from _options(child, f"{prefix}{key}.")
-    yield from (f"{prefix}{key}" for key in node)
+    yield from (f"{prefix}{key}" for key in map(str, node))
 
 
 def _in_file(error: MarkedYAMLError) -> str:

@@ -20,7 +20,7 @@ TINY = ["task=micro", "task.batch_size=4", "task.width=16", "trainer.max_steps=1
 
 
 def refused(config: Config, folder: Path, command: list[str] | None = None) -> str:
-    with pytest.raises(ValueError, match="task|trainer") as caught:
+    with pytest.raises(ValueError, match=r"task|trainer") as caught:
         run(config, run_dir=folder, command=command or [])
     (line,) = str(caught.value).splitlines()
     assert not (folder / "error.log").exists()

@@ -19,8 +19,8 @@ MOST_DEPTH = 50
 """Levels of lists and mappings within each other; ours have about six."""
 
 
-def read(file: Path, what: str) -> Any:
-    """The JSON value in ``file``. Raises ValueError, naming the file, where it cannot be read or is no ``what``."""
+def read(file: Path, what: str) -> dict[str, Any]:
+    """The JSON object in ``file``. Raises ValueError, naming the file, where it cannot be read or is no ``what``."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         _limit(values, MOST_DEPTH)
@@ -32,6 +32,8 @@ def read(file: Path, what: str) -> Any:
         raise ValueError(f"{file}: not {what} (byte {error.start} is not UTF-8)") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: not {what} ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: not {what} (the whole is {_name(values)}, not an object)")
     return values
 
 
@@ -39,7 +41,7 @@ def build(kind: type[Made], values: Any, path: str = "") -> Made:
     """A ``kind``, which is a dataclass, from a JSON object. Raises TypeError that names the first value that does not
     fit (``events[3].reason``), or what is missing or unknown."""
     if not isinstance(values, dict):
-        raise TypeError(f"{path or 'the whole'} is {_name(values)}, not an object")
+        raise TypeError(f"{path} is {_name(values)}, not an object")
     hints = _hints(kind)  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
     return kind(**{name: _value(hints.get(name, Any), each, f"{prefix}{name}") for name, each in values.items()})
