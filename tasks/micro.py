@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration
 from tasks.checks import near, require_at_least
 from tasks.micro_kinds import CLASSES, DEFAULTS, MicroSize, heads, multiply_adds
+from tasks.room import LEAST_OF_EXAMPLE, require_memory
 from tasks.trained import TrainedTask
 
 if TYPE_CHECKING:
@@ -92,8 +94,10 @@ class Micro(TrainedTask):
         # No worker processes: what is in memory already would only be copied between them.
         loading = Loading(batch_size=size.batch_size, num_workers=0)
         train_count, val_count = counts["train_examples"], counts["val_examples"]
+        held = f"task.batch_size={size.batch_size}, task.train_examples={train_count}, task.val_examples={val_count}"
         if self.model == "ragged":
             assert size.positions is not None
+            require_memory(held, LEAST_OF_EXAMPLE * (train_count + val_count))
             return GeneratedSequences(
                 loading,
                 longest=size.positions,
@@ -109,6 +113,8 @@ class Micro(TrainedTask):
             shape = (3, size.image_size, size.image_size)
         elif size.positions is not None:
             shape = (size.positions, size.width)
+        # float32, and a key of each.
+        require_memory(held, (4 * math.prod(shape) + LEAST_OF_EXAMPLE) * (train_count + val_count))
         return GeneratedTensors(
             loading, shape=shape, classes=CLASSES, train_count=train_count, val_count=val_count, seed=seed
         )

@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"task.network.config={str(path)!r}: {file} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"task.network.config={str(path)!r}: {file} is not JSON ({error})") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"task.network.config={str(path)!r}: {file} names no model_type")

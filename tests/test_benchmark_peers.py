@@ -72,7 +72,7 @@ def test_one_that_fails_leaves_the_others_and_is_run_again(
     [
         (["--peers", "loop"], "error: peer=loop is not one of"),
         (["--", "trainer.accumulate_grad_batches=2"], "error: trainer.accumulate_grad_batches=2 must be 1"),
-        (["--ours", "wohle"], "error: In 'config': Could not find 'compile/wohle'"),
+        (["--ours", "wohle"], "error: compile=wohle is not an option; near: whole"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_any_work(

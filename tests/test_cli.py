@@ -61,11 +61,33 @@ def test_the_records_exit_code_is_the_processs(
         (["trainer.max_steps=0"], ["error: trainer.max_steps=0 must be at least 1"]),
         (
             ["trainer.max_step=3"],
-            ["error: Could not override 'trainer.max_step'.", "  Key 'max_step' not in 'TrainerConfig'"],
+            ["error: trainer.max_step is not an option; near: trainer.max_steps, trainer.warmup_steps"],
         ),
-        (["trainer.max_steps=few"], ["Value 'few' of type 'str' could not be converted to Integer"]),
+        (["task.batchsize=4"], ["error: task.batchsize is not an option; near: task.data.batch_size"]),
+        (["task=micro", "task.data.batch_size=4"], ["error: task.data is not an option; near: task.batch_size"]),
+        (["task.modle=x"], ["error: task.modle is not an option; there are learning_rate, weight_decay"]),
+        (["compil=regional"], ["error: compil is not an option; near: compile"]),
+        (["+compil=regional"], ["error: compil is not an option; near: compile"]),
+        (["task/dta=coco"], ["error: task/dta is not a group of options; near: task/data"]),
+        (["task=micro", "task/size=base"], ["error: task/size is not a group of options; this task has none"]),
+        (
+            ["compile.regional.mode=default"],
+            ["error: compile.regional: the run has no strategy regional; compile=regional"],
+        ),
+        (
+            ["compile=whole", "compile.hwole.mode=default"],
+            ["error: compile.hwole: the run has no strategy hwole; near: whole"],
+        ),
+        (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
+        (["run=other"], ["error: run=other is not an option; there are inference, train"]),
+        (["compile=[eager,regonal]"], ["error: compile=regonal is not an option; near: regional"]),
+        (["hydra/launcher=isolatd"], ["error: hydra/launcher=isolatd is not an option; near: isolated"]),
+        (
+            ["trainer.max_steps=few"],
+            ["error: trainer.max_steps=few: Value 'few' of type 'str' could not be converted to Integer"],
+        ),
         (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
-        (["compile=hole"], ["error: In 'config': Could not find 'compile/hole'", "'compile': auto, buckets, cached"]),
+        (["compile=hole"], ["error: compile=hole is not an option; near: whole"]),
         (["compile=[whole"], ["error: compile=[whole: "]),
         (["compile=whole", "compile.whole.mode=fastest"], ["error: compile.whole.mode='fastest' is not one of ("]),
         (["compile=whole", "+compile.whole.typo=1"], ["error: compile.whole.typo is not an option"]),
@@ -85,6 +107,31 @@ def test_what_a_user_got_wrong_is_said_shortly(
         assert complaint in said
     assert len(said.splitlines()) <= 3
     assert "HYDRA_FULL_ERROR" not in said
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "trainer:\n  max_step: 3\n",
+            "error: experiment/ours: trainer.max_step is not an option; near: trainer.max_steps",
+        ),
+        (
+            "defaults: [override /compile: wohle]\n",
+            "error: compile=wohle is not an option; near: whole",
+        ),
+    ],
+)
+def test_a_misspelt_name_in_a_users_file_is_one_line(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, complaint: str
+) -> None:
+    file = tmp_path / "experiment" / "ours.yaml"
+    file.parent.mkdir()
+    file.write_text(f"# @package _global_\n{text}", encoding="utf-8")
+    assert command_line("--config-dir", str(tmp_path), "experiment=ours") == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(complaint)
     assert called == []
 
 

@@ -134,7 +134,7 @@ def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: An
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compile=eager,hole"], "Could not find 'compile/hole'"),
+        (["compile=eager,hole"], "compile=hole is not an option; near: whole"),
         (["repeat=warm", "seed=7,8"], "repeat='warm' of seed=7 has no cold twin in this sweep; use repeat=cold,warm"),
         (["hydra.launcher.rounds=0"], "error: hydra.launcher.rounds=0 must be at least 1"),
         (["hydra.launcher.rounds=few"], "error: hydra.launcher: Value 'few' of type 'str' could not be converted"),

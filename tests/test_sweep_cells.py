@@ -66,6 +66,9 @@ def test_a_sweep_gone_on_with_runs_what_is_not_finished(
 ) -> None:
     cells.fails = lambda cell: "seed=1" in cell.overrides
     assert command_line(*SWEEP, "seed=0,1,2") == 1
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-1] == "run what failed again with: python -m trainer -m sweep=sweep"
+    assert "Error executing job" not in said.err, "Hydra's line, after the table and what to do"
     assert ledger_of(Path("sweep"))["state"] == "failed"
     cells.ran.clear()
     cells.fails = lambda cell: False

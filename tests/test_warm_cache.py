@@ -63,7 +63,7 @@ def test_prune_by_age_and_by_size(store: ArtifactStore, capsys: pytest.CaptureFi
         (["prune", "/nowhere"], "--max-gib or --older-than-days"),
         (["list", "nonsense://x"], "nonsense"),
         (["list", "/nowhere", "--key-file", "/no/key"], "--key-file='/no/key': No such file"),
-        (["fill", "compile=hole"], "Could not find 'compile/hole'"),
+        (["fill", "compile=hole"], "compile=hole is not an option; near: whole"),
         (["fill", "compile=regional"], "add 'cached' to the strategies"),
         (["fill", "compile=[regional,cached]", "compile.cached.read_only=true"], "read_only=true stores nothing"),
         (["fill", "compile=[regional,cached]", "compile.cached.max_gib=0"], "compile.cached.max_gib=0"),

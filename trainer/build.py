@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from torch.nn.parameter import is_lazy
 
 from tasks.base import Task
+from tasks.checks import near
+from tasks.room import require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
 from trainer.inference.callback import CompileForInference
@@ -19,6 +25,9 @@ from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
+
+MACHINE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
+"""Options of ``TrainerConfig`` that a machine may not have, in the order in which Lightning needs them."""
 
 
 def compile_callback(config: Config, record: RunRecord) -> Compile:
@@ -80,8 +89,9 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
             dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
         )
         callbacks = [*callbacks, best]
-    return L.Trainer(
-        **_shared_arguments(config, run_dir),
+    return _lightning_trainer(
+        config,
+        run_dir,
         max_steps=settings.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=settings.accumulate_grad_batches,
@@ -99,7 +109,28 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
 
 def build_inference_trainer(config: Config, run_dir: Path, callback: Compile) -> L.Trainer:
     """Lightning's Trainer for a run without training: no checkpoints, and a loop of our own."""
-    return L.Trainer(**_shared_arguments(config, run_dir), callbacks=[callback], enable_checkpointing=False)
+    return _lightning_trainer(config, run_dir, callbacks=[callback], enable_checkpointing=False)
+
+
+def _lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trainer:
+    """Lightning's Trainer. Raises ValueError that names the option for what this machine does not have."""
+    try:
+        return L.Trainer(**_shared_arguments(config, run_dir), **arguments)
+    except Exception as error:
+        given: dict[str, Any] = {}
+        for name in MACHINE_OPTIONS:  # the first one that Lightning does not take beside those before it
+            given[name] = getattr(config.trainer, name)
+            try:
+                L.Trainer(**given, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+            except Exception as reason:
+                said = str(reason).strip().splitlines() or [type(reason).__name__]
+                known = {
+                    "accelerator": ["auto", "gpu", *AcceleratorRegistry],
+                    "strategy": StrategyRegistry.available_strategies(),
+                }.get(name, [])
+                hint = "" if given[name] in known else near(str(given[name]), known)
+                raise ValueError(f"trainer.{name}={given[name]}: {said[0].rstrip('.')}{hint}") from error
+        raise
 
 
 def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -126,3 +157,28 @@ def note_machine(record: RunRecord, trainer: L.Trainer) -> None:
     device = trainer.strategy.root_device
     record.device, record.device_type = hardware.device_name(device), device.type
     record.world_size, record.precision = trainer.world_size, str(trainer.precision)
+
+
+def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Sequence[str], *, trains: bool) -> None:
+    """Raise ValueError where the parameters alone are more than the device's memory; warn where they and their
+    gradients are more than is free there. ``command`` names the options that made them so many."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        return  # spread over devices
+    parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
+    most = 8 if str(trainer.precision).endswith("-mixed") or trainer.precision in ("32-true", "64-true") else 2
+    sizes = {parameter: parameter.numel() * min(parameter.element_size(), most) for parameter in parameters}
+    gradients = sum(size for parameter, size in sizes.items() if trains and parameter.requires_grad)
+    device = trainer.strategy.root_device
+    to_come = sum(size for parameter, size in sizes.items() if parameter.device != device)
+    require_memory(
+        f"{task_options(command)}: {sum(each.numel() for each in parameters):,} parameters",
+        sum(sizes.values()),
+        more=to_come + gradients,
+        on=torch.cuda.mem_get_info(device) if device.type == "cuda" else None,
+    )
+
+
+def task_options(command: Sequence[str]) -> str:
+    """What the command says of the task, for errors: its last value of each option."""
+    given = {part.partition("=")[0]: part for part in command if part.lstrip("+").startswith(("task", "experiment="))}
+    return " ".join(given.values()) or "the task"

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from strategies import STRATEGIES, Strategy
 from strategies.credentials import refuse_credentials
 from tasks import SCHEMAS
+from tasks.checks import near
 from trainer.run_modes import RUN_MODES
 from trainer.settings import Config
 
@@ -77,7 +78,7 @@ def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:
     ``overrides`` are those of the command line: of options in one list, the last wins in Hydra, which nobody should
     have to know.
     """
-    complaints = list(_disagreements(overrides))
+    complaints = [*_disagreements(overrides), *_made_up(cfg, "")]
     parts: dict[str, Any] = {}
     for option in dataclasses.fields(Config):
         if option.name != "compile":
@@ -127,9 +128,9 @@ def _build(cfg: DictConfig, path: str, complaints: list[str]) -> Any:
     node = OmegaConf.select(cfg, path)
     if not isinstance(node, DictConfig):
         return node
-    made_up = list(_made_up(node, path))
+    made_up = list(_made_up(node, f"{path}."))
     if made_up:
-        complaints.extend(f"{key} is not an option" for key in made_up)
+        complaints.extend(made_up)
         return None
     try:
         return OmegaConf.to_object(node)
@@ -140,17 +141,17 @@ def _build(cfg: DictConfig, path: str, complaints: list[str]) -> Any:
     return None
 
 
-def _made_up(node: DictConfig, path: str) -> Iterator[str]:
-    """Keys that no dataclass field stands for: ``+path.option=1`` passes Hydra whatever the option's name."""
+def _made_up(node: DictConfig, prefix: str) -> Iterator[str]:
+    """Complaints about keys that no dataclass field stands for: ``+path.option=1`` passes Hydra whatever its name."""
     kind = OmegaConf.get_type(node)
     if not dataclasses.is_dataclass(kind):
         return
     known = {option.name for option in dataclasses.fields(kind)}
     for key in map(str, node):
         if key not in known:
-            yield f"{path}.{key}"
-        elif isinstance(child := node[key], DictConfig):
-            yield from _made_up(child, f"{path}.{key}")
+            yield f"{prefix}{key} is not an option{near(key, known)}"
+        elif prefix and isinstance(child := node[key], DictConfig):
+            yield from _made_up(child, f"{prefix}{key}.")
 
 
 def task_name(task: DictConfig) -> str:

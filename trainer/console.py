@@ -121,7 +121,8 @@ def figures_line(telemetry: AnyTelemetry) -> str:
 
 def print_summary(console: Console, record: RunRecord) -> None:
     """Print the summary as a table."""
-    table = Table(title=f"{record.task} · {record.label} · {record.status}", show_header=False, title_justify="left")
+    title = f"{record.task} · {record.label} · {record.status}"
+    table = Table(title=title, show_header=False, title_justify="left", min_width=len(title))  # or it would be wrapped
     table.add_column(style="bold")
     table.add_column()
     for name, value in summary(record).items():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import re
 import sys
 from collections.abc import Iterator
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
@@ -28,6 +31,8 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
     if foreign := FOREIGN.search("\n".join(map(str, _causes(error)))):
         return [f"error: {_not_for_this_task(**foreign.groupdict())}"]
+    if unknown := _unknown(error):
+        return [f"error: {unknown}"]
     lines: list[str] = []
     current: BaseException | None = error
     while current is not None:
@@ -44,6 +49,8 @@ def explain(error: BaseException) -> list[str]:
             else:
                 lines.append(text)
         current = current.__cause__
+    if len(lines) == 2 and lines[0].startswith("Error merging override "):
+        lines = [f"{lines[0].removeprefix('Error merging override ')}: {lines[1]}"]
     override = getattr(error, "override", None)
     first = f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]
     return [f"error: {first}", *(f"  {line}" for line in lines[1:])]
@@ -52,7 +59,7 @@ def explain(error: BaseException) -> list[str]:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__
+        error = error.__cause__ or error.__context__  # Hydra leaves some causes out
 
 
 def _not_for_this_task(group: str, name: str, base: str) -> str:
@@ -65,6 +72,68 @@ def _not_for_this_task(group: str, name: str, base: str) -> str:
         if path.rpartition("/")[0] == group and base in (each.__name__ for each in kind.__mro__)
     ]
     return f"{group}={name} belongs to another task" + (f"; this one takes {', '.join(fitting)}" if fitting else "")
+
+
+def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
+    """A group's option, a group or an option that does not exist, with the names that resemble it, else all of them.
+
+    None for other errors, and for a key that ``+`` may add to a mapping without fixed keys.
+    """
+    from tasks import SCHEMAS  # not above, see _not_for_this_task
+    from tasks.checks import near
+    from trainer.cli import CONF
+
+    file = re.match(r"In '([^']+)': ", str(error))
+    # Of our own files a user has seen none: the option is on the command line.
+    where = (
+        f"{file[1]}: " if file and not (file[1].startswith("hydra/") or (CONF / f"{file[1]}.yaml").is_file()) else ""
+    )
+    if isinstance(error, MissingConfigException):
+        group, _, name = str(error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+        known = list(error.options or sorted(option.stem for option in (CONF / group).glob("*.yaml")))
+        wrong = f"{where}{group}={name} is not an option"
+        return wrong + (near(name, known) or f"; there are {', '.join(known)}") if group and known else None
+    given = re.search(r"Could not override '(.+?)'", str(error))
+    if given is not None and "/" in given[1]:
+        groups = {path.rpartition("/")[0] for path in SCHEMAS} - {"task"}
+        return f"{given[1]} is not a group of options" + (
+            "; this task has none" if given[1] in groups else near(given[1], groups)
+        )
+    missing = next(
+        (cause for cause in _causes(error) if isinstance(cause, ConfigAttributeError | ConfigKeyError)), None
+    )
+    if missing is None or missing.full_key is None:
+        return None
+    key, path, parent, kind = str(missing.key), missing.full_key, missing.parent_node, missing.object_type
+    place = path.removesuffix(key)
+    if isinstance(parent, DictConfig):
+        known = list(_options(parent, place))
+    elif dataclasses.is_dataclass(kind):  # a file's, which is merged without its node
+        known = [f"{place}{option.name}" for option in dataclasses.fields(kind)]
+    else:
+        return None
+    last = {option.rpartition(".")[2]: option for option in known}
+    if place == "compile.":
+        return f"{where}{path}: the run has no strategy {key}" + (
+            near(key, map(str, parent)) or f"; compile={key} adds it"
+        )
+    for name in (key, given[1].rpartition(".")[2] if given else key):
+        if matches := difflib.get_close_matches(name, last):
+            return f"{where}{path} is not an option; near: {', '.join(last[match] for match in matches)}"
+    if kind in (None, dict):
+        return None
+    there = [option.removeprefix(place) for option in known if "." not in option.removeprefix(place)]
+    return f"{where}{path} is not an option; there are {', '.join(there)}"
+
+
+def _options(node: DictConfig, prefix: str) -> Iterator[str]:
+    """Full names of all options below ``node``, but Hydra's; of two with one last name, the nearer one comes last."""
+    for key in map(str, node):
+        if not prefix and key == "hydra":
+            continue
+        if not OmegaConf.is_missing(node, key) and isinstance(child := node._get_node(key), DictConfig):
+            yield from _options(child, f"{prefix}{key}.")
+    yield from (f"{prefix}{key}" for key in map(str, node))
 
 
 def _in_file(error: MarkedYAMLError) -> str:

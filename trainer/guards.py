@@ -19,6 +19,7 @@ from trainer.reasons import one_line
 from trainer.rehearsal import Guarding, Rehearsal
 from trainer.rollback import Rollback
 from trainer.telemetry.events import Event
+from trainer.telemetry.facts import number
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.warming import Lock
@@ -148,8 +149,8 @@ class Guards:
         if not slower:
             return
         line = (
-            f"slower than eager: a step takes {again.compiled_median * 1e3:.3g} ms compiled against "
-            f"{again.eager_median * 1e3:.3g} ms eager on the same batch (steady steps: {steady * 1e3:.3g} ms)"
+            f"slower than eager: a step takes {number(again.compiled_median * 1e3)} ms compiled against "
+            f"{number(again.eager_median * 1e3)} ms eager on the same batch (steady steps: {number(steady * 1e3)} ms)"
         )
         if self._guarding.on_slower == "eager":
             undone = [region.path for region in self._program.regions]
@@ -165,8 +166,8 @@ class Guards:
         # A step from its graph cannot be timed in turns with eager; what there is are the steady steps.
         steady, eager = watchdog.steady_seconds(), watchdog.sample.eager_median
         line = (
-            f"slower than eager, maybe: captured steps take {steady * 1e3:.3g} ms each, a step of eager took "
-            f"{eager * 1e3:.3g} ms on the first batch"
+            f"slower than eager, maybe: captured steps take {number(steady * 1e3)} ms each, a step of eager took "
+            f"{number(eager * 1e3)} ms on the first batch"
         )
         if self._guarding.on_slower == "eager":
             line += "; on_slower=eager leaves captured steps as they are"

@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -42,6 +42,21 @@ PLUGIN_MODULE = "hydra_plugins.crucible"
 
 class CellFailed(RuntimeError):
     """A cell of the sweep failed, crashed or was refused; the table has said so already."""
+
+
+class CellReturn(JobReturn):
+    """What a sweeper gets of a cell; of one that failed without Hydra's line on stderr, as the table has said so."""
+
+    @property
+    def return_value(self) -> Any:
+        """The objective. Raises CellFailed."""
+        if self.status is JobStatus.FAILED:
+            raise self._return_value
+        return self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
 
 
 def register() -> None:
@@ -156,7 +171,7 @@ class IsolatedLauncher(Launcher):
         Hydra's own raises."""
         mine = [cell for cell in cells if cell.job == job]
         config = self._composer.config_of(mine[0])
-        result = JobReturn(
+        result = CellReturn(
             overrides=list(mine[0].overrides),
             cfg=config,
             hydra_cfg=config,

@@ -38,3 +38,10 @@ def _one_line(error: BaseException) -> str:
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
     return text
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, on the host or on a device."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )

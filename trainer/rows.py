@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.telemetry.facts import headlines
+from trainer.telemetry.facts import headlines, number
 from trainer.telemetry.profile_page import profile_line
 from trainer.telemetry.record import RunRecord
 
@@ -13,28 +13,30 @@ MUCH_WAITING = 0.05
 
 
 def summary(record: RunRecord) -> dict[str, str]:
-    """The summary's rows by name; a figure that does not exist is ``n/a``, and rows of which nothing exists are not."""
+    """The summary's rows by name; a row of which no figure exists is left out."""
     rows = _inference(record) if record.run == "inference" else _training(record)
-    return {name: value for name, value in rows.items() if value and not value.startswith("n/a (")}
+    return {name: value for name, value in rows.items() if value}
 
 
 def _training(record: RunRecord) -> dict[str, str]:
     return {
         "strategies": record.label + _chosen(record),
         "device": _device(record),
-        "optimizer steps": _number(record.steps, "{:.0f}"),
+        "optimizer steps": _number(record.steps, "", decimals=0),
         **_compiled(record),
-        "first step": _number(record.first_step_seconds, "{:.2f} s"),
-        "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} steps"
-        + (f", rehearsal {record.rehearsal_seconds:.2f} s of it" if record.rehearsal_seconds is not None else ""),
-        "steady steps": _number(record.steady_steps_per_second, "{:.2f} /s")
-        + f" (median of {_number(record.steady_steps)}: {_milliseconds(record.steady_step_seconds_median)})",
+        "first step": _number(record.first_step_seconds, " s"),
+        "warm-up": _warmup(record, "steps")
+        + (
+            f", rehearsal {number(record.rehearsal_seconds, 2)} s of it" if record.rehearsal_seconds is not None else ""
+        ),
+        "steady steps": _number(record.steady_steps_per_second, " /s")
+        + _within(" (median of {}: {})", record.steady_steps, _milliseconds(record.steady_step_seconds_median)),
         "p95 step": _milliseconds(record.steady_step_seconds_p95),
         "slow steps": _slow_steps(record),
-        "samples": _number(record.samples_per_second, "{:.1f} /s"),
+        "samples": _number(record.samples_per_second, " /s", decimals=1),
         **_measured(record),
-        "final loss": _number(record.final_loss, "{:.4f}"),
-        **{name: _number(value, "{:.4f}") for name, value in sorted(record.final_metrics.items())},
+        "final loss": _number(record.final_loss, "", decimals=4),
+        **{name: number(value, 4) for name, value in sorted(record.final_metrics.items())},
         "skipped items": _skipped(record),
     }
 
@@ -49,18 +51,24 @@ def _inference(record: RunRecord) -> dict[str, str]:
     mode = record.config.get("run", {})
     source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
     spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
+    latency = {
+        "median": record.latency_seconds_median,
+        "mean": record.latency_seconds_mean,
+        "p95": record.latency_seconds_p95,
+    }
     return {
         "strategies": record.label,
         "device": _device(record),
         "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if mode else "",
         **_compiled(record),
-        "first batch": _number(record.first_step_seconds, "{:.2f} s"),
-        "warm-up": f"{_number(record.warmup_seconds, '{:.2f} s')} in {_number(record.warmup_steps)} batches",
-        "latency": f"median {_milliseconds(record.latency_seconds_median)}, "
-        f"mean {_milliseconds(record.latency_seconds_mean)}, p95 {_milliseconds(record.latency_seconds_p95)}",
-        "timed": f"{_number(record.batches)} batches, timed runs: {_number(record.repeats)}{spread}",
-        "batches": _number(record.batches_per_second, "{:.2f} /s"),
-        "samples": _number(record.samples_per_second, "{:.1f} /s"),
+        "first batch": _number(record.first_step_seconds, " s"),
+        "warm-up": _warmup(record, "batches"),
+        "latency": ", ".join(
+            f"{name} {_milliseconds(seconds)}" for name, seconds in latency.items() if seconds is not None
+        ),
+        "timed": _within("{} batches, timed runs: {}", record.batches, record.repeats) + spread,
+        "batches": _number(record.batches_per_second, " /s"),
+        "samples": _number(record.samples_per_second, " /s", decimals=1),
         **_measured(record),
         "skipped items": _skipped(record),
     }
@@ -68,7 +76,7 @@ def _inference(record: RunRecord) -> dict[str, str]:
 
 def _device(record: RunRecord) -> str:
     if not record.device:
-        return "n/a"
+        return ""
     products = {"tf32": " (matrix products in TF32)", "fp32": " (no TF32 in matrix products)"}
     stated = products.get(record.matrix_precision or "", "") if record.device_type == "cuda" else ""
     return f"{record.device} · {record.precision}{stated}"
@@ -77,11 +85,13 @@ def _device(record: RunRecord) -> str:
 def _compiled(record: RunRecord) -> dict[str, str]:
     eager = not record.strategies
     return {
-        "compile": "nothing to compile" if eager else _number(record.compile_seconds, "{:.1f} s") + _cache(record),
-        "regions compiled": "" if eager else f"{_number(record.regions_compiled)} of {_number(record.regions)}",
+        "compile": "nothing to compile"
+        if eager
+        else _number(record.compile_seconds, " s", decimals=1) + _cache(record),
+        "regions compiled": "" if eager else _within("{} of {}", record.regions_compiled, record.regions),
         "graphs / breaks / recompiles": ""
         if eager
-        else f"{_number(record.graphs)} / {_number(record.graph_breaks)} / {_recompiles(record)}",
+        else _within("{} / {} / {}", record.graphs, record.graph_breaks, _recompiles(record)),
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
         "audits": _audits(record),
@@ -92,13 +102,16 @@ def _compiled(record: RunRecord) -> dict[str, str]:
 
 def _measured(record: RunRecord) -> dict[str, str]:
     return {
-        "useful tokens": _number(record.useful_tokens_per_second, "{:,.0f} /s")
-        + f" (padding {_number(record.padded_share, '{:.1%}')})",
-        "TFLOP/s": _number(record.teraflops_per_second, "{:.2f}") + f" ({_utilization(record)})",
+        "useful tokens": _number(record.useful_tokens_per_second, " /s", decimals=0)
+        + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
+        "TFLOP/s": _number(record.teraflops_per_second, "") + _utilization(record),
         "waiting for data": _waiting(record),
-        "peak memory": f"device {_number(record.peak_device_memory_gib, '{:.2f} GiB')}, "
-        f"process {_number(record.peak_process_memory_gib, '{:.2f} GiB')}",
-        "energy": _number(record.joules_per_sample, "{:.3f} J/sample"),
+        "peak memory": ", ".join(
+            f"{where} {number(gib, 2)} GiB"
+            for where, gib in (("device", record.peak_device_memory_gib), ("process", record.peak_process_memory_gib))
+            if gib is not None
+        ),
+        "energy": _number(record.joules_per_sample, " J/sample", decimals=3),
         "energy by phase": ", ".join(f"{name} {joules:,.0f} J" for name, joules in record.joules_by_phase.items()),
         "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
     }
@@ -106,14 +119,14 @@ def _measured(record: RunRecord) -> dict[str, str]:
 
 def _utilization(record: RunRecord) -> str:
     shares = [
-        f"{share:.1%} of the {name} {peak:,.4g}"
+        f"{number(share * 100, 1)}% of the {name} {number(peak)}"
         for name, share, peak in (
             ("datasheet's", record.model_flops_utilization, record.peak_teraflops_datasheet),
             ("measured", record.model_flops_utilization_measured_peak, record.peak_teraflops_measured),
         )
         if share is not None and peak is not None
     ]
-    return f"{record.matrix_precision}: {', '.join(shares)}" if shares else "utilisation n/a"
+    return f" ({record.matrix_precision}: {', '.join(shares)})" if shares else ""
 
 
 def _waiting(record: RunRecord) -> str:
@@ -123,7 +136,9 @@ def _waiting(record: RunRecord) -> str:
     if share <= MUCH_WAITING:
         return f"{share:.1%} of the time"
     who = "the GPU" if record.device_type == "cuda" else "the loop"
-    return f"{who} waits for data {share:.0%} of the time: more task.data.num_workers?"
+    data = record.config.get("task", {}).get("data", {})
+    advice = ": more task.data.num_workers?" if "num_workers" in data else ""
+    return f"{who} waits for data {share:.0%} of the time{advice}"
 
 
 def _slow_steps(record: RunRecord) -> str:
@@ -137,17 +152,31 @@ def _skipped(record: RunRecord) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count)
 
 
-def _number(value: float | None, form: str = "{:.4g}") -> str:
-    return "n/a" if value is None else form.format(value)
+def _number(value: float | None, unit: str, *, decimals: int = 2) -> str:
+    """``value`` with its unit; nothing where it does not exist."""
+    return "" if value is None else number(value, decimals) + unit
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "n/a" if seconds is None else f"{seconds * 1e3:.2f} ms"
+    return _number(None if seconds is None else seconds * 1e3, " ms")
+
+
+def _within(form: str, *values: int | str | None) -> str:
+    """``form`` filled with numbers that belong together; nothing where one of them does not exist."""
+    if any(value is None or value == "" for value in values):
+        return ""
+    return form.format(*(f"{value:,}" if isinstance(value, int) else value for value in values))
+
+
+def _warmup(record: RunRecord, unit: str) -> str:
+    return _within(f"{{}} in {{}} {unit}", _number(record.warmup_seconds, " s"), record.warmup_steps)
 
 
 def _recompiles(record: RunRecord) -> str:
     validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
-    return _number(record.recompiles) + (f" ({validating} of them validation's own graphs)" if validating else "")
+    return _number(record.recompiles, "", decimals=0) + (
+        f" ({validating} of them validation's own graphs)" if validating else ""
+    )
 
 
 def _fallbacks(record: RunRecord) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from strategies.credentials import hidden
 from strategies.prepare import stop_compiling
-from trainer.build import build_trainer, compile_callback, note_machine
+from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of, task_options
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
 from trainer.described import described
@@ -20,7 +20,7 @@ from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
 from trainer.nonfinite import FiniteLosses, NonFiniteLoss
-from trainer.reasons import one_line
+from trainer.reasons import one_line, out_of_memory
 from trainer.resuming import Resuming
 from trainer.run_modes import Inference
 from trainer.settings import Config
@@ -69,9 +69,13 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             record.status, record.signal, record.reason = "interrupted", job.stopping, one_line(error)
         else:
             record.status, record.reason = "failed", one_line(error)
-        if record.status == "failed" and isinstance(error, ValueError) and not job.started:
-            refused = True
-            raise
+        if record.status == "failed" and not job.started:
+            if isinstance(error, ValueError):
+                refused = True
+                raise
+            if out_of_memory(error):
+                refused = True
+                raise ValueError(f"{task_options(command)}: not enough memory: {record.reason}") from error
         _log_error(run_dir)
     except SystemExit as error:
         ended, record.status = error, "failed"
@@ -128,8 +132,6 @@ class Training(Job):
         checkpoint = self._checkpoint()
         self._compile = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
-        data = config.task.build_data(seed=config.seed)
-        module = config.task.build_module(max_steps=config.trainer.max_steps)
         every = config.trainer.checkpoint_every_n_steps
         compile_ = self._compile
         losses = FiniteLosses(config.on_nonfinite_loss, lambda: compile_.telemetry, record.notes.append)
@@ -137,6 +139,9 @@ class Training(Job):
             self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
         )
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), compile_, checkpoints])
+        data = config.task.build_data(seed=config.seed)
+        module = config.task.build_module(max_steps=config.trainer.max_steps)
+        require_memory_of(module, trainer, record.command, trains=True)
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
         try:

@@ -94,15 +94,29 @@ def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
     for key in ("images", "annotations"):
         if not isinstance(content.get(key), list):
             raise ValueError(f"{file} is not a COCO file: it has no list '{key}'")
-    try:
-        paths = {image["id"]: folder / image["file_name"] for image in content["images"]}
-        return [
-            # An annotation of an image that the file does not list is a missing image, not a broken file.
-            FileCaption(paths.get(item["image_id"], folder / f"image {item['image_id']}"), item["caption"] or "")
-            for item in content["annotations"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a COCO caption file: an entry has no usable {error}") from None
+    paths: dict[int | str, Path] = {}
+    for number, image in enumerate(content["images"]):
+        place = f"{file} is not a COCO caption file: images[{number}]"
+        image_id = _take(image, "id", (int, str), place)
+        paths[image_id] = folder / _take(image, "file_name", str, place)
+    captions = []
+    for number, item in enumerate(content["annotations"]):
+        place = f"{file} is not a COCO caption file: annotations[{number}]"
+        image_id = _take(item, "image_id", (int, str), place)
+        # An annotation of an image that the file does not list is a missing image, not a broken file.
+        path = paths.get(image_id, folder / f"image {image_id}")
+        captions.append(FileCaption(path, _take(item, "caption", (str, type(None)), place) or ""))
+    return captions
+
+
+def _take(item: Any, key: str, kinds: type | tuple[type, ...], place: str) -> Any:
+    """``item[key]``. Raises ValueError, naming the entry ``place``, where it is missing or of another type."""
+    if not isinstance(item, dict) or key not in item:
+        raise ValueError(f"{place} has no {key!r}" if isinstance(item, dict) else f"{place} is no JSON object")
+    if not isinstance(item[key], kinds) or isinstance(item[key], bool):
+        wanted = "text or a number" if kinds == (int, str) else "text"
+        raise ValueError(f"{place}: {key!r} is {json.dumps(item[key])[:40]}, not {wanted}")
+    return item[key]
 
 
 def _read_json(file: Path) -> Any:
@@ -112,6 +126,8 @@ def _read_json(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read ({error.strerror})") from None
     except ValueError as error:  # JSON errors and bytes that are no text.
         raise ValueError(f"{file} is not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError(f"{file} is not JSON that can be read (nested too deeply)") from None
 
 
 def _find_annotations(root: Path, split: str) -> Path | None:

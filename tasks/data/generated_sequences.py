@@ -31,6 +31,8 @@ SPREAD = 0.6
 class GeneratedSequences(ResumableDataModule):
     """Sequences of ragged lengths, padded to the longest of their batch."""
 
+    option = "task"
+
     def __init__(
         self,
         loading: Loading,

@@ -31,6 +31,8 @@ class GeneratedTensors(ResumableDataModule):
     A batch of images takes longer to be gathered and copied by the host than a GPU takes to train on it.
     """
 
+    option = "task"
+
     def __init__(
         self, loading: Loading, *, shape: tuple[int, ...], classes: int, train_count: int, val_count: int, seed: int
     ) -> None:

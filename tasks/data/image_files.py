@@ -80,7 +80,7 @@ class FolderListing:
         if names is None:
             try:
                 names = frozenset(os.listdir(path.parent))
-            except OSError:
+            except (OSError, ValueError):  # a name with a zero byte is a ValueError
                 names = frozenset()
             self._names[path.parent] = names
         return path.name in names

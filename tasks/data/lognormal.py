@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tasks.checks import require_at_least
 from tasks.data.captions import CaptionData, Examples
+from tasks.room import LEAST_OF_EXAMPLE, require_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,8 @@ class Lognormal(CaptionData):
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
         """Training and validation examples."""
+        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
+        require_memory(given, LEAST_OF_EXAMPLE * (self.train_images + self.val_images))
         train = self._examples(f"{seed}/train", self.train_images, image_size)
         return train, self._examples(f"{seed}/val", self.val_images, image_size)
 

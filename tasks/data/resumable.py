@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tasks.data.loading import Loading
 from tasks.data.order import ResumableLoader, ResumableSampler
+from tasks.room import require_memory, require_workers
 
 
 class ResumableDataModule(L.LightningDataModule):
@@ -22,6 +23,8 @@ class ResumableDataModule(L.LightningDataModule):
 
     train_set: Dataset[Any]
     val_set: Dataset[Any]
+    option: ClassVar[str] = "task.data"
+    """Where a user sets the batch's size."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of items; None: torch's own rule."""
 
@@ -45,15 +48,18 @@ class ResumableDataModule(L.LightningDataModule):
         """Open the sets, once, and read one example of each. Raises ValueError for unusable input."""
         if self._is_set_up:
             return
+        require_workers(f"{self.option}.num_workers={self._loading.num_workers}", self._loading.workers())
         place = self.open()
         replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
         if count < self._loading.batch_size * replicas:
             raise ValueError(
-                f"task.data.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
+                f"{self.option}.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
                 f"{count} training examples of {place}"
             )
-        for examples in (self.train_set, self.val_set):
-            examples[0]  # a set without one example that can be read stops here, not at the first validation
+        # A set without one example that can be read stops here, not at the first validation.
+        first, _ = self.train_set[0], self.val_set[0]
+        batch = min(self._loading.batch_size, count)
+        require_memory(f"{self.option}.batch_size={self._loading.batch_size}", batch * _least_bytes(first))
         self._is_set_up = True
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -132,3 +138,10 @@ class ResumableDataModule(L.LightningDataModule):
     def _replicas(self) -> tuple[int, int]:
         """World size and rank."""
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
+
+
+def _least_bytes(item: Any) -> int:
+    """Bytes that every item like this one has: images are of one size, sequences have one position at least."""
+    parts = item if isinstance(item, tuple) else (item,)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return sum(part.nbytes if part.ndim > 1 else part.element_size() for part in tensors)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tasks.checks import require_at_least
 from tasks.data.captions import CaptionData, Examples
+from tasks.room import LEAST_OF_EXAMPLE, require_memory
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class Shapes(CaptionData):
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
         """Training and validation scenes."""
+        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
+        require_memory(given, LEAST_OF_EXAMPLE * (self.train_images + self.val_images))
         from tasks.data.shape_scenes import SceneImages
 
         train, val = (

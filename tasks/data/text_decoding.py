@@ -29,8 +29,10 @@ def require_encoding(path: str, encoding: str) -> None:
         raise ValueError(f"{path}={encoding!r} is not an encoding that Python knows") from None
 
 
-def read_text(file: Path, *, encoding: str) -> str:
+def read_text(file: Path, *, encoding: str, option: str | None = None) -> str:
     """Read ``file``: by its byte order mark where it has one, else as ``encoding``; line ends become newlines.
+
+    ``option`` is the one that chooses another encoding.
 
     Raises TextError, naming the file, when it cannot be read or is not text in that encoding.
     """
@@ -42,7 +44,7 @@ def read_text(file: Path, *, encoding: str) -> str:
     try:
         text = data.decode(used)
     except UnicodeDecodeError as error:
-        hint = "" if used != encoding else "; another one is chosen by task.data.encoding"
+        hint = "" if option is None or used != encoding else f"; another one is chosen by {option}"
         raise TextError(f"{file} is not {used} text: byte {error.start} ({error.reason}){hint}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

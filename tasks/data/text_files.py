@@ -76,7 +76,7 @@ class TextFiles(TextData):
         read = 0
         for file in files:
             try:
-                text = read_text(file, encoding=self.encoding)
+                text = read_text(file, encoding=self.encoding, option="task.data.encoding")
             except TextError as error:
                 first_error = first_error or error
                 leave_out(error, "file does not decode", skipped)

@@ -85,6 +85,8 @@ class JsonLines(TextData):
             raise TextError(f"{place} is not UTF-8 ({error.reason})") from None
         except json.JSONDecodeError as error:
             raise TextError(f"{place} is not JSON ({error.msg} at column {error.colno})") from None
+        except RecursionError:
+            raise TextError(f"{place} is not JSON that can be read (nested too deeply)") from None
         if not isinstance(item, dict):
             raise TextError(f"{place} is no JSON object but a {type(item).__name__}")
         if self.key not in item:

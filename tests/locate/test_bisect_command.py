@@ -86,7 +86,7 @@ def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (["compile=auto"], "compile=auto: only a run chooses"),
-        (["compile=hole"], "Could not find 'compile/hole'"),
+        (["compile=hole"], "compile=hole is not an option; near: whole"),
         (["compile=eager"], "compile=eager: compiles nothing"),
         (["compile=cuda_graph", "run=train"], "compile=cuda_graph: compiles nothing"),
         (["run=inference", "compile=whole"], "run=inference: bisect tries training steps"),

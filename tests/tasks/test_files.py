@@ -142,7 +142,7 @@ def test_a_csv_file_is_read_with_its_own_columns_and_delimiter(
 def coco_with(tmp_path: Path, content: str) -> Coco:
     (tmp_path / "annotations").mkdir()
     (tmp_path / "train").mkdir()
-    (tmp_path / "annotations" / "captions_train.json").write_text(content)
+    (tmp_path / "annotations" / "captions_train.json").write_text(content, errors="surrogateescape")
     return Coco(root=str(tmp_path))
 
 
@@ -153,7 +153,22 @@ def coco_with(tmp_path: Path, content: str) -> Coco:
         ("[]", "captions_train.json is not a COCO file: it holds no JSON object"),
         ('{"annotations": []}', "captions_train.json is not a COCO file: it has no list 'images'"),
         ('{"images": []}', "captions_train.json is not a COCO file: it has no list 'annotations'"),
-        ('{"images": [{}], "annotations": []}', "captions_train.json is not a COCO caption file"),
+        (
+            '{"images": [{}], "annotations": []}',
+            "captions_train.json is not a COCO caption file: images[0] has no 'id'",
+        ),
+        ('{"images": [3], "annotations": []}', "images[0] is no JSON object"),
+        (
+            '{"images": [{"id": [1], "file_name": "a"}], "annotations": []}',
+            "images[0]: 'id' is [1], not text or a number",
+        ),
+        ('{"images": [{"id": 1, "file_name": null}], "annotations": []}', "images[0]: 'file_name' is null, not text"),
+        (
+            '{"images": [], "annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": 7}]}',
+            "annotations[1]: 'caption' is 7, not text",
+        ),
+        ("[" * 100_000, "captions_train.json is not JSON that can be read (nested too deeply)"),
+        ("\udcff", "captions_train.json is not JSON"),
         ('{"images": [], "annotations": []}', "captions_train.json holds no usable example"),
     ],
 )

@@ -122,13 +122,13 @@ def test_json_lines_are_read_by_their_key(tmp_path: Path) -> None:
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.jsonl"
     good = [json.dumps({"text": f"text {number}"}).encode() for number in range(3)]
-    bad = [b'{"text": "cut o', b"[1]", b'{"other": "x"}', b'{"text": 5}', b'{"text": "\xff"}']
+    bad = [b'{"text": "cut o', b"[1]", b'{"other": "x"}', b'{"text": 5}', b'{"text": "\xff"}', b"[" * 100_000]
     file.write_bytes(b"\n".join([*good, *bad]))
     train, val = JsonLines(file=str(file)).documents(seed=0)
     assert len(train.texts) + len(val.texts) == 3
-    assert train.skipped == {"broken line": 5}
+    assert train.skipped == {"broken line": 6}
     errors = capsys.readouterr().err.splitlines()
-    assert [re.search(r"line (\d)", error).group(1) for error in errors] == ["4", "5", "6", "7", "8"]  # type: ignore[union-attr]
+    assert [re.search(r"line (\d)", error).group(1) for error in errors] == ["4", "5", "6", "7", "8", "9"]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

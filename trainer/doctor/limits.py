@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tasks.room import CGROUPS, available_gib, memory_limit_gib, words
 from trainer.doctor.finding import Finding, ok, warning
 
-GIB = 1 << 30
 LITTLE_MEMORY_GIB = 4.0
 """Importing torch and Inductor and compiling in a few processes takes about three."""
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def limits(cgroups: Path = CGROUPS) -> Iterator[Finding]:
@@ -52,41 +51,9 @@ def allowed_processors() -> int:
 
 def quota(cgroups: Path) -> float | None:
     """Processors whose time the container gets, by cgroup version 2 or 1; None without a limit."""
-    two = _words(cgroups / "cpu.max")
-    one = [*_words(cgroups / "cpu" / "cpu.cfs_quota_us"), *_words(cgroups / "cpu" / "cpu.cfs_period_us")]
-    for words in (two, one):
-        if len(words) == 2 and words[0] not in ("max", "-1"):
-            return int(words[0]) / int(words[1])
+    two = words(cgroups / "cpu.max")
+    one = [*words(cgroups / "cpu" / "cpu.cfs_quota_us"), *words(cgroups / "cpu" / "cpu.cfs_period_us")]
+    for given in (two, one):
+        if len(given) == 2 and given[0] not in ("max", "-1"):
+            return int(given[0]) / int(given[1])
     return None
-
-
-def memory_limit_gib(cgroups: Path) -> float | None:
-    """Memory that the container may still take; None without a limit."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        most, now = _words(cgroups / limit), _words(cgroups / used)
-        # Version 1 writes a number near 2**63 for none.
-        if most and now and most[0] != "max" and int(most[0]) < 1 << 60:
-            return (int(most[0]) - int(now[0])) / GIB
-    return None
-
-
-def available_gib() -> float | None:
-    """Memory that can be had without swapping; None where /proc does not tell."""
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 / GIB
-    return None
-
-
-def _words(file: Path) -> list[str]:
-    return " ".join(_lines(file)).split()
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

@@ -47,7 +47,7 @@ def parity_of(cell: Cell) -> str | None:
     for run in cell.finished:
         report = run.record.report
         for facts in (report.get("parity"), report.get("cuda_graph", {}).get("parity")):
-            if facts and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
+            if isinstance(facts, dict) and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
                 verdict, reason = str(facts["verdict"]), facts.get("reason")
                 found.append(f"{verdict}: {reason}" if reason and verdict in ("skipped", NOT_COMPARED) else verdict)
     worst = [each for kind in ("failed", NOT_COMPARED, "passed") for each in found if each.startswith(kind)]

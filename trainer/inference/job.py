@@ -7,7 +7,7 @@ import warnings
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainer.build import build_inference_trainer, inference_callback, note_machine
+from trainer.build import build_inference_trainer, inference_callback, note_machine, require_memory_of
 from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
 from trainer.console import ProgressView, announce
 from trainer.inference.batches import loader_name
@@ -38,10 +38,11 @@ class Inferring(Job):
             record.resumed_from = str(checkpoint.resolve())
         compile_ = self._compile = inference_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
+        trainer = build_inference_trainer(config, self._run_dir, compile_)
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         require_step(module, mode.step)
-        trainer = build_inference_trainer(config, self._run_dir, compile_)
+        require_memory_of(module, trainer, record.command, trains=False)
         note_machine(record, trainer)
         announce(self._console, record, self._run_dir)
         loop = InferenceLoop(

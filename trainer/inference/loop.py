@@ -34,6 +34,7 @@ from trainer.rehearsal import REPLAYED_FROM
 from trainer.run_modes import Inference
 from trainer.telemetry import memory
 from trainer.telemetry.events import Event
+from trainer.telemetry.facts import number
 from trainer.telemetry.profile_steps import profile_calls
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.watchdog import take_sample
@@ -202,8 +203,8 @@ class InferenceLoop:
                 program.report["watchdog"] = {"before_the_first_step": sample.facts(), "slower": slower}
                 if slower:
                     line = (
-                        f"slower than eager: a batch takes {sample.compiled_median * 1e3:.3g} ms compiled against "
-                        f"{sample.eager_median * 1e3:.3g} ms eager"
+                        f"slower than eager: a batch takes {number(sample.compiled_median * 1e3)} ms compiled against "
+                        f"{number(sample.eager_median * 1e3)} ms eager"
                     )
                     if self._guarding.on_slower == "eager":
                         self._go_eager(f"{line}; on_slower=eager: all of it runs eager")

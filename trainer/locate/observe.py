@@ -26,6 +26,7 @@ from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.snapshot import Snapshot
 from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.facts import number as figure
 from trainer.timed import seconds_of
 from trainer.watchdog import MARGIN
 
@@ -134,7 +135,7 @@ class Observer:
                 return Outcome(shows=False, lost_seconds=lost, eager_seconds=eager_median)
         return Outcome(
             shows=True,
-            reason=f"a step takes {(eager_median + lost) * 1e3:.3g} ms, {eager_median * 1e3:.3g} ms in eager",
+            reason=f"a step takes {figure((eager_median + lost) * 1e3)} ms, {figure(eager_median * 1e3)} ms in eager",
             batch=trial.batches[-1],
             lost_seconds=lost,
             eager_seconds=eager_median,

@@ -12,6 +12,7 @@ from trainer.explain.source import shown
 from trainer.locate.investigate import named
 from trainer.locate.report import Blamed, OptionTried, Report
 from trainer.locate.trial import Outcome
+from trainer.telemetry.facts import number
 
 VERBS = {
     "fails": "fails to compile",
@@ -92,7 +93,7 @@ def _together(report: Report, verb: str) -> Iterator[str]:
         return
     yield f"[bold]spread[/]: no part alone loses half of it; {paths} together do: {reason}"
     for path, lost in sorted(report.lost_seconds_by_part.items(), key=lambda item: -item[1])[:MOST_PARTS]:
-        yield f"  {escape(path)} alone: {abs(lost) * 1e3:.3g} ms {'slower' if lost > 0 else 'faster'} than eager"
+        yield f"  {escape(path)} alone: {number(abs(lost) * 1e3)} ms {'slower' if lost > 0 else 'faster'} than eager"
 
 
 def _shapes(report: Report) -> Iterator[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.atomic import finite, written_whole
-from trainer.printable import printable
 from trainer.sweep.plan import Key, PlannedCell
+from trainer.telemetry import typed
 
 FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"
@@ -59,6 +59,18 @@ class Entry:
 
 
 @dataclass(kw_only=True, slots=True)
+class Contents:
+    """What ``sweep.json`` holds; see ``Ledger``."""
+
+    schema: int = SCHEMA
+    go_on_with: str = ""
+    working_directory: str
+    arguments: list[str]
+    state: str
+    cells: list[Entry]
+
+
+@dataclass(kw_only=True, slots=True)
 class Ledger:
     """The contents of ``sweep.json``, written whole at every change."""
 
@@ -76,36 +88,35 @@ class Ledger:
         file = directory / FILE_NAME
         if not file.is_file():
             return None
+        values = typed.read(file, "a sweep of ours")
         try:
-            values = printable(json.loads(file.read_text(encoding="utf-8")))
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
-            entries = [Entry(**entry) for entry in values["cells"]]
-            for entry in entries:  # what lies in a cell's folder is moved and removed
+            contents = typed.build(Contents, values)
+            for entry in contents.cells:  # what lies in a cell's folder is moved and removed
                 if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
                     raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
-            return cls(
-                directory=directory,
-                arguments=list(values["arguments"]),
-                working_directory=str(values["working_directory"]),
-                state=str(values["state"]),
-                entries={entry.key: entry for entry in entries},
-            )
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a sweep of ours ({error})") from error
+        return cls(
+            directory=directory,
+            arguments=contents.arguments,
+            working_directory=contents.working_directory,
+            state=contents.state,
+            entries={entry.key: entry for entry in contents.cells},
+        )
 
     def save(self) -> None:
         """Write the file so that a reader sees the old one or the new one whole."""
-        values = {
-            "schema": SCHEMA,
-            "go_on_with": self.go_on_with(),
-            "working_directory": self.working_directory,
-            "arguments": self.arguments,
-            "state": self.state,
-            "cells": [asdict(entry) for entry in self.entries.values()],
-        }
+        contents = Contents(
+            go_on_with=self.go_on_with(),
+            working_directory=self.working_directory,
+            arguments=self.arguments,
+            state=self.state,
+            cells=list(self.entries.values()),
+        )
         with written_whole(self.directory / FILE_NAME, "w") as file:
-            json.dump(finite(values), file, indent=1, allow_nan=False)
+            json.dump(finite(asdict(contents)), file, indent=1, allow_nan=False)
 
     @property
     def of_peers(self) -> bool:

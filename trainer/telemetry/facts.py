@@ -7,6 +7,7 @@ a strategy of someone else's is shown too. Imports neither torch nor Lightning.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,6 +76,18 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
+def number(value: float, decimals: int | None = None) -> str:
+    """``value`` without an exponent, thousands apart: with three digits, or with so many ``decimals`` and, where it is
+    below one, two digits that say something."""
+    text = f"{value:.3g}"
+    if not math.isfinite(value) or (decimals is None and "e" not in text):
+        return text
+    if abs(value) >= 999.5:
+        return f"{value:,.0f}"
+    smallest = 1 - math.floor(math.log10(abs(value))) if 0 < abs(value) < 1 else 0
+    return f"{value:.{max(decimals or 0, smallest)}f}"
+
+
 def shown(fact: str, value: Any) -> str:
     """``value`` with the unit that the name of its fact says."""
     if isinstance(value, bool):
@@ -92,12 +105,12 @@ def _measured(words: list[str], value: float) -> str:
     if "bytes" in words:
         return f"{value / MIB:.1f} MiB"
     if "milliseconds" in words:
-        return f"{value:.3g} ms"
+        return f"{number(value)} ms"
     if "seconds" in words:
-        return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+        return f"{number(value, 2)} s" if value >= 1 else f"{number(value * 1e3)} ms"
     if "share" in words:
         return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else number(value)
 
 
 def _words(fact: str) -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.atomic import finite, written_whole
-from trainer.printable import printable
-from trainer.telemetry.events import AuditDifference, AuditFacts, Event, SlowStep
+from trainer.telemetry import typed
+from trainer.telemetry.events import AuditFacts, Event, SlowStep
 
 FILE_NAME = "record.json"
 SCHEMA = 1
@@ -227,19 +226,13 @@ class RunRecord:
     def load(cls, path: Path) -> RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
+        values = typed.read(file, "a run record")
         try:
-            values = printable(json.loads(file.read_text(encoding="utf-8")))
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
-            values["events"] = [Event(**event) for event in values["events"]]
-            values["slow_steps"] = [SlowStep(**step) for step in values.get("slow_steps", [])]
-            if (audits := values.get("audits")) is not None:
-                for one in audits["worst"].values():  # null stands for what was no finite number
-                    one |= {name: math.nan for name in ("difference", "tolerance") if one[name] is None}
-                audits["worst"] = {kind: AuditDifference(**one) for kind, one in audits["worst"].items()}
-                values["audits"] = AuditFacts(**audits)
-            return cls(**values)
-        except OSError as error:
-            raise ValueError(f"{file}: {error.strerror}") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            record = typed.build(cls, values)
+            if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
+                raise TypeError("a strategy has no name")
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
+        return record

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.telemetry.events import Event, SlowStep
+from trainer.telemetry.facts import number
 from trainer.telemetry.meter import Step
 
 TIMES_MEDIAN = 10.0
@@ -114,9 +115,9 @@ def cause_of(step: Step, median: float, during: Allocations, events: Sequence[Ev
     if step.compiled:
         return "capture", None
     if step.waited_seconds >= half:
-        return "data_wait", f"{step.waited_seconds:.3g} s"
+        return "data_wait", f"{number(step.waited_seconds)} s"
     if step.collected_seconds >= half:
-        return "garbage_collection", f"{step.collected_seconds:.3g} s"
+        return "garbage_collection", f"{number(step.collected_seconds)} s"
     if step.new_shape is not None:
         return "first_of_shape", shown(step.new_shape)
     if during.retries or during.segments:
@@ -134,7 +135,9 @@ def shown(shape: Any) -> str:
 
 def sentence(slow: SlowStep) -> str:
     """One line about a slow step."""
-    line = f"step {slow.step} took {slow.seconds:.3g} s, {slow.seconds / slow.median_seconds:.0f} times the median: "
+    line = (
+        f"step {slow.step} took {number(slow.seconds)} s, {slow.seconds / slow.median_seconds:.0f} times the median: "
+    )
     return line + CAUSES[slow.cause] + (f" ({slow.detail})" if slow.detail else "")
 
 

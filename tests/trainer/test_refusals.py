@@ -1,0 +1,116 @@
+"""What a machine does not have, and what cannot fit into it, is one line and exit code 2 before any work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks import room
+from tasks.captioning import Captioning
+from tasks.data.shapes import Shapes
+from tasks.micro import Micro
+from trainer.compose import compose
+from trainer.run import run
+from trainer.settings import Config, TrainerConfig
+
+TINY = ["task=micro", "task.batch_size=4", "task.width=16", "trainer.max_steps=1", "trainer.val_every_n_steps=0"]
+
+
+def refused(config: Config, folder: Path, command: list[str] | None = None) -> str:
+    with pytest.raises(ValueError, match=r"task|trainer") as caught:
+        run(config, run_dir=folder, command=command or [])
+    (line,) = str(caught.value).splitlines()
+    assert not (folder / "error.log").exists()
+    return line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("accelerator", "gpu", "trainer.accelerator=gpu: No supported gpu backend found!"),
+        ("accelerator", "cdua", "near: cuda"),
+        ("accelerator", "cuda", "trainer.accelerator=cuda: "),
+        ("devices", "cpu", "trainer.devices=cpu: "),
+        ("devices", "0,1", "trainer.devices=0,1: "),
+        ("strategy", "dpp", "near: ddp"),
+        ("strategy", "fsdp", "trainer.strategy=fsdp: "),
+        ("precision", "transformer-engine", "trainer.precision=transformer-engine: "),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "inference"])
+def test_what_the_machine_does_not_have_is_refused_by_its_option(
+    option: str, value: str, said: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_data(*_: object, **__: object) -> None:
+        raise AssertionError("the options come before the data")
+
+    monkeypatch.setattr(Micro, "build_data", build_data)
+    line = refused(compose([*TINY, f"run={mode}", f"trainer.{option}='{value}'"]), tmp_path)
+    assert line.startswith(f"trainer.{option}={value}: ")
+    assert said in line
+
+
+@pytest.mark.parametrize("initialise", ["auto", "host"])
+def test_a_network_that_cannot_fit_is_refused_by_its_options(initialise: str, tmp_path: Path) -> None:
+    given = ["task.width=10000000", f"task.initialise={initialise}"]
+    line = refused(compose([*TINY, *given]), tmp_path, [*TINY, *given])
+    assert line.startswith("task=micro task.batch_size=4 task.width=10000000 task.initialise=")
+    size = {"auto": "100,000,110,000,010 parameters: needs at least 372,529.44 GiB", "host": "400000000000000 bytes"}
+    assert size[initialise] in line
+
+
+@pytest.mark.parametrize("model", ["simple_linear", "ragged"])
+def test_generated_examples_that_cannot_fit_are_refused(model: str, tmp_path: Path) -> None:
+    line = refused(compose([*TINY, f"task.model={model}", "task.batch_size=100000000000"]), tmp_path)
+    assert line.startswith("task.batch_size=100000000000, task.train_examples=1600000000000")
+    assert "GiB of memory, this machine has" in line
+
+
+def test_loader_processes_that_cannot_be_started_are_refused(tmp_path: Path) -> None:
+    config = Config(task=Captioning(data=Shapes(num_workers=100_000_000)), trainer=TrainerConfig(progress="none"))
+    assert refused(config, tmp_path).startswith("task.data.num_workers=100000000: ")
+
+
+def test_images_of_a_batch_are_counted_and_sequences_as_one_position(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = Captioning(data=Shapes(train_images=64, val_images=2, batch_size=64, num_workers=0)).build_data(seed=0)
+    image = 3 * Captioning().size.image_size ** 2
+    monkeypatch.setattr(room, "total_bytes", lambda: 64 * (image + 8) - 1)
+    with pytest.raises(ValueError, match=r"^task\.data\.batch_size=64: needs at least 0\.00.* GiB"):
+        data.setup("fit")
+    monkeypatch.setattr(room, "total_bytes", lambda: 64 * (image + 8))
+    monkeypatch.setattr(room, "free_bytes", lambda: 64 * (image + 8) - 1)
+    data.setup("fit")
+    assert capsys.readouterr().err.startswith("warning: task.data.batch_size=64: needs at least")
+
+
+def test_what_may_fit_is_warned_of_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda: 1000)
+    record = run(compose([*TINY, "trainer.progress=none"]), run_dir=tmp_path, command=TINY)
+    assert record.status == "finished"
+    assert "task.width=16: 442 parameters: needs at least" in capsys.readouterr().err
+
+
+def test_a_container_and_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 2048 kB\nSwapTotal: 1024 kB\n")
+    monkeypatch.setattr(room, "PROC", tmp_path)
+    monkeypatch.setattr(room, "CGROUPS", tmp_path)
+    assert (room.free_bytes(), room.total_bytes()) == (2 << 20, 5 << 20)
+    (tmp_path / "memory.max").write_text(f"{3 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{2 << 20}\n")
+    assert (room.free_bytes(), room.total_bytes()) == (1 << 20, 4 << 20), "memory of the container and swap"
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\n")
+    assert room.free_bytes() == 2 << 20, "what files are read into is given back"
+    (tmp_path / "pids.max").write_text("30\n")
+    with pytest.raises(ValueError, match="allows 30 processes"):
+        room.require_workers("task.data.num_workers=31", 31)
+    (tmp_path / "meminfo").unlink()
+    (tmp_path / "memory.max").unlink()
+    room.require_memory("anything", sys.maxsize)
