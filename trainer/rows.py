@@ -100,6 +100,7 @@ def _measured(record: RunRecord) -> dict[str, str]:
         f"process {_number(record.peak_process_memory_gib, '{:.2f} GiB')}",
         "energy": _number(record.joules_per_sample, "{:.3f} J/sample"),
         "energy by phase": ", ".join(f"{name} {joules:,.0f} J" for name, joules in record.joules_by_phase.items()),
+        "machine": _machine(record),
         "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
     }
 
@@ -124,6 +125,11 @@ def _waiting(record: RunRecord) -> str:
         return f"{share:.1%} of the time"
     who = "the GPU" if record.device_type == "cuda" else "the loop"
     return f"{who} waits for data {share:.0%} of the time: more task.data.num_workers?"
+
+
+def _machine(record: RunRecord) -> str:
+    busy = None if record.machine is None else record.machine.busy
+    return "" if busy is None else f"busy while it was measured: {busy}; measure again on a quiet one"
 
 
 def _slow_steps(record: RunRecord) -> str:

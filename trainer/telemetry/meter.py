@@ -1,7 +1,8 @@
 """The meter: sorts optimizer steps into warm-up and steady state, and turns the steady ones into rates.
 
-A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled or captured during it. Both
-kinds are kept: the steady ones make the throughput, the others make ``warmup_seconds``.
+A step is steady when it comes after the first ``warmup_steps``, nothing was compiled or captured during it, and its
+batches have shapes that were there before: libraries plan, and allocators ask for memory, once for each (cuDNN's
+attention takes 0.4 s). Both kinds are kept: the steady ones make the throughput, the others ``warmup_seconds``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Step:
     """The pause that it is the first step after, ``validating`` for instance."""
     new_shape: Any = None
     """Shapes of the first of its batches whose like had not been seen; None when all had."""
+    unsettled: bool = False
+    """Whether such a shape is no steady state, because others come again."""
     collected_seconds: float = 0.0
     """Host time in Python's garbage collector."""
     batches: int = 0
@@ -52,6 +55,11 @@ class Step:
     """Lost to waiting for them, set with ``seconds``."""
     losses: list[Any] = field(default_factory=list)
     """Device scalars of its micro-batches, each already divided by their number."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether it did what later steps need not do again."""
+        return self.compiled or self.unsettled
 
     def add(self, samples: int, tokens: int | None, useful_tokens: int | None, flops: int | None) -> None:
         """Count one more micro-batch; call it for all of them, in order, or for none."""
@@ -115,6 +123,7 @@ class Meter:
         self.first_step_seconds: float | None = None
         self.warmup_seconds = 0.0
         self.warmup_step_count = 0
+        self.new_shape_steps = 0
         self.steady = Totals()
         self._steady_seconds = array("d")
 
@@ -130,7 +139,8 @@ class Meter:
             self.first_step_seconds = step.seconds
         if step.profiled:
             return False
-        if step.compiled or self._timed <= self.warmup_steps:
+        if step.disturbed or self._timed <= self.warmup_steps:
+            self.new_shape_steps += self._timed > self.warmup_steps and not step.compiled
             self.warmup_seconds += step.seconds
             self.warmup_step_count += 1
             return False
@@ -145,6 +155,7 @@ class Meter:
             "first_step_seconds": self.first_step_seconds,
             "warmup_seconds": self.warmup_seconds if self.warmup_step_count else None,
             "warmup_steps": self.warmup_step_count,
+            "new_shape_steps": self.new_shape_steps,
             "steady_steps": len(seconds),
             "steady_step_seconds_mean": statistics.fmean(seconds) if seconds else None,
             "steady_step_seconds_median": statistics.median(seconds) if seconds else None,
