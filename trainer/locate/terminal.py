@@ -16,6 +16,7 @@ from trainer.locate.trial import Outcome
 VERBS = {
     "fails": "fails to compile",
     "breaks": "breaks the graph",
+    "recompiles": "compiles again at every step",
     "differs": "computes something else than eager",
     "slower": "is slower than eager",
 }
@@ -24,6 +25,7 @@ MOST_PARTS = 5
 RIGHT = {
     "fails": "compiles",
     "breaks": "breaks no graph",
+    "recompiles": "compiles nothing again",
     "differs": "equals eager within its tolerance",
     "slower": "is no slower than eager",
 }

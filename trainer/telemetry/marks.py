@@ -59,9 +59,9 @@ class SeenShapes:
 
     @property
     def settle(self) -> bool:
-        """Whether shapes come again, so that one that is new costs once what a steady step does not; false where most
-        batches have a shape of their own."""
-        return len(self._seen) <= FEW_SHAPES + MOST_NEW * self._again
+        """Whether shapes come again, so that one that is new costs once what a steady step does not; false for
+        the very first, which the warm-up leaves out, and where most batches have a shape of their own."""
+        return 1 < len(self._seen) <= FEW_SHAPES + MOST_NEW * self._again
 
 
 def shape_of(batch: Any) -> tuple[Any, ...]:
