@@ -1,7 +1,7 @@
 """Find the submodule, shape or option that a compile goes wrong with: ``python -m scripts.bisect compile=whole``.
 
 Takes the trainer's overrides and tries what they compile piece by piece, each try in a process that may crash or hang:
-the smallest submodule that fails, breaks the graph, differs from eager or is slower, and how to compile the rest.
+the smallest submodule that fails, breaks the graph, compiles again and again, differs from eager or is slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.locate.report import Report
     from trainer.settings import Config
 
-SYMPTOMS = ("fails", "breaks", "differs", "slower")
+SYMPTOMS = ("fails", "breaks", "recompiles", "differs", "slower")
 EXAMPLES = """\
 examples:
   python -m scripts.bisect                                      # the default task, as compile=whole would run it

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 from trainer.atomic import finite
+from trainer.doctor.busy import busy
 from trainer.doctor.compiling import compiling
 from trainer.doctor.cpp import cpp
 from trainer.doctor.devices import ask_torch, devices
@@ -69,7 +70,7 @@ def diagnosis(*, compiles: bool, seconds: float) -> Iterator[Finding]:
     facts = ask_torch()
     yield from devices(facts)
     on_cpu = not facts.devices
-    for finding in (*cpp(needed=on_cpu), *places(), *limits(), *variables()):
+    for finding in (*cpp(needed=on_cpu), *places(), *limits(), *busy(), *variables()):
         spoilt |= finding.status == ERROR
         yield finding
     if not compiles:

@@ -74,6 +74,13 @@ def fitted(lengths: ArrayLike, *, method: str, count: int, multiple: int, limit:
     return (int(values[0]),) if (values == values[0]).all() else edges
 
 
+def clear_of_64(edges: Sequence[int], *, multiple: int, limit: int | None = None) -> tuple[int, ...]:
+    """``edges`` with the next multiple, or the limit, in the place of each that is 64 modulo 128; one that is the limit
+    itself stays."""
+    moved = {edge if edge % 128 != 64 else min(edge + multiple, limit or edge + multiple) for edge in edges}
+    return tuple(sorted(moved))
+
+
 METHODS = {"optimal": optimal, "powers_of_two": powers_of_two, "quantiles": quantiles}
 
 

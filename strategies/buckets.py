@@ -11,7 +11,7 @@ one edge. Attention has to mask what is padded, and the loss to ignore it: that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -87,11 +87,12 @@ class Buckets(Strategy):
                 "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
                 "and dimension that holds positions; compile.buckets.required=false leaves buckets out instead"
             )
+        choose = partial(_given, edges=tuple(self.edges)) if self.edges is not None else self._fitted
         program.padding = Padding(
             name=self.name,
             ragged=program.ragged,
             multiple=self.multiple,
-            choose_edges=partial(_given, edges=tuple(self.edges)) if self.edges is not None else self._fitted,
+            choose_edges=partial(self._clear, choose=choose, program=program) if _cudnn_fails(program) else choose,
             limit=self.limit,
             tokens_per_batch=self.tokens_per_batch,
             warm=self.warm,
@@ -114,10 +115,40 @@ class Buckets(Strategy):
                     "its own"
                 )
 
+    def _clear(
+        self, lengths: Sequence[int], *, choose: Callable[[Sequence[int]], tuple[int, ...]], program: Program
+    ) -> tuple[int, ...]:
+        """Edges at which cuDNN's attention is right; those that were given stay, with a note."""
+        from strategies import bucket_edges
+
+        edges = choose(lengths)
+        clear = bucket_edges.clear_of_64(edges, multiple=self.multiple, limit=self.limit)
+        kept = edges if self.edges is not None else clear
+        if moved := sorted(set(edges) - set(kept)):
+            program.report.setdefault(self.name, {})["moved_edges"] = moved
+        if left := [edge for edge in kept if edge % 128 == 64]:
+            program.notes.append(
+                f"buckets: at {', '.join(map(str, left))} positions the backward of cuDNN's attention can give NaN "
+                "with this torch (pytorch issue 196678); torch.backends.cuda.enable_cudnn_sdp(False) does without it"
+            )
+        return kept
+
     def _fitted(self, lengths: Sequence[int]) -> tuple[int, ...]:
         from strategies.bucket_edges import fitted
 
         return fitted(lengths, method=self.method, count=self.count, multiple=self.multiple, limit=self.limit)
+
+
+def _cudnn_fails(program: Program) -> bool:
+    """Whether attention may run in cuDNN's kernels here, in a version that fails at some lengths."""
+    import torch
+
+    from strategies.toolchain import cudnn_attention_fails
+
+    device = program.device
+    if device is None or device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return cudnn_attention_fails(torch.__version__, torch.cuda.get_device_capability(device))
 
 
 def _given(_: Sequence[int], *, edges: tuple[int, ...]) -> tuple[int, ...]:

@@ -58,6 +58,13 @@ def triton_lacks(installed: bool, device: str, capability: tuple[int, int]) -> s
     return None
 
 
+def cudnn_attention_fails(torch_version: str, capability: tuple[int, int]) -> bool:
+    """Whether the backward of cuDNN's attention gives NaN at lengths of 64 modulo 128 where all logits of a query are
+    far below zero: torch 2.11 to 2.13 on Hopper, https://github.com/pytorch/pytorch/issues/196678."""
+    release = tuple(int(part) for part in re.findall(r"\d+", torch_version)[:2])
+    return (2, 11) <= release <= (2, 13) and capability[0] == 9
+
+
 def cache_directories() -> dict[str, Path]:
     """The compiler's cache directories by the environment variable that names each one."""
     default = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"

@@ -190,3 +190,26 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         doctor.main(["--compile-seconds", "-1"])
     assert stopped.value.code == 2
     assert "argument --compile-seconds: -1 must be above 0" in capsys.readouterr().err
+
+
+def test_the_backend_of_attention_is_named_and_a_hidden_or_wrong_cudnn_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(version: str, **changes: object) -> Finding:
+        backends = {"with a mask": "cudnn_attention", "causal": "flash_attention"}
+        seen = {"backends": backends, "cudnn": 91900, "cudnn_files": ["/venv/lib/libcudnn.so.9"], "cudnn_failed": None}
+        stages = {
+            "torch": {**IMPORTED, "version": version},
+            "cuda": {"available": True},
+            "attention": {**seen, **changes},
+        }
+        return named(list(devices(TorchFacts(stages=stages, devices=[GPU]))), "attention")
+
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib:/elsewhere")
+    said = "with a mask: cudnn_attention, causal: flash_attention; cuDNN 9.19.0"
+    assert (told("2.15.0").status, told("2.15.0").said) == (OK, said)
+    wrong = told("2.11.0+cu130")
+    assert (wrong.status, "NaN at lengths of 64 modulo 128" in wrong.said) == (WARNING, True)
+    assert told("2.11.0", backends={"with a mask": "flash_attention"}).status == OK
+    hidden = told("2.15.0", cudnn_files=["/opt/cuda/lib/libcudnn.so.9"])
+    assert hidden.status == WARNING
+    assert "from /opt/cuda/lib/libcudnn.so.9, which LD_LIBRARY_PATH puts before torch's own" in hidden.said
+    assert told("2.15.0", cudnn=None, cudnn_failed="cuDNN version incompatibility").status == WARNING

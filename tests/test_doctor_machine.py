@@ -121,6 +121,8 @@ def test_quotas_of_the_first_version_count_too(tmp_path: Path) -> None:
         ("TORCHDYNAMO_SUPPRESS_ERRORS", "0", WARNING),  # torch takes any text for yes
         ("CUDA_LAUNCH_BLOCKING", "1", WARNING),
         ("CUDA_LAUNCH_BLOCKING", "0", OK),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", WARNING),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", OK),
         ("TRITON_INTERPRET", "1", ERROR),
         ("TORCHINDUCTOR_FX_GRAPH_CACHE", "0", WARNING),
         ("TORCHINDUCTOR_FX_GRAPH_CACHE", "1", OK),

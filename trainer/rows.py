@@ -113,6 +113,7 @@ def _measured(record: RunRecord) -> dict[str, str]:
         ),
         "energy": _number(record.joules_per_sample, " J/sample", decimals=3),
         "energy by phase": ", ".join(f"{name} {joules:,.0f} J" for name, joules in record.joules_by_phase.items()),
+        "machine": _machine(record),
         "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
     }
 
@@ -139,6 +140,11 @@ def _waiting(record: RunRecord) -> str:
     data = record.config.get("task", {}).get("data", {})
     advice = ": more task.data.num_workers?" if "num_workers" in data else ""
     return f"{who} waits for data {share:.0%} of the time{advice}"
+
+
+def _machine(record: RunRecord) -> str:
+    busy = None if record.machine is None else record.machine.busy
+    return "" if busy is None else f"busy while it was measured: {busy}; measure again on a quiet one"
 
 
 def _slow_steps(record: RunRecord) -> str:

@@ -14,6 +14,7 @@ from trainer.evidence.drifts import Drift, Tolerances, drift, measured
 from trainer.evidence.machines import fingerprint, fingerprint_of
 from trainer.evidence.runs import Run
 from trainer.evidence.statistics import Ratio
+from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import RunRecord
 
 HOST = "AMD EPYC 9654"
@@ -48,6 +49,21 @@ def test_a_ratio_moved_when_it_did_by_more_than_tolerance_and_both_noises(now: S
     found = judged(row(), row(ratio=now))
     assert found.verdict == verdict
     assert found.worse == (verdict == "WORSE")
+
+
+def test_times_of_a_busy_machine_are_not_judged(tmp_path: Path) -> None:
+    machine = MachineFacts(seconds=9.0, processors=2, load_average=10.0, other_processors=1.5, waited_share=0.6)
+    others: dict[str, Any] = {"warmup_seconds": 9.0, "start": "cold"}
+    runs = [record("eager"), record("whole", step_seconds=0.09, machine=machine, **others)]
+    (now,) = measured(as_runs(runs))
+    assert now.busy is not None
+    before = row(arm=now.arm, warmup_seconds=Span(1.0), counts={"graphs": 8})
+    found = judged(before, now)
+    assert (found.verdict, found.unknown) == ("not judged", [f"times: {now.busy}"])
+    save({"here": [now]}, tmp_path / "baseline.json")
+    assert load(tmp_path / "baseline.json")["here"][0].busy == now.busy, "nor is what comes later, against these"
+    now.counts["graphs"] = 9
+    assert judged(before, now).verdict == "WORSE", "counts are the same whatever else runs"
 
 
 def test_the_tolerance_is_the_users(tmp_path: Path) -> None:

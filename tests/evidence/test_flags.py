@@ -43,6 +43,7 @@ def test_a_sound_run_has_none() -> None:
     ("changes", "said"),
     [
         ({"steady_steps": 19}, "thin: 19 steady steps"),
+        ({"new_shape_steps": 60, "steady_steps": 100}, "thin: 38% of its steps met a new shape and are left out"),
         ({"resumed_from": "/runs/last.ckpt"}, "resumed from /runs/last.ckpt"),
         ({"start": None, "cache": None}, "cache state unknown: its warm-up is counted as a cold start's"),
         ({"setup_seconds": 9.2}, "setup took 9.2 s, the baseline's 3.2 s; total times take the same for all arms"),

@@ -30,6 +30,16 @@ def by_place(shares: list[Share]) -> dict[tuple[str, str], tuple[float, bool]]:
     return {(share.phase, share.what): (round(share.seconds * 1e6), share.compiled) for share in shares}
 
 
+def test_the_parts_add_up_to_the_step_however_much_steps_differ() -> None:
+    parts = [(800, 100), (100, 800), (700, 700)]  # of which the medians are 700, 700 and, of the whole, 900
+    steps = [Event(STEP, sum(each), [Event(FORWARD, each[0]), Event(BACKWARD, each[1])]) for each in parts]
+    measured = coverage(steps)
+    assert measured is not None
+    assert measured.step_seconds == pytest.approx(3200 / 3 / 1e6)
+    assert sum(share.seconds for share in measured.shares) == pytest.approx(measured.step_seconds)
+    assert sum(share.share for share in measured.shares) == pytest.approx(1)
+
+
 def test_a_step_is_split_into_compiled_and_eager_by_hand() -> None:
     region = Event(
         "Torch-Compiled Region: 0/0",

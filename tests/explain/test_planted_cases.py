@@ -143,6 +143,17 @@ def test_what_torch_traces_by_now_is_no_alarm(looked: Look, kind: type[nn.Module
     assert (graphs.region, graphs.paths, graphs.forward) == (kind.__name__, ["planted"], 1)
 
 
+def test_an_error_that_eager_does_not_raise_is_a_failure_of_the_compiled_code(looked: Look) -> None:
+    explanation = looked(planted.Percentile())
+    if explanation.failures:  # up to torch 2.15
+        (failure,) = explanation.failures
+        assert failure.startswith("TypeError: ")
+        assert f"{FILE}:{line_of(planted.Percentile)} in " in failure
+        assert "eager raises nothing on this batch" in failure
+    with pytest.raises(TypeError, match="mine"):
+        looked(planted.RaisesInEager())
+
+
 def test_a_numpy_function_without_a_counterpart_is_a_break(looked: Look) -> None:
     explanation = looked(planted.NumPyObject())
     assert (FILE, line_of(planted.NumPyObject)) in [at(each.where) for each in explanation.breaks]

@@ -56,7 +56,7 @@ def searched() -> Searched:
         report = Report(task="planted", strategies="whole", command=[])
 
         def use(bench: Bench) -> None:
-            Investigation(Forgetful(bench), report).run(symptoms or SYMPTOMS[:3])
+            Investigation(Forgetful(bench), report).run(symptoms or SYMPTOMS[:4])
             if then is not None:
                 then(bench, report)
 

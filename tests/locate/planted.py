@@ -64,6 +64,18 @@ class Hooked(Plain):
         self.register_forward_hook(lambda module, inputs, output: output)
 
 
+class Counting(Plain):
+    """Holds a number that every call changes, which the compiler takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) + torch.ones(self.calls % 50 + 1).mean()  # planted
+
+
 class Middle(nn.Module):
     """A module deep inside, between two that are fine."""
 

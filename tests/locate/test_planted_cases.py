@@ -6,7 +6,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from strategies import Modular, Optimizer, Regional, Whole
 from tests.locate.conftest import Searched
-from tests.locate.planted import Breaking, BreaksBetween, Cosine, Middle, Net, Plain, Sine
+from tests.locate.planted import Breaking, BreaksBetween, Cosine, Counting, Middle, Net, Plain, Sine
 from trainer.locate.investigate import Investigation
 from trainer.locate.opening import with_module
 from trainer.locate.report import Report
@@ -65,6 +65,17 @@ def test_a_break_deep_in_the_tree(searched: Searched) -> None:
     assert report.culprits[0].code == "torch._dynamo.graph_break()  # planted"
     assert "net.blocks.0" in report.rest
     assert report.rest_is_clean
+
+
+def test_a_block_that_compiles_again_at_every_step(searched: Searched) -> None:
+    for fullgraph in (False, True):
+        strategies = [Whole(backend="eager", fullgraph=fullgraph)]
+        report = searched(Net(Plain(), Middle(Counting())), strategies=strategies)
+        assert report.symptom == "recompiles"
+        assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner"]
+        assert "self.calls" in (report.culprits[0].reason or "")
+        assert report.rest_is_clean
+        assert report.exit_code == 1
 
 
 def test_copies_of_a_culprit_are_tried_together(searched: Searched) -> None:

@@ -9,9 +9,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.locate.conftest import Searched
-from tests.locate.planted import Breaking, Hooked, Middle, Net, Plain, Sine
+from tests.locate.planted import Breaking, Counting, Hooked, Middle, Net, Plain, Sine
 from trainer.locate.bench import Bench
 from trainer.locate.report import Report
 from trainer.locate.reproducer import write
@@ -49,6 +50,16 @@ def test_a_wrong_result(searched: Searched, tmp_path: Path, capsys: pytest.Captu
 def test_a_failure_in_the_backward(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(written(searched, tmp_path, "planted_backward", "fails")) == 1
     assert "no kernel for a cosine" in capsys.readouterr().out
+
+
+def test_what_compiles_again(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def reproduce(bench: Bench, report: Report) -> None:
+        write(bench.capture("net.blocks.0", 0, {}), tmp_path, symptom="recompiles", reason=None)
+
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        searched(Net(Counting()), "eager", "recompiles", then=reproduce)
+        assert run_here(tmp_path / "reproduce.py") == 1
+    assert "self.calls" in capsys.readouterr().out
 
 
 def test_a_break(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

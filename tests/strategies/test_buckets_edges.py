@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from strategies import Buckets, Program, Ragged, buckets
 from strategies.bucket_edges import (
     METHODS,
+    clear_of_64,
     optimal,
     padded_share,
     padded_share_by_edge,
@@ -16,6 +21,7 @@ from strategies.bucket_edges import (
     quantiles,
     share_of_random_batches,
 )
+from strategies.toolchain import cudnn_attention_fails
 
 
 def lognormal(examples: int = 100_000) -> np.ndarray:
@@ -93,3 +99,52 @@ def test_a_length_beyond_the_last_edge_has_no_share() -> None:
 def test_ten_million_lengths_of_four_thousand_kinds_take_seconds() -> None:
     lengths = np.random.default_rng(0).integers(1, 4097, 10_000_000)
     assert optimal(lengths, count=4, multiple=1) == pytest.approx((1024, 2048, 3072, 4096), abs=10)
+
+
+@pytest.mark.parametrize(
+    ("edges", "multiple", "limit", "clear"),
+    [
+        ((32, 64, 128, 192, 256), 16, None, (32, 80, 128, 208, 256)),
+        ((48, 64, 80), 16, None, (48, 80)),
+        ((64,), 64, None, (128,)),
+        ((64, 320), 64, 320, (128, 320)),  # the model takes no more
+        ((64,), 16, 70, (70,)),
+        ((128, 256), 128, None, (128, 256)),
+    ],
+)
+def test_edges_keep_clear_of_64_modulo_128(
+    edges: tuple[int, ...], multiple: int, limit: int | None, clear: tuple[int, ...]
+) -> None:
+    assert clear_of_64(edges, multiple=multiple, limit=limit) == clear
+
+
+def test_only_where_cudnns_attention_is_wrong_edges_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [
+        cudnn_attention_fails(torch_version, capability)
+        for torch_version, capability in (
+            ("2.10.1", (9, 0)),
+            ("2.11.0+cu130", (9, 0)),
+            ("2.13.1", (9, 0)),
+            ("2.14.0a0+git", (9, 0)),
+            ("2.12.0", (8, 0)),
+        )
+    ] == [False, True, True, False, False]
+
+    def padding(**options: Any) -> tuple[Program, tuple[int, ...]]:
+        program = Program(
+            module=nn.Linear(1, 1), strategies=(), ragged=(Ragged("tokens", 1),), device=torch.device("cpu")
+        )
+        Buckets(**options).apply(program)
+        assert program.padding is not None
+        assert program.padding.choose_edges is not None
+        return program, program.padding.choose_edges([60] * 9 + [100] * 9 + [190] * 9)
+
+    assert padding()[1] == (64, 112, 192)
+    monkeypatch.setattr(buckets, "_cudnn_fails", lambda program: True)
+    program, edges = padding()
+    assert edges == (80, 112, 208)
+    assert program.report["buckets"]["moved_edges"] == [64, 192]
+    assert program.notes == []
+    program, edges = padding(edges=[64, 192])
+    assert edges == (64, 192), "what was asked for"
+    assert "at 64, 192 positions the backward of cuDNN's attention can give NaN" in program.notes[0]

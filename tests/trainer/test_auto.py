@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import lightning as L
 import pytest
 import torch
 
-from strategies import STRATEGIES, CudaGraph, Regional, Whole
+from strategies import STRATEGIES, CudaGraph, Program, Regional, Whole
+from strategies.artifact_fingerprint import fingerprint_of
 from strategies.auto import Auto
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
 from trainer.auto import candidates, chooser, estimates, trial
 from trainer.auto.probe import Work
+from trainer.auto.program_key import program_facts
 from trainer.callback import Compile
 
 MANY = "compile.auto.planned_steps=1000000000"
@@ -142,6 +145,50 @@ def test_a_second_run_decides_at_once(tmp_path: Path, clock: Callable[..., None]
     assert second.regions_compiled == second.regions
     other = train(tmp_path / "3", MANY, *remembering, "task.data.batch_size=3", strategy="auto")
     assert other.report["auto"]["remembered"] is None, "another batch is another program"
+    longer = train(
+        tmp_path / "4", MANY, *remembering, "task.learning_rate=0.002", "trainer.max_steps=3", strategy="auto"
+    )
+    assert longer.report["auto"]["remembered"], "another length or rate is the same program"
+
+
+class Configured(Blocks):
+    """A module of somebody else: what a step's time depends on is a plain attribute here and there."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.activation = changes.get("activation", torch.nn.functional.gelu)
+        self.layers[0].heads = changes.get("heads", 4)
+        self.layers[1].drop = torch.nn.Dropout(changes.get("dropout", 0.1))
+        self.config = types.SimpleNamespace(
+            inner={"window": changes.get("window", 16)}, max_steps=changes.get("steps", 9)
+        )
+        self.adam = {"fused": False, "lr": changes.get("lr", 0.1), **changes.get("adam", {})}
+        self.kind = changes.get("kind", torch.optim.AdamW)
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), **self.adam)
+
+
+def test_everything_that_a_step_depends_on_is_part_of_what_is_remembered() -> None:
+    def key(**changes: Any) -> str:
+        module = Configured(**changes)
+        program = Program(module=module, strategies=())
+        program.optimizers = (module.configure_optimizers(),)
+        return fingerprint_of(program_facts(program))
+
+    same = key()
+    assert key() == same, "no address and nothing drawn is in it"
+    assert key(steps=99, lr=0.3) == same
+    changes: list[dict[str, Any]] = [
+        {"activation": torch.nn.functional.relu},
+        {"heads": 8},
+        {"dropout": 0.0},
+        {"window": 32},
+        {"kind": torch.optim.Adam},
+        {"adam": {"foreach": True}},
+        {"adam": {"amsgrad": True}},
+    ]
+    assert len({key(**each) for each in changes} | {same}) == len(changes) + 1
 
 
 def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:

@@ -91,6 +91,18 @@ def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:
     assert shape_of(None) == ()
 
 
+def test_shapes_settle_unless_most_batches_have_one_of_their_own() -> None:
+    again, own = SeenShapes(), SeenShapes()
+    settled = []
+    for number in range(100):
+        again.new(torch.zeros(1 + number % 40))
+        own.new(torch.zeros(1 + number))
+        settled.append((again.settle, own.settle))
+    assert settled[:16] == [(False, False)] + [(True, True)] * 15
+    assert settled[16:40] == [(False, False)] * 24, "so far they are alike"
+    assert settled[46:] == [(True, False)] * 54
+
+
 def vars_of(x: Tensor, y: Tensor) -> Any:
     def init(self: Any) -> None:
         self.x, self.y = x, y

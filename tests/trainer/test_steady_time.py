@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tasks.models.captioner_module import Captioner
 from tests.trainer.clock import CLOCK, Clock
@@ -38,6 +39,34 @@ def test_validation_and_checkpoints_are_not_in_any_step(
     # Two validations and a checkpoint in the middle of training, two at its end.
     assert record.pause_seconds == pytest.approx(5 * SECONDS)
     assert record.first_step_seconds == record.steady_step_seconds_p95 == 0
+
+
+class PlansForEachLength(Blocks):
+    """As cuDNN's attention does: once for each length, three times as long as the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: set[int] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CLOCK.sleep(0.1 if len(batch[0]) in self.planned else 0.4)
+        self.planned.add(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_eager_is_not_measured_by_the_lengths_that_it_meets_for_the_first_time(tmp_path: Path, clock: Clock) -> None:
+    lengths = [3, 5, 3, 4, 6, 3, 4, 9, 5, 7, 3, 4, 8, 6, 9, 2, 9]
+    loader = [(torch.randn(length, 8), torch.randn(length, 1)) for length in lengths]
+    compile_ = Compile(warmup_steps=2)
+    trainer = L.Trainer(
+        accelerator="cpu", callbacks=[compile_], default_root_dir=tmp_path, logger=False, max_epochs=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=3,
+    )  # fmt: skip
+    trainer.fit(PlansForEachLength(), DataLoader(loader, batch_size=None))
+    record = compile_.record
+    assert (record.steady_steps, record.new_shape_steps, record.warmup_steps) == (9, 6, 8)
+    assert (record.steady_step_seconds_mean, record.steady_step_seconds_p95) == pytest.approx((0.1, 0.1))
+    assert record.warmup_seconds == pytest.approx(8 * 0.4)
 
 
 class SavesInsideASlowStep(L.Callback):

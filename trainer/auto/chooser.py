@@ -16,6 +16,7 @@ from trainer.auto.candidates import Candidate, prepare
 from trainer.auto.decision import best, next_trial
 from trainer.auto.estimates import IMPORT_SECONDS, Estimates
 from trainer.auto.measured import EAGER, Module, Row
+from trainer.auto.program_key import program_facts
 from trainer.auto.remembered import Remembered, directory
 from trainer.auto.trial import Trials
 from trainer.auto.words import say
@@ -98,6 +99,7 @@ class Chooser:
             return None
         facts = {
             **facts_of(self._program, leave_out=self._auto.name),
+            **program_facts(self._program),
             "batch": shapes_of(batch),
             "processes": self._trainer.world_size,
             "micro_batches": self._trainer.accumulate_grad_batches,

@@ -12,7 +12,7 @@ from tasks.data.cache_files import cache_folder
 from trainer.atomic import finite, written_whole
 from trainer.auto.estimates import Estimates
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the meaning of what is kept changes; files of another format count as none."""
 _MEASURED = (
     "step_seconds",

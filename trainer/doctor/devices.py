@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strategies.toolchain import triton_lacks
+from strategies.toolchain import cudnn_attention_fails, triton_lacks
 from trainer.doctor.finding import Finding, error, ok, warning
 from trainer.doctor.processes import call
 
@@ -116,9 +116,35 @@ def _with_cuda(facts: TorchFacts) -> Iterator[Finding]:
             yield warning(name, said, "another process has the memory: nvidia-smi, or choose with CUDA_VISIBLE_DEVICES")
         else:
             yield ok(name, said + ("" if device["bf16"] else ", no bf16: precision=auto uses 32 bits"))
+    if (told := facts.stages.get("attention")) is not None:
+        yield attention(told, facts)
     if triton is not None:
         yield ok("triton", triton)
         yield ptxas()
+
+
+def attention(told: dict[str, Any], facts: TorchFacts) -> Finding:
+    """The backends that attention runs in, and whether cuDNN is the one that torch brought and is right."""
+    said = ", ".join(f"{name}: {backend}" for name, backend in told["backends"].items()) or "torch does not say which"
+    version = told["cudnn"]
+    if version:
+        said += f"; cuDNN {version // 10000}.{version % 10000 // 100}.{version % 100}"
+    paths = [Path(part).resolve() for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
+    hiding = [file for file in told["cudnn_files"] if Path(file).resolve().parent in paths]
+    if told["cudnn_failed"] or hiding:
+        why = told["cudnn_failed"] or f"from {hiding[0]}, which LD_LIBRARY_PATH puts before torch's own"
+        return warning("attention", f"{said}: {why}", "unset LD_LIBRARY_PATH, or take cuDNN's folder out of it")
+    failing = any(
+        cudnn_attention_fails(facts.stages["torch"]["version"], (device["capability"][0], device["capability"][1]))
+        for device in facts.devices
+    )
+    if failing and "cudnn_attention" in told["backends"].values():
+        return warning(
+            "attention",
+            f"{said}: its backward can give NaN at lengths of 64 modulo 128 (pytorch issue 196678)",
+            "pad to other lengths, as buckets do; torch.backends.cuda.enable_cudnn_sdp(False); or torch 2.14",
+        )
+    return ok("attention", said)
 
 
 def ptxas() -> Finding:

@@ -5,8 +5,10 @@ A driver may hang or crash whoever asks it; how far this came says where. Run by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 
@@ -45,6 +47,29 @@ def main() -> None:
             total_gib=total / 2**30,
             bf16=torch.cuda.is_bf16_supported(),
         )
+    say("attention", **attention(torch))
+
+
+def attention(torch: Any) -> dict[str, Any]:
+    """The backend that ``scaled_dot_product_attention`` takes in bf16, and where cuDNN was loaded from."""
+    facts: dict[str, Any] = {"backends": {}, "cudnn": None, "cudnn_files": [], "cudnn_failed": None}
+    try:
+        facts["cudnn"] = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another version than torch was built with
+        facts["cudnn_failed"] = str(error).splitlines()[0]
+    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(128, 128, device="cuda", dtype=torch.bool).tril()
+    choose = getattr(torch, "_fused_sdp_choice", None)  # private: torch has no public name for it
+    for name, given in (("with a mask", {"attn_mask": mask}), ("causal", {"is_causal": True})):
+        if choose is not None:
+            facts["backends"][name] = torch.nn.attention.SDPBackend(choose(query, query, query, **given)).name.lower()
+    with contextlib.suppress(RuntimeError):  # a device without a kernel for it
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum().backward()
+    with contextlib.suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        files = {line.split()[-1] for line in mapped if "libcudnn.so" in line}
+        facts["cudnn_files"] = sorted(files)
+    return facts
 
 
 if __name__ == "__main__":

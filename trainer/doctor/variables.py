@@ -32,6 +32,10 @@ HARMLESS: dict[str, str] = {
 
 COSTLY: dict[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel: for finding errors, never for timing"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "1",
+        "kernels and communication take turns: sharded training (trainer.strategy=fsdp) hides no communication",
+    ),
     "TORCHDYNAMO_SUPPRESS_ERRORS": ("any", "what does not compile runs eager without a word; any value switches it on"),
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": ("1", "every run compiles everything anew"),
     "TORCH_COMPILE_FORCE_DISABLE_CACHES": ("1", "every run compiles everything anew"),

@@ -71,6 +71,8 @@ class BaselineRow:
     peak_device_memory_gib: Span | None = None
     counts: dict[str, int | list[int]] = field(default_factory=dict)
     """Graphs, graph breaks, recompiles, cache misses; smallest and largest where runs differ."""
+    busy: str | None = None
+    """Why its times are not judged: what others took of the machine meanwhile."""
     failed: str | None = None
     """Why there are no figures; never in a file."""
 

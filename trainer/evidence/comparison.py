@@ -10,7 +10,7 @@ from trainer.evidence import likeness
 from trainer.evidence.arms import PEER
 from trainer.evidence.cells import Cell, group
 from trainer.evidence.crossings import Crossing, envelope
-from trainer.evidence.flags import THIN, UNLIKE
+from trainer.evidence.flags import BUSY, THIN, UNLIKE
 from trainer.evidence.rows import Row, rows_of
 from trainer.evidence.runs import Run
 from trainer.evidence.statistics import FASTER, NOT_SHOWN
@@ -112,14 +112,20 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     else:
         found.crossings = _crossings(found)
         others = [row for row in rows[1:] if row.ratio is not None]
-        found.verdict = verdict(
-            found.crossings,
-            baseline=found.baseline,
-            arms=[row.cell.arm for row in others],
-            shown=sum(row.ratio is not None and row.ratio.verdict != NOT_SHOWN for row in others),
-            horizon=max(at_steps),
-            unit=found.unit,
-        ) + _caveat(found)
+        busy = [flag for row in (rows[0], *others) for flag in row.flags if flag.startswith(BUSY)]
+        found.verdict = (
+            f"no verdict, {busy[0]}"
+            if busy and others
+            else verdict(
+                found.crossings,
+                baseline=found.baseline,
+                arms=[row.cell.arm for row in others],
+                shown=sum(row.ratio is not None and row.ratio.verdict != NOT_SHOWN for row in others),
+                horizon=max(at_steps),
+                unit=found.unit,
+            )
+            + _caveat(found)
+        )
     return found
 
 

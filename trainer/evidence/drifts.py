@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.evidence.baselines import BaselineRow, Span, identity, overrides
 from trainer.evidence.comparison import WorkloadComparison, compare
+from trainer.evidence.flags import BUSY
 from trainer.evidence.likeness import DECISIVE_VERSIONS
 from trainer.evidence.rows import Row
 from trainer.evidence.runs import Run
@@ -100,9 +101,12 @@ def drift(before: BaselineRow, now: BaselineRow | None, tolerances: Tolerances) 
     if now.failed is not None:
         found.moves.append(Move(what="run", before="finished", now=now.failed, worse=True))
         return found
-    _compare(found, "ratio", before.ratio, now.ratio, tolerances.ratio, form="{:.3f}x", less_is_worse=True)
     warm = (before.warmup_seconds, now.warmup_seconds)
-    if None not in warm and abs(warm[1].median - warm[0].median) >= FEWEST_SECONDS:  # type: ignore[union-attr]
+    if busy := now.busy or before.busy:
+        found.unknown.append(f"times: {busy}")
+    else:
+        _compare(found, "ratio", before.ratio, now.ratio, tolerances.ratio, form="{:.3f}x", less_is_worse=True)
+    if not busy and None not in warm and abs(warm[1].median - warm[0].median) >= FEWEST_SECONDS:  # type: ignore[union-attr]
         _compare(found, "warm-up", *warm, tolerances.warmup, form="{:.1f} s")
     memory = (before.peak_device_memory_gib, now.peak_device_memory_gib)
     _compare(found, "peak memory", *memory, tolerances.ratio, form="{:.2f} GiB")
@@ -169,6 +173,7 @@ def _measured(row: Row, found: WorkloadComparison, without: Collection[str]) -> 
         eager_step_seconds=None if base is None else Span.of(base.step_seconds),
         warmup_seconds=Span.of(row.cold_warmup_seconds),
         counts=_counts(row.cell.finished),
+        busy=next((flag for each in (row, found.rows[0]) for flag in each.flags if flag.startswith(BUSY)), None),
     )
     peaks = [peak for run in row.cell.finished if (peak := run.record.peak_device_memory_gib) is not None]
     if peaks:

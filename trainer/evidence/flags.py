@@ -14,6 +14,8 @@ from trainer.telemetry.record import RunRecord
 
 FEW_STEPS = 20
 """Steady steps, or timed batches, below which a run's figures are thin."""
+MANY_NEW_SHAPES = 0.2
+"""Share of a run's steps that met a new shape; what is left out then are the rare ones, often the longest."""
 LARGE_SPREAD = 0.15
 """Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
 MUCH_SETUP = (1.0, 0.25)
@@ -22,6 +24,7 @@ NOTHING_COMPILED = "nothing compiled"
 """Reason for which a comparison with eager is left out that nobody misses."""
 NOT_COMPARED = "not compared"
 """Verdict of a comparison that would have said nothing; graver than that of one that was not possible."""
+BUSY = "measured while the machine was busy"
 THIN = "thin"
 UNLIKE = "unlike"
 """First words of the flags that say so."""
@@ -32,6 +35,7 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     return [
         *_not_finished(cell),
         *_rolled_back(cell),
+        *_busy(cell),
         *_unlike(cell, baseline),
         *_parity(cell),
         *_thin(cell),
@@ -79,6 +83,12 @@ def _reasons(record: RunRecord) -> list[str]:
     return [*record.eager_parts.values(), *(event.reason for event in record.events if event.kind == "fallback")]
 
 
+def _busy(cell: Cell) -> Iterator[str]:
+    busy = [run.record for run in cell.finished if run.record.machine is not None and run.record.machine.busy]
+    if busy and busy[0].machine is not None:
+        yield f"{BUSY}: {busy[0].machine.busy}{_of(busy, cell)}"
+
+
 def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
     if baseline is None or baseline is cell or not cell.finished or not baseline.finished:
         return
@@ -102,6 +112,9 @@ def _thin(cell: Cell) -> Iterator[str]:
     if few:
         unit = "timed batches" if records[0].run == "inference" else "steady steps"
         found.append(f"{min(few)} {unit}")
+    new = max((_share_of_new_shapes(record) for record in records), default=0.0)
+    if new > MANY_NEW_SHAPES:
+        found.append(f"{new:.0%} of its steps met a new shape and are left out")
     seconds = [value for record in records if (value := step_seconds(record)) is not None]
     spread = (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else 0.0
     if spread > LARGE_SPREAD:
@@ -140,6 +153,10 @@ def _median_setup(runs: Sequence[Run]) -> float | None:
 
 def _steady_count(record: RunRecord) -> int | None:
     return record.batches if record.run == "inference" else record.steady_steps
+
+
+def _share_of_new_shapes(record: RunRecord) -> float:
+    return (record.new_shape_steps or 0) / ((record.new_shape_steps or 0) + (_steady_count(record) or 0) or 1)
 
 
 def _values(told: Sequence[dict[str, str]]) -> dict[str, list[str]]:

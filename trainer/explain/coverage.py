@@ -62,9 +62,9 @@ def coverage(events: Sequence[Any]) -> Coverage | None:
         if theirs:
             times[waited] = max(times[waited] - sum(event.cpu_time_total for event in theirs), 0.0)
         totals.append(times)
-    step_seconds = statistics.median(step.cpu_time_total for step in steps) / 1e6
+    # Means, of the step and of its parts: medians of parts do not add up to the median of the whole.
     places = {place for times in totals for place in times}
-    seconds = {place: statistics.median(times.get(place, 0.0) for times in totals) / 1e6 for place in places}
+    seconds = {place: statistics.fmean(times.get(place, 0.0) for times in totals) / 1e6 for place in places}
     whole = sum(seconds.values()) or 1.0
     on_device = any(devices.values())
     shares = [
@@ -80,7 +80,7 @@ def coverage(events: Sequence[Any]) -> Coverage | None:
     ]
     shares.sort(key=lambda share: -share.seconds)
     return Coverage(
-        step_seconds=step_seconds,
+        step_seconds=statistics.fmean(step.cpu_time_total for step in steps) / 1e6,
         compiled_share=sum(share.share for share in shares if share.compiled),
         steps=len(steps),
         shares=_without_crumbs(shares),

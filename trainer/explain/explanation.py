@@ -118,6 +118,7 @@ class Coverage:
     """How much of the step compiled code is."""
 
     step_seconds: float
+    """Mean host time of a step; that of each share is a mean too, so that they add up to it."""
     compiled_share: float
     """Share of the step's host time within compiled code, forward, backward and optimizer."""
     steps: int

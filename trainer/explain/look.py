@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from strategies.compile_errors import is_compile_error
 from strategies.compose import label
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
+from trainer.explain import source
 from trainer.explain.assemble import assembled
 from trainer.explain.backends import prepared, strict
 from trainer.explain.compiler import quiet_compiler
@@ -130,7 +132,7 @@ def _look(
 ) -> Explanation:
     failures: list[str] = []
     try:
-        with _compile_failures(failures), quiet_compiler():
+        with _compile_failures(failures, watching), quiet_compiler():
             trainer.fit(module, **data)
     finally:
         watching.close()
@@ -152,11 +154,19 @@ def _look(
 
 
 @contextlib.contextmanager
-def _compile_failures(failures: list[str]) -> Iterator[None]:
-    """A compile that fails is something to explain; anything else is an error."""
+def _compile_failures(failures: list[str], watching: Watching) -> Iterator[None]:
+    """A compile that fails is something to explain, and so is an error that eager does not raise; others are errors."""
     try:
         yield
     except Exception as error:
-        if not (is_compile_error(error) or isinstance(error, CompiledNothing)):
+        if is_compile_error(error) or isinstance(error, CompiledNothing):
+            failures.append(one_line(error))
+            return
+        if not watching.eager_passed:
             raise
-        failures.append(one_line(error))
+        frames = traceback.extract_tb(error.__traceback__)
+        where, _, _ = source.of_interest(source.line(each.filename, each.lineno or 0, each.name) for each in frames)
+        failures.append(
+            f"{one_line(error)}, at {where}; eager raises nothing on this batch: compiled, the code does not "
+            "do the same"
+        )

@@ -148,7 +148,7 @@ def _coverage(measured: Coverage) -> list[str]:
     ]
     return [
         f"<p>{measured.compiled_share:.0%} of {measured.step_seconds * 1e3:.3g} ms is compiled code "
-        f"(host time, median of {measured.steps} steps).</p>",
+        f"(host time, mean of {measured.steps} steps).</p>",
         f"<div class=bar>{''.join(pieces)}</div>",
         _table(("share", "ms", "device ms", "", "phase", "what"), rows, text={3, 4, 5}),
     ]

@@ -157,7 +157,7 @@ def _coverage(explanation: Explanation) -> Table:
         header_style="dim",
         title_justify="left",
         title=f"\n{measured.compiled_share:.0%} of the step's {measured.step_seconds * 1e3:.3g} ms (host time, "
-        f"{measured.steps} steps) is compiled code",
+        f"mean of {measured.steps} steps) is compiled code",
     )
     on_device = any(share.device_seconds is not None for share in measured.shares)
     table.add_column("share", justify="right")

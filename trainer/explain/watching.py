@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from strategies import Program
 from trainer.callback import Compile
+from trainer.eager import eager
 from trainer.explain.batches import TIMED_BATCHES, ChosenBatches
 from trainer.explain.compiler import CompilerLook
 from trainer.explain.explanation import Coverage
 from trainer.explain.profiling import StepProfile
+from trainer.passes import Passes
 from trainer.telemetry.telling import Teller
 
 SETTLING_BATCHES = 2
@@ -46,6 +49,9 @@ class Watching(L.Callback):
         self.coverage: Coverage | None = None
         self.validated = False
         """Whether a validation came up."""
+        self.eager_passed = False
+        """Whether the batch that ended the look with an error runs in eager without one."""
+        self._batch: Any = None
         self.paths: dict[str, list[str]] = {}
         """Paths of the regions by their kind."""
         self._compile, self._progress, self._before_steps = compile_, progress, before_steps
@@ -90,6 +96,7 @@ class Watching(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Profile the last steps; say which batch it is."""
+        self._batch = batch
         self.look.read()  # before the first batch, Compile has warmed all shapes where a strategy asks for it
         self.look.phase = "training"
         assert self.chosen is not None
@@ -122,6 +129,16 @@ class Watching(L.Callback):
         self.look.read()
         self.look.phase, self.validated = "training", True
         trainer.val_check_batch = float("inf")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Ask eager, on the same batch: nothing is trained for keeps."""
+        program, batch = self._compile.program, self._batch
+        if batch is None or program is None or not isinstance(exception, Exception):
+            return
+        passes = Passes(trainer, cuda_graphs=False)
+        with contextlib.suppress(Exception), passes.quiet(), eager(program):
+            passes.step(batch)
+            self.eager_passed = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """One epoch is all."""

@@ -1,4 +1,4 @@
-"""Observe: whether a compiled step fails, breaks its graph, departs from eager's or is slower, on batches at hand."""
+"""Observe: whether a step fails to compile, breaks, compiles again, departs from eager's or is slower."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import lightning as L
 import torch
 
 from strategies import Program
+from strategies.compile_errors import is_recompile_limit
 from trainer.eager import eager
 from trainer.explain import source
 from trainer.locate.trial import Outcome, Trial
@@ -26,10 +27,14 @@ from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.snapshot import Snapshot
 from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number as figure
 from trainer.timed import seconds_of
 from trainer.watchdog import MARGIN
 
+SETTLING_STEPS, AGAIN_STEPS = 3, 3
+"""Steps on every batch until nothing should compile any more (a float attribute becomes symbolic in the second), and
+steps in which nothing may."""
 PAIRS = 9
 """Steps of each that are timed in turns."""
 LEAST_PAIRS = 3
@@ -55,7 +60,13 @@ class Observer:
 
     def observe(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
         """What ``trial`` comes to; what it compiles is in place already. The state afterwards is any."""
-        looks = {"fails": self._steps, "breaks": self._breaks, "differs": self._differs, "slower": self._slower}
+        looks = {
+            "fails": self._steps,
+            "breaks": self._breaks,
+            "recompiles": self._recompiles,
+            "differs": self._differs,
+            "slower": self._slower,
+        }
         snapshot.restore()
         with self._phases():
             try:
@@ -63,7 +74,8 @@ class Observer:
             except Exception as error:
                 where, code = place(error)
                 return Outcome(
-                    shows=trial.symptom == "fails",
+                    # Under fullgraph, compiling as often as torch allows is an error.
+                    shows=trial.symptom == "fails" or (trial.symptom == "recompiles" and is_recompile_limit(error)),
                     reason=one_line(error),
                     phase=self._phase,
                     where=where,
@@ -93,16 +105,25 @@ class Observer:
                 self._passes.step(batch)
                 breaks = [event for event in watch.collect() if event.kind == "graph_break"]
                 if breaks:
-                    file, line, function = _location(breaks[0].location)
-                    found = source.line(file, line, function) if file else None
-                    more = f" (and {len(breaks) - 1} more)" if len(breaks) > 1 else ""
-                    return Outcome(
-                        shows=True,
-                        reason=_first_line(breaks[0].reason) + more,
-                        where=str(found) if found else breaks[0].location,
-                        code=found.code if found else None,
-                        batch=number,
-                    )
+                    return _outcome(breaks, number)
+        finally:
+            watch.stop()
+        return Outcome(shows=False)
+
+    def _recompiles(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
+        """Whether batches that were there before still compile something, or torch has given up on what did."""
+        watch = CompilerWatch()
+        watch.start()
+        try:
+            for again in range(SETTLING_STEPS + AGAIN_STEPS):
+                for number, batch in zip(trial.batches, batches, strict=True):
+                    self._batch = number
+                    self._passes.step(batch)
+                    seen = watch.collect()
+                    found = [event for event in seen if event.kind == "recompile" and again >= SETTLING_STEPS]
+                    given_up = [event for event in seen if watch.beyond_limit and event.kind == "fallback"]
+                    if found or given_up:
+                        return _outcome(found or given_up, number)
         finally:
             watch.stop()
         return Outcome(shows=False)
@@ -216,6 +237,20 @@ def _location(text: str | None) -> tuple[str | None, int, str | None]:
     head, _, function = (text or "").rpartition(" ")
     file, _, number = head.rpartition(":")
     return (file, int(number), function) if file and number.isdigit() and linecache.getlines(file) else (None, 0, None)
+
+
+def _outcome(events: Sequence[Event], batch: int) -> Outcome:
+    """The first of the compiler's events, and how many more there were with it."""
+    file, line, function = _location(events[0].location)
+    found = source.line(file, line, function) if file else None
+    more = f" (and {len(events) - 1} more)" if len(events) > 1 else ""
+    return Outcome(
+        shows=True,
+        reason=_first_line(events[0].reason) + more,
+        where=str(found) if found else events[0].location,
+        code=found.code if found else None,
+        batch=batch,
+    )
 
 
 def _first_line(reason: str) -> str:

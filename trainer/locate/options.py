@@ -53,7 +53,7 @@ def changes(site: Site, symptom: str, *, several_shapes: bool) -> Iterator[Chang
             yield Change(said=f"{prefix}dynamic={_typed(value)}", changes={"dynamic": value})
     if symptom == "fails" and any(request.get("fullgraph", True) for request in requests):
         yield Change(said=f"{prefix}fullgraph=false", changes={"fullgraph": False})
-    if symptom not in ("breaks", "slower"):
+    if symptom not in ("breaks", "recompiles", "slower"):
         used = {request.get("backend", "inductor") for request in requests}
         for backend in ("aot_eager", "eager"):
             if backend in used:

@@ -60,7 +60,7 @@ class Report:
     command: list[str]
     """Overrides as they were given."""
     symptom: str | None = None
-    """``fails``, ``breaks``, ``differs`` or ``slower``; None where nothing is wrong."""
+    """``fails``, ``breaks``, ``recompiles``, ``differs`` or ``slower``; None where nothing is wrong."""
     searched_for: list[str] = field(default_factory=list)
     """Symptoms that the whole was tried for."""
     compiled: list[str] = field(default_factory=list)

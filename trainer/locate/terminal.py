@@ -17,6 +17,7 @@ from trainer.telemetry.facts import number
 VERBS = {
     "fails": "fails to compile",
     "breaks": "breaks the graph",
+    "recompiles": "compiles again at every step",
     "differs": "computes something else than eager",
     "slower": "is slower than eager",
 }
@@ -25,6 +26,7 @@ MOST_PARTS = 5
 RIGHT = {
     "fails": "compiles",
     "breaks": "breaks no graph",
+    "recompiles": "compiles nothing again",
     "differs": "equals eager within its tolerance",
     "slower": "is no slower than eager",
 }

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-SYMPTOMS = ("fails", "breaks", "differs", "slower")
+SYMPTOMS = ("fails", "breaks", "recompiles", "differs", "slower")
 """What a compile can do wrong, in the order in which a program is searched for it."""
 OPTIMIZER = "optimizer step"
 """Stands among the module paths of a trial for the compiled optimizer step."""

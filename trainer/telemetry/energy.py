@@ -22,7 +22,8 @@ class EnergyMeter:
     """Adds up joules and samples of windows; absent NVML makes it a meter that reads None."""
 
     def __init__(self, device: torch.device) -> None:
-        self._handle = _nvml_handle(device) if device.type == "cuda" else None
+        self.handle = _nvml_handle(device) if device.type == "cuda" else None
+        """NVML's of the board; None without NVML."""
         self._window: tuple[float, float] | None = None
         self._window_samples = 0
         self._joules = 0.0
@@ -32,11 +33,11 @@ class EnergyMeter:
     @property
     def reader(self) -> Callable[[], float] | None:
         """Reads the board's joules so far; None without NVML."""
-        return self._read_joules if self._handle is not None else None
+        return self._read_joules if self.handle is not None else None
 
     def begin(self) -> None:
         """Open a window, unless one is open."""
-        if self._handle is not None and self._window is None:
+        if self.handle is not None and self._window is None:
             self._window, self._window_samples = (self._read_joules(), time.perf_counter()), 0
 
     def add(self, samples: int) -> None:
@@ -58,14 +59,14 @@ class EnergyMeter:
 
     def joules_per_sample(self) -> float | None:
         """Joules for each sample; None without NVML or when the windows together are too short to mean anything."""
-        if self._handle is None or not self._samples or self._seconds < SHORTEST_SECONDS:
+        if self.handle is None or not self._samples or self._seconds < SHORTEST_SECONDS:
             return None
         return self._joules / self._samples
 
     def _read_joules(self) -> float:
         import pynvml
 
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)) / 1e3
 
 
 class PhaseEnergy:

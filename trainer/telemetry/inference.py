@@ -18,6 +18,8 @@ from trainer.telemetry.clock import StepClock, step_clock
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.energy import EnergyMeter
+from trainer.telemetry.machine import MachineWatch
+from trainer.telemetry.marks import SeenShapes
 from trainer.telemetry.meter import Meter, Step, Totals
 from trainer.telemetry.peak import Peak, find_peak
 from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
@@ -25,7 +27,7 @@ from trainer.telemetry.telemetry import BatchCounter
 from trainer.telemetry.telling import Teller
 from trainer.telemetry.tensorboard import TensorBoardPages
 
-OF_WARMUP = ("first_step_seconds", "warmup_seconds", "warmup_steps")
+OF_WARMUP = ("first_step_seconds", "warmup_seconds", "warmup_steps", "new_shape_steps")
 """Fields of the record that a training has too; here a step is a batch."""
 OF_LATENCY = ("mean", "median", "p95", "deviation", "quantiles")
 
@@ -51,6 +53,7 @@ class InferenceTelemetry:
         self._meter = Meter(warmup_steps=0)
         self._open: list[Step] = []
         self._samples_per_second: list[float] = []
+        self._shapes = SeenShapes()
         self._runs = 0
         self._number = 0
 
@@ -60,6 +63,7 @@ class InferenceTelemetry:
         self._device, self._pages = device, pages
         self._clock: StepClock = step_clock(device)
         self._energy = EnergyMeter(device)
+        self._machine = MachineWatch(self._energy.handle)
         self._peak: Peak = find_peak(device, precision, measure=self._measure_peak)
         self.wait = DataWait(device)
         memory.reset_peaks(device)
@@ -82,10 +86,12 @@ class InferenceTelemetry:
         if not self._runs:
             memory.reset_peaks(self._device)  # what compiling and comparing with eager took is not the model's
         self._begin()
+        self._machine.begin()
         self._energy.begin()
         try:
             yield
         finally:
+            self._machine.look()
             self._wait()
             self._energy.end()
             self._write(*self._read())
@@ -100,11 +106,12 @@ class InferenceTelemetry:
         self._clock.lap()
         step = Step(self._number, batches=1, laps=1, fetches=self.wait.claim())
         step.compiled = disturbed or self.compiler.compilations != self._compilations
+        step.unsettled = self._shapes.new(batch) is not None and self._shapes.settle
         if self.count is not None:
             step.add(*self.count(batch))
         self._number += 1
         self._open.append(step)
-        if step.compiled:
+        if step.disturbed:
             self._collect()
             self._energy.discard()
         elif self.phase == "measuring":
@@ -130,6 +137,7 @@ class InferenceTelemetry:
             "peak_device_memory_gib": memory.peak_device_gib(self._device),
             "peak_process_memory_gib": memory.peak_process_gib(),
             "joules_per_sample": self._energy.joules_per_sample(),
+            "machine": self._machine.facts(),
         }
 
     def _collect(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 MOST_SHAPES = 10_000
 """Shapes remembered; a run with more has no shape that is worth telling."""
+FEW_SHAPES, MOST_NEW = 16, 4
+"""Shapes, and new ones for each batch of one that was seen, from which on a new shape is the rule."""
 MOST_TENSORS = 8
 """Tensors of a batch that are looked at."""
 
@@ -44,14 +46,22 @@ class SeenShapes:
 
     def __init__(self) -> None:
         self._seen: set[Any] = set()
+        self._again = 0
 
     def new(self, batch: Any) -> Any:
         """The shapes of ``batch`` when they are new, else None."""
         shape = shape_of(batch)
         if shape in self._seen or len(self._seen) >= MOST_SHAPES:
+            self._again += 1
             return None
         self._seen.add(shape)
         return shape
+
+    @property
+    def settle(self) -> bool:
+        """Whether shapes come again, so that one that is new costs once what a steady step does not; false for
+        the very first, which the warm-up leaves out, and where most batches have a shape of their own."""
+        return 1 < len(self._seen) <= FEW_SHAPES + MOST_NEW * self._again
 
 
 def shape_of(batch: Any) -> tuple[Any, ...]:

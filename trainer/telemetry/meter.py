@@ -1,7 +1,8 @@
 """The meter: sorts optimizer steps into warm-up and steady state, and turns the steady ones into rates.
 
-A step is steady when it comes after the first ``warmup_steps`` and nothing was compiled or captured during it. Both
-kinds are kept: the steady ones make the throughput, the others make ``warmup_seconds``.
+A step is steady when it comes after the first ``warmup_steps``, nothing was compiled or captured during it, and its
+batches have shapes that were there before: libraries plan, and allocators ask for memory, once for each (cuDNN's
+attention takes 0.4 s). Both kinds are kept: the steady ones make the throughput, the others ``warmup_seconds``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Step:
     """The pause that it is the first step after, ``validating`` for instance."""
     new_shape: Any = None
     """Shapes of the first of its batches whose like had not been seen; None when all had."""
+    unsettled: bool = False
+    """Whether such a shape is no steady state, because others come again."""
     collected_seconds: float = 0.0
     """Host time in Python's garbage collector."""
     batches: int = 0
@@ -61,6 +64,11 @@ class Step:
     """Lost to waiting for them, set with ``seconds``."""
     losses: list[Any] = field(default_factory=list)
     """Device scalars of its micro-batches, each already divided by their number."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether it did what later steps need not do again."""
+        return self.compiled or self.unsettled
 
     def place(self, what: str, micro_batch: int = 0) -> NonFinite:
         """``what`` happened at one of its micro-batches."""
@@ -129,6 +137,7 @@ class Meter:
         self.first_step_seconds: float | None = None
         self.warmup_seconds = 0.0
         self.warmup_step_count = 0
+        self.new_shape_steps = 0
         self.steady = Totals()
         self._steady_seconds = array("d")
 
@@ -144,7 +153,8 @@ class Meter:
             self.first_step_seconds = step.seconds
         if step.profiled:
             return False
-        if step.compiled or self._timed <= self.warmup_steps:
+        if step.disturbed or self._timed <= self.warmup_steps:
+            self.new_shape_steps += self._timed > self.warmup_steps and not step.compiled
             self.warmup_seconds += step.seconds
             self.warmup_step_count += 1
             return False
@@ -159,6 +169,7 @@ class Meter:
             "first_step_seconds": self.first_step_seconds,
             "warmup_seconds": self.warmup_seconds if self.warmup_step_count else None,
             "warmup_steps": self.warmup_step_count,
+            "new_shape_steps": self.new_shape_steps,
             "steady_steps": len(seconds),
             "steady_step_seconds_mean": statistics.fmean(seconds) if seconds else None,
             "steady_step_seconds_median": statistics.median(seconds) if seconds else None,

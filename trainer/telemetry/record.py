@@ -14,6 +14,7 @@ from typing import Any
 from trainer.atomic import finite, written_whole
 from trainer.telemetry import typed
 from trainer.telemetry.events import AuditFacts, Event, SlowStep
+from trainer.telemetry.machine import MachineFacts
 
 FILE_NAME = "record.json"
 SCHEMA = 1
@@ -83,10 +84,12 @@ class RunRecord:
     rehearsal_seconds: float | None = None
     """Passes before the first step that leave no trace: shapes warmed, losses compared with eager's; None without."""
     warmup_seconds: float | None = None
-    """The rehearsal and all optimizer steps that are not steady: the first ones and those during which something
-    compiled."""
+    """The rehearsal and all optimizer steps that are not steady: the first ones, those during which something
+    compiled, and those of a batch of a new shape, unless most batches have a new one."""
     warmup_steps: int | None = None
     """Number of those steps."""
+    new_shape_steps: int | None = None
+    """Of those, how many nothing but a new shape keeps from being steady."""
     compile_seconds: float | None = None
     """Wall time inside the compiler, training and validation; None when nothing was compiled."""
     compile_phases_seconds: dict[str, float] = field(default_factory=dict)
@@ -161,6 +164,8 @@ class RunRecord:
     """All of them; None where there were too few steady steps to know a median."""
     slow_step_causes: dict[str, int] = field(default_factory=dict)
     """How many of them each cause had."""
+    machine: MachineFacts | None = None
+    """What else ran on the machine from the first steady step (timed batch) on; None where that took under a second."""
     pause_seconds: float | None = None
     """Validation and checkpoints during training."""
     peak_device_memory_gib: float | None = None

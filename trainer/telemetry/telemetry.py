@@ -22,6 +22,7 @@ from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.curves import Curves
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.energy import PAUSES, EnergyMeter, PhaseEnergy
+from trainer.telemetry.machine import MachineWatch
 from trainer.telemetry.marks import CollectorWatch, SeenShapes
 from trainer.telemetry.meter import Meter, NonFinite, Step
 from trainer.telemetry.peak import Peak, find_peak
@@ -87,6 +88,7 @@ class Telemetry:
         self._device = trainer.strategy.root_device
         self._clock: StepClock = step_clock(self._device)
         self._energy = EnergyMeter(self._device)
+        self._machine = MachineWatch(self._energy.handle)
         self._peak: Peak = find_peak(self._device, str(trainer.precision), measure=self._measure_peak)
         self._wait = DataWait(self._device)
         self._wait.watch(trainer.fit_loop.epoch_loop)
@@ -163,6 +165,8 @@ class Telemetry:
             self._collector.take()
             self._step.after, self._after = self._after, None
             self._phases.enter("steady" if self.meter.warm else "warmup")
+            if self.meter.warm:
+                self._machine.begin()
             self.phase = "profiling" if self._profiled is not None and self._profiled.recording else "training"
         self._step.fetches += self._wait.claim()
         if not self._step.batches:
@@ -180,7 +184,8 @@ class Telemetry:
         step.batches += 1
         if self._count is not None:
             step.add(*self._count(batch))
-        step.new_shape = self._shapes.new(batch) or step.new_shape
+        if (shape := self._shapes.new(batch)) is not None:
+            step.new_shape, step.unsettled = shape, step.unsettled or self._shapes.settle
         if loss is not None:
             step.losses.append(loss)
         done = self._trainer.global_step
@@ -196,13 +201,14 @@ class Telemetry:
             step.compiled = step.recompiled = True
             self._collect(warm=was_warm)
         starts = self._profiled is not None and self._profiled.due(step, warm=was_warm)
-        if step.compiled or step.profiled:
+        if step.disturbed or step.profiled:
             self._energy.discard()
         elif self.meter.warm:
             self._energy.add(step.samples or 0)
             self._energy.begin()
         if self.meter.warm and not was_warm:
             self._phases.enter("steady")
+            self._machine.begin()
         assert self._curves is not None
         self._curves.add(step)
         self.last_step = step
@@ -261,6 +267,7 @@ class Telemetry:
     def flush(self, *, everything: bool = False) -> None:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
+        self._machine.look()
         assert self._curves is not None
         rate = self._learning_rate
         self._curves.flush(
@@ -312,6 +319,7 @@ class Telemetry:
             "peak_process_memory_gib": memory.peak_process_gib(),
             "joules_per_sample": self._energy.joules_per_sample(),
             "joules_by_phase": self._phases.figures(),
+            "machine": self._machine.facts(),
             **(self._curves.figures() if self._curves is not None else {}),
             "pause_seconds": self.pause_seconds,
         }

@@ -22,7 +22,8 @@ MOST_DEPTH = 50
 
 
 def read(file: Path, what: str) -> dict[str, Any]:
-    """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be read or is no ``what``."""
+    """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be
+    read or is no ``what``."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         _limit(values, MOST_DEPTH)

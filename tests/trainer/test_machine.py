@@ -1,0 +1,178 @@
+"""The machine beside a run: what others took of it is told from what the run took itself, and withholds verdicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.evidence.records import record
+from tests.trainer.runs import train
+from trainer.doctor import busy as doctor
+from trainer.doctor.finding import OK, WARNING
+from trainer.evidence.comparison import compare
+from trainer.evidence.runs import Run
+from trainer.rows import summary
+from trainer.telemetry import machine
+from trainer.telemetry.machine import MachineFacts, MachineWatch
+from trainer.telemetry.record import RunRecord
+
+SPIN = "import time; end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
+linux = pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="the kernel counts no waits")
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def facts(**changes: Any) -> MachineFacts:
+    seen = {"load_average": 10.3, "own_processors": 0.9, "other_processors": 1.06, "waited_share": 0.5}
+    return MachineFacts(**{"seconds": 30.0, "processors": 2, **seen, **changes})
+
+
+BUSY = "load 10 on 2 cores, others took 53% of the processor time"
+
+
+@pytest.mark.parametrize(
+    ("changes", "busy"),
+    [
+        ({}, BUSY),
+        ({"waited_share": 0.01}, None),  # there were processors for all
+        ({"other_processors": 0.1}, None),  # it waited for workers of its own
+        ({"other_processors": 0.6, "processors": 128}, "load 10 on 128 cores, others took 0% of the processor time"),
+        ({"waited_share": None}, BUSY),
+        ({"waited_share": None, "processors": 16}, None),
+        ({"other_processors": None}, None),
+        ({"other_processors": None, "gpu_other_share": 0.3}, "others used the GPU 30% of the time"),
+        ({"other_processors": 0.0, "gpu_throttled": ["power brake"]}, "the GPU was throttled (power brake)"),
+        ({"other_processors": 0.0, "gpu_clock_mhz": 1200, "gpu_clock_limit_mhz": 1980}, None),
+    ],
+)
+def test_it_is_busy_where_others_took_what_the_run_wanted(changes: dict[str, Any], busy: str | None) -> None:
+    assert facts(**changes).busy == busy
+
+
+@linux
+def test_processes_of_others_are_seen() -> None:
+    count = len(os.sched_getaffinity(0)) + 1
+    for _ in range(count):  # orphans: no children of this process
+        subprocess.run(["sh", "-c", '"$0" -c "$1" &', sys.executable, SPIN], check=True)
+    watch = MachineWatch()
+    watch.begin()
+    spin(1.2)
+    found = watch.facts()
+    assert found is not None
+    assert found.busy is not None
+    assert "of the processor time" in found.busy
+    assert found.pressure_share is None or found.pressure_share > 0.1
+
+
+@linux
+def test_workers_of_the_run_are_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, own = machine._ticks(sorted(os.sched_getaffinity(0))) or (0, 0)
+    before = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    nested = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, SPIN]
+    children = [subprocess.Popen(nested), subprocess.Popen([sys.executable, "-c", SPIN])]
+    spin(0.8)
+    living = machine._ticks(sorted(os.sched_getaffinity(0)))
+    assert [child.wait() for child in children] == [0, 0]
+    ended = machine._ticks(sorted(os.sched_getaffinity(0)))
+    took = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) - before
+    assert living is not None
+    assert ended is not None
+    assert living[1] - own > 0, "also while they live"
+    assert (ended[1] - own) / os.sysconf("SC_CLK_TCK") == pytest.approx(took, abs=0.15)
+    assert ended[0] - every >= 0.9 * (ended[1] - own)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert os.getppid() in dict(machine._tree()), "ranks that are siblings are not others either"
+
+
+def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    watch = MachineWatch()
+    assert watch.facts() is None, "never begun"
+    watch.begin()
+    assert watch.facts() is None, "too short"
+    found = watch.facts(shortest=0.0)
+    assert found is not None
+    assert (found.other_processors, found.waited_share, found.pressure_share) == (None, None, None)
+    assert found.busy is None
+
+
+def test_a_run_records_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MachineWatch, "facts", lambda watch: facts(seconds=time.monotonic() - watch._began))
+    record = train(tmp_path, "trainer.max_steps=4", strategy="eager")
+    assert record.machine is not None
+    assert 0 < record.machine.seconds < 30
+    assert RunRecord.load(record.save(tmp_path)).machine == record.machine
+    assert summary(record)["machine"] == f"busy while it was measured: {BUSY}; measure again on a quiet one"
+    record.machine = None
+    assert "machine" not in summary(record)
+
+
+def test_a_verdict_on_figures_of_a_busy_machine_is_withheld() -> None:
+    def compared(*, eager: MachineFacts | None, whole: MachineFacts | None) -> Any:
+        records = [
+            record(arm, step_seconds=seconds, seed=seed, start="cold", warmup_seconds=warmup, machine=machine)
+            for seed in (0, 1, 2)
+            for arm, seconds, warmup, machine in (
+                ("eager", 0.1 + seed / 1000, 1.0, eager),
+                ("whole", 0.05 + seed / 1000, 9.0, whole if seed == 1 else None),
+            )
+        ]
+        (found,) = compare([Run(Path(str(number)), one) for number, one in enumerate(records)])
+        return found
+
+    quiet = compared(eager=facts(other_processors=0.0), whole=None)
+    assert quiet.verdict.startswith("for fewer than")
+    for found, runs in (
+        (compared(eager=None, whole=facts()), " (1 of 3 runs)"),
+        (compared(eager=facts(), whole=None), ""),
+    ):
+        assert found.verdict == f"no verdict, measured while the machine was busy: {BUSY}{runs}"
+        assert found.rows[1].ratio.value == quiet.rows[1].ratio.value, "figures stay"
+
+
+def test_the_doctor_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = doctor.processors(facts(waited_share=None))
+    assert (finding.status, finding.said) == (WARNING, f"busy: {BUSY}")
+    finding = doctor.processors(facts(other_processors=0.06, load_average=0.4))
+    assert (finding.status, finding.said) == (OK, "load 0.4 on 2 cores, others take 3% of the processor time")
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.doctor", "--no-compile", "--json"], capture_output=True, text=True, check=False
+    )
+    names = [each["name"] for each in json.loads(done.stdout)["findings"]]
+    assert "machine" in names or not Path("/proc/stat").is_file()
+
+
+def test_a_throttled_board_and_one_in_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    def answers(reasons: int) -> None:
+        for name, answer in (
+            ("nvmlDeviceGetClockInfo", 1200),
+            ("nvmlDeviceGetMaxClockInfo", 1980),
+            ("nvmlDeviceGetPowerUsage", 690_000),
+            ("nvmlDeviceGetEnforcedPowerLimit", 700_000),
+            ("nvmlDeviceGetCurrentClocksThrottleReasons", reasons),
+            ("nvmlDeviceGetComputeRunningProcesses", []),
+            ("nvmlDeviceGetProcessUtilization", []),
+        ):
+            monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+
+    answers(0x40 | 0x4)
+    finding = doctor.board(0, object(), 0.0)
+    assert finding.status == WARNING
+    assert finding.said == "computes 0% of the time, 690 of 700 W, 1200 of 1980 MHz, throttled: hardware thermal"
+    answers(0x4)  # the power cap: as under any full load
+    assert doctor.board(0, object(), 0.0).status == OK
+    assert doctor.board(0, object(), 0.97).status == WARNING

@@ -1,0 +1,204 @@
+"""Machine: what else ran on it while steps were timed, by the kernel's account and NVML's. Imports no torch.
+
+Processor time of others is all that the processors spent less what this process and its descendants spent: data and
+compile workers make load too. Others do harm where a thread of this process waited for a processor meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROC = Path("/proc")
+SHORTEST_SECONDS = 1.0
+"""The kernel counts processor time in steps of 10 ms; a shorter look tells nothing."""
+MANY_PROCESSORS, MUCH_TIME = 0.5, 0.1
+"""Processors that others use, and their share of those there are, from which on they count: the smaller of the two."""
+LONG_WAIT = 0.05
+"""Share of the time that a thread of this process waited for a processor, from which on others did harm."""
+MOST_TIME = 0.25
+"""Share of the processors that others may use where nobody knows how long this process waited."""
+MUCH_USE = 0.05
+"""Share of the time that others may compute on the GPU."""
+THROTTLED = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+"""NVML's reasons for a low clock that a steady machine does not have; the power cap is met under any full load."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MachineFacts:
+    """The machine over the steady part of a run, of the process that writes the record; None = not known."""
+
+    seconds: float
+    """Length of the look."""
+    processors: int
+    """Logical processors that the process may run on."""
+    load_average: float | None = None
+    """Tasks that ran or wanted to, over the last minute, this run's own included."""
+    own_processors: float | None = None
+    """Processor time of this process and its descendants over wall time."""
+    other_processors: float | None = None
+    """The same of everything else on those processors, time that a hypervisor took included."""
+    waited_share: float | None = None
+    """Share of the time that the thread which waited longest had to wait for a processor."""
+    pressure_share: float | None = None
+    """Share of the time that any task of the machine waited for a processor (PSI)."""
+    gpu_clock_mhz: int | None = None
+    """Lowest clock of the multiprocessors that was seen; one reading a log window."""
+    gpu_clock_limit_mhz: int | None = None
+    gpu_power_watts: float | None = None
+    """Highest power that was seen."""
+    gpu_power_limit_watts: float | None = None
+    gpu_throttled: list[str] = field(default_factory=list)
+    """Reasons for a low clock that were seen, without the power cap."""
+    gpu_other_share: float | None = None
+    """Share of the time that other processes computed on the GPU."""
+
+    @property
+    def busy(self) -> str | None:
+        """Why figures taken meanwhile cannot be trusted, ``load 10 on 2 cores, ...``; None where nothing was seen."""
+        said = []
+        others = self.other_processors
+        if others is not None and others >= min(MANY_PROCESSORS, MUCH_TIME * self.processors):
+            waited, share = self.waited_share, others / self.processors
+            if share >= MOST_TIME if waited is None else waited >= LONG_WAIT:
+                load = "" if self.load_average is None else f"load {self.load_average:.2g} on {self.processors} cores, "
+                said.append(f"{load}others took {share:.0%} of the processor time")
+        if self.gpu_other_share is not None and self.gpu_other_share >= MUCH_USE:
+            said.append(f"others used the GPU {self.gpu_other_share:.0%} of the time")
+        if self.gpu_throttled:
+            said.append(f"the GPU was throttled ({', '.join(self.gpu_throttled)})")
+        return "; ".join(said) or None
+
+
+class MachineWatch:
+    """Looks at the machine from ``begin`` on; every reading is None where the system does not tell.
+
+    Args:
+        board: NVML's handle of the GPU; None without.
+    """
+
+    def __init__(self, board: Any | None = None) -> None:
+        self._board = board
+        self._processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self._began: float | None = None
+        self._facts = MachineFacts(seconds=0.0, processors=len(self._processors) or os.cpu_count() or 1)
+
+    def begin(self) -> None:
+        """The steady part begins; only the first call counts."""
+        if self._began is None:
+            self._ticks, self._waits, self._pressure = _ticks(self._processors), _waits(), _pressure()
+            self._began, self._since = time.monotonic(), time.time_ns() // 1000
+
+    def look(self) -> None:
+        """Read the GPU's clock, power and reasons; takes about a millisecond."""
+        if self._board is None or self._began is None:
+            return
+        import pynvml
+
+        facts, board = self._facts, self._board
+        try:
+            clock = pynvml.nvmlDeviceGetClockInfo(board, pynvml.NVML_CLOCK_SM)
+            facts.gpu_clock_mhz = min(clock, facts.gpu_clock_mhz or clock)
+            facts.gpu_clock_limit_mhz = pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_SM)
+            facts.gpu_power_watts = max(pynvml.nvmlDeviceGetPowerUsage(board) / 1e3, facts.gpu_power_watts or 0.0)
+            facts.gpu_power_limit_watts = pynvml.nvmlDeviceGetEnforcedPowerLimit(board) / 1e3
+            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
+            seen = {name for bit, name in THROTTLED.items() if reasons & bit}
+            facts.gpu_throttled = sorted({*facts.gpu_throttled, *seen})
+        except pynvml.NVMLError:  # what a board or a container does not tell stays None
+            return
+
+    def facts(self, *, shortest: float = SHORTEST_SECONDS) -> MachineFacts | None:
+        """What was seen since ``begin``; None where that is less than ``shortest`` seconds ago."""
+        if self._began is None or (seconds := time.monotonic() - self._began) < shortest:
+            return None
+        facts, hertz = self._facts, os.sysconf("SC_CLK_TCK")
+        facts.seconds = seconds
+        if hasattr(os, "getloadavg"):
+            facts.load_average = os.getloadavg()[0]
+        before, now = self._ticks, _ticks(self._processors)
+        if before is not None and now is not None:
+            every, own = (max(0.0, after - then) / hertz / seconds for then, after in zip(before, now, strict=True))
+            facts.own_processors, facts.other_processors = own, max(0.0, every - own)
+        waits = [after - self._waits[thread] for thread, after in _waits().items() if thread in self._waits]
+        facts.waited_share = max(waits) / 1e9 / seconds if waits else None
+        pressure = _pressure()
+        if pressure is not None and self._pressure is not None:
+            facts.pressure_share = (pressure - self._pressure) / 1e6 / seconds
+        facts.gpu_other_share = self._gpu_others()
+        return facts
+
+    def _gpu_others(self) -> float | None:
+        if self._board is None:
+            return None
+        import pynvml
+
+        try:
+            ours = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self._board)}
+            samples = pynvml.nvmlDeviceGetProcessUtilization(self._board, self._since)
+        except pynvml.NVMLError:
+            return None
+        if os.getpid() not in ours:  # numbered by another namespace: nobody knows which of them is this one
+            return None
+        own = {pid for pid, _ in _tree()}
+        shares: defaultdict[int, list[int]] = defaultdict(list)
+        for sample in samples:
+            shares[sample.pid].append(sample.smUtil)
+        return sum(sum(each) / len(each) for pid, each in shares.items() if pid not in own) / 100
+
+
+def _ticks(processors: list[int]) -> tuple[int, int] | None:
+    """Clock ticks that ``processors`` have worked so far, and those of this process's tree."""
+    try:
+        lines = [line.split() for line in (PROC / "stat").read_text(encoding="utf-8").splitlines()]
+        wanted = {f"cpu{number}" for number in processors}
+        # user, nice, system, irq, softirq, steal: neither idle nor waiting for a disk
+        every = sum(int(line[place]) for line in lines if line[0] in wanted for place in (1, 2, 3, 6, 7, 8))
+        own = sum(ticks for _, ticks in _tree())
+    except (OSError, ValueError, IndexError):
+        return None
+    return (every, own) if wanted and own else None
+
+
+def _tree() -> list[tuple[int, int]]:
+    """Each process of this run, and its clock ticks with those of children that have ended."""
+    ticks: dict[int, int] = {}
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in PROC.iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            ticks[int(entry.name)] = sum(map(int, words[11:15]))
+            children[int(words[1])].append(int(entry.name))
+    # Beside each other, the ranks of torchrun and Slurm are children of one process.
+    beside = "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS") or 1) > 1
+    found = [os.getppid() if beside else os.getpid()]
+    for process in found:
+        found += children[process]
+    return [(process, ticks[process]) for process in found if process in ticks]
+
+
+def _waits() -> dict[str, int]:
+    """Nanoseconds that each thread of this process has waited for a processor so far."""
+    found = {}
+    try:
+        for task in (PROC / "self" / "task").iterdir():
+            found[task.name] = int((task / "schedstat").read_text(encoding="utf-8").split()[1])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return found
+
+
+def _pressure() -> int | None:
+    """Microseconds for which some task of the machine has waited for a processor so far."""
+    try:
+        some = (PROC / "pressure" / "cpu").read_text(encoding="utf-8").splitlines()[0]
+        return int(some.rpartition("total=")[2])
+    except (OSError, ValueError, IndexError):
+        return None
