@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import shutil
 import statistics
 import sys
 import types
@@ -120,7 +121,8 @@ class IsolatedLauncher(Launcher):
         """Print the table of all cells so far, and write it for TensorBoard."""
         results = [result for _, result in self._told.values() if result is not None]
         planned = len(self._told) if self.trials is None else len(results)
-        self._say(summarize(results, planned=planned, sweep_dir=self._composer.sweep_dir))
+        directory, width = self._composer.sweep_dir, shutil.get_terminal_size().columns
+        self._say(summarize(results, planned=planned, sweep_dir=directory, width=width))
         if told := write_summary(self._composer.sweep_dir):
             self._say(told)
 
