@@ -76,7 +76,9 @@ class Composer:
         config = self._loader.load_sweep_config(self._config, list(overrides))
         self._composed[overrides] = config
         described = self._describe(config, overrides)
-        if config.repeat is None and own_caches and "cached" not in (config.compile or {}):  # whose store may make it warm
+        if (
+            config.repeat is None and own_caches and "cached" not in (config.compile or {})
+        ):  # whose store may make it warm
             described.start = "cold"
         return PlannedCell(overrides=overrides, arm=arm, job=job, start=described.start, described=described)
 
