@@ -45,6 +45,20 @@ def test_every_cell_is_a_process_of_its_own_and_the_table_compares_with_eager(
     assert output.splitlines()[-1] == "tensorboard --logdir sweep"
 
 
+def test_no_cell_finds_what_another_compiled_and_cached_keeps_its_store(
+    start_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRUCIBLE_CACHE_URL", "/the/users/store")
+    process = start_trainer([*SWEEP, "compile=eager,whole,cached"], cwd=tmp_path)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    eager, whole, cached = records(tmp_path / "sweep").values()
+    assert [cell["config"]["found"] for cell in (eager, whole, cached)] == [[], [], []]
+    assert [cell["start"] for cell in (eager, whole, cached)] == ["cold", "cold", None]
+    assert cached["config"]["store"] == "/the/users/store"
+    assert whole["config"]["store"] not in (None, "/the/users/store")
+
+
 def test_failing_crashing_killed_and_refused_cells_leave_records_and_do_not_end_the_sweep(
     start_trainer: Any, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Launchers: ``python -m trainer -m compile=eager,whole,regional`` runs every cell of the sweep in a fresh process.
 
 In one process the second cell would find the first one's compiled code, memory and compiler state, and be measured
-with them. Compile caches on disk are left as they are, unless ``repeat=cold,warm`` gives each cell its own.
+with them. Each cell starts from compile caches of its own too, unless ``hydra.launcher.caches=shared``.
 This is Hydra's edge; what a sweep does is in ``trainer.sweep``.
 """
 
