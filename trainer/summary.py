@@ -47,7 +47,7 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: in
     """
     runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
     compared = compare(runs) if runs else []
-    lines = []
+    lines: list[str] = []
     inferring = [cell for cell in cells if cell.record is not None and cell.record.run == "inference"]
     for chosen in ([cell for cell in cells if cell not in inferring], inferring):
         if chosen:
