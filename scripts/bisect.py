@@ -92,7 +92,7 @@ def search(options: argparse.Namespace, config: Config, overrides: list[str]) ->
     from trainer.locate.report import Report
     from trainer.locate.terminal import told
 
-    report = Report(task=config.task.name, strategies=label(config.compile.values()), command=overrides)
+    report = Report(task=config.task.title, strategies=label(config.compile.values()), command=overrides)
     aside = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with (
         aside.status("building data and model") as status,

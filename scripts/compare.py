@@ -24,10 +24,10 @@ from trainer.evidence.runs import find
 ABOUT = """\
 how the figures are made:
   speed      the baseline's mean step time over the arm's, with a 95% interval: Student's t over three or more pairs of
-             runs that share seed, round and start, else Welch's t over the runs of both sides. With one run on a side
-             (marked *) it comes from the steps within that run, widened by 5% both ways for what differs between runs.
-  difference "none shown" where the interval holds 1
-  ranges     (low to high) from the smallest to the largest of the runs
+             runs that share seed, round and start, else Welch's t over the runs of both sides; none for single runs
+  ~          no difference is shown: the interval holds 1, there is none, or the runs of one arm are as far from each
+             other (standard deviation) as the arms are
+  ±          half the range from the smallest to the largest of the runs, over their median
   pays back  steps after which a cold start has caught up with the baseline, warm-up and all time in the compiler
              counted; none where no difference is shown
   s to N     seconds from the start of the process to the end of step N, without validation and checkpoints

@@ -48,6 +48,11 @@ class Task:
     monitor: ClassVar[str | None] = None
     """Validation metric, lower is better, by which ``checkpoints/best.ckpt`` is chosen; None keeps no best one."""
 
+    @property
+    def title(self) -> str:
+        """What records, tables and consoles call it: the name, and which model where the task has several."""
+        return self.name
+
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         """Build the data module. Raises ValueError for unusable user input (a missing folder, a broken file)."""
         raise NotImplementedError

@@ -73,6 +73,11 @@ class Micro(TrainedTask):
             )
 
     @property
+    def title(self) -> str:
+        """``micro ragged``: seven models have little in common."""
+        return f"{self.name} {self.model}"
+
+    @property
     def size(self) -> MicroSize:
         """The model's dimensions: its own, but for those that are set."""
         default = DEFAULTS[self.model]

@@ -15,7 +15,7 @@ from trainer.sweep import sweep as sweep_module
 from trainer.sweep.cell_process import CellEnd
 from trainer.sweep.plan import PlannedCell
 
-SPEEDS = {"eager": 1.0, "regional": 2.0, "whole": 4.0}
+SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
 """Steps per second by label."""
 
 

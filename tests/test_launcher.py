@@ -38,11 +38,25 @@ def test_every_cell_is_a_process_of_its_own_and_the_table_compares_with_eager(
     assert all(cell["config"]["max_steps"] == 7 for cell in cells.values())
     assert "[2/2] compile=whole -> sweep/1-compile=whole" in output
     assert "[1/2] compile=eager: finished · 1.00 steps/s · " in output
-    assert "(1 left, about " in output
-    assert "[2/2] compile=whole: finished · 2.00 steps/s · 2.00x eager · " in output
-    table = [line.split()[:4] for line in output.splitlines() if line.startswith("compile=")]
-    assert table == [["compile=eager", "finished", "1.00", "1.00x"], ["compile=whole", "finished", "2.00", "2.00x"]]
+    assert "(1 left)" in output, "what another strategy compiles is not known"
+    assert "[2/2] compile=whole: finished · 2.00 steps/s · ~2.00x eager · " in output
+    table = [line.split()[:4] for line in output.splitlines() if line.startswith("compile=") and "->" not in line]
+    assert table == [["compile=eager", "cold", "1.00", "1"], ["compile=whole", "cold", "2.00", "~2.00x"]]
     assert output.splitlines()[-1] == "tensorboard --logdir sweep"
+
+
+def test_no_cell_finds_what_another_compiled_and_cached_keeps_its_store(
+    start_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRUCIBLE_CACHE_URL", "/the/users/store")
+    process = start_trainer([*SWEEP, "compile=eager,whole,cached"], cwd=tmp_path)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    eager, whole, cached = records(tmp_path / "sweep").values()
+    assert [cell["config"]["found"] for cell in (eager, whole, cached)] == [[], [], []]
+    assert [cell["start"] for cell in (eager, whole, cached)] == ["cold", "cold", None]
+    assert cached["config"]["store"] == "/the/users/store"
+    assert whole["config"]["store"] not in (None, "/the/users/store")
 
 
 def test_failing_crashing_killed_and_refused_cells_leave_records_and_do_not_end_the_sweep(
@@ -137,6 +151,7 @@ def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: An
         (["compile=eager,hole"], "compile=hole is not an option; near: whole"),
         (["repeat=warm", "seed=7,8"], "repeat='warm' of seed=7 has no cold twin in this sweep; use repeat=cold,warm"),
         (["hydra.launcher.rounds=0"], "error: hydra.launcher.rounds=0 must be at least 1"),
+        (["hydra.launcher.caches=warm"], "error: hydra.launcher.caches='warm' is not one of ('own', 'shared')"),
         (["hydra.launcher.rounds=few"], "error: hydra.launcher: Value 'few' of type 'str' could not be converted"),
         (["hydra.launcher.output=terminal", "hydra.launcher.parallel=2"], "needs hydra.launcher.output=file"),
         (["hydra.launcher.arms=[eager]", "compile=whole"], "hydra.launcher.arms and compile=whole both name"),

@@ -52,6 +52,50 @@ def test_twins_share_caches_that_are_removed_when_both_have_finished(command_lin
     assert len(list(Path("kept/caches").iterdir())) == 1
 
 
+def test_every_cell_starts_from_empty_caches_of_its_own_but_for_the_store_of_cached(
+    command_line: Any, cells: InstantCells
+) -> None:
+    assert command_line(*SWEEP, "compile=eager,regional,cached", "seed=0,1") == 0
+    assert len({cell.caches for cell in cells.ran}) == 6
+    assert [(cell.described.label, cell.start) for cell in cells.ran[:3]] == [
+        ("eager", "cold"),
+        ("regional", "cold"),
+        ("cached", None),
+    ]
+    for cell in cells.ran:
+        assert ("repeat=cold" in cell.command) == (cell.start == "cold"), "so that its record says how it started"
+    assert not list(Path("sweep/caches").iterdir())
+    cells.ran.clear()
+    assert command_line("-m", "sweep=shared", "compile=regional", "hydra.launcher.caches=shared") == 0
+    assert [(cell.caches, cell.start) for cell in cells.ran] == [(None, None)]
+
+
+def test_caches_of_a_failed_cell_without_a_twin_are_removed(command_line: Any, cells: InstantCells) -> None:
+    cells.fails = lambda cell: True
+    assert command_line(*SWEEP, "compile=regional") == 1
+    assert not list(Path("sweep/caches").iterdir())
+
+
+def test_time_left_is_told_once_each_strategy_and_workload_has_run(
+    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line(*SWEEP, "task=captioning,micro", "compile=eager,whole", "seed=0,1") == 0
+    said = [line.rpartition("(")[2] for line in capfd.readouterr().out.splitlines() if "left" in line]
+    assert said == [f"{left} left)" for left in (7, 6, 5, 4, 3)] + ["2 left, about 2 s)", "1 left, about 1 s)"]
+
+
+def test_arms_take_turns_within_a_seed_unless_cells_run_side_by_side(
+    command_line: Any, cells: InstantCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command_line(*SWEEP, "compile=eager,whole", "seed=0,1") == 0
+    turns = [f"compile={arm} seed={seed}" for seed in (0, 1) for arm in ("eager", "whole")]
+    assert cells.titles == turns
+    cells.ran.clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert command_line("-m", "sweep=beside", "hydra/launcher=joblib", "compile=eager,whole", "seed=0,1") == 0
+    assert cells.titles == [f"compile={arm} seed={seed}" for arm in ("eager", "whole") for seed in (0, 1)]
+
+
 def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line: Any, cells: InstantCells) -> None:
     cells.fails = lambda cell: cell.start == "cold" and cell.described.label == "whole"
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
@@ -171,7 +215,7 @@ def test_overrides_reach_the_cells_as_they_were_written(command_line: Any, cells
 def test_tasks_with_other_options_go_into_one_sweep(command_line: Any, cells: InstantCells) -> None:
     assert command_line(*SWEEP, "task=captioning,micro", "compile=eager,regional") == 0
     assert [(cell.described.task, cell.described.label) for cell in cells.ran] == [
-        (task, label) for task in ("captioning", "micro") for label in ("eager", "regional")
+        (task, label) for task in ("captioning", "micro simple_linear") for label in ("eager", "regional")
     ]
 
 

@@ -19,7 +19,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
     strategies = ordered(config.compile.values())
     cell = cell_environment.current()
     return RunRecord(
-        task=config.task.name,
+        task=config.task.title,
         run=config.run.name,
         strategies=without_credentials([strategy.facts() for strategy in strategies]),
         label=label(strategies),

@@ -1,7 +1,7 @@
 """Launchers: ``python -m trainer -m compile=eager,whole,regional`` runs every cell of the sweep in a fresh process.
 
 In one process the second cell would find the first one's compiled code, memory and compiler state, and be measured
-with them. Compile caches on disk are left as they are, unless ``repeat=cold,warm`` gives each cell its own.
+with them. Each cell starts from compile caches of its own too, unless ``hydra.launcher.caches=shared``.
 This is Hydra's edge; what a sweep does is in ``trainer.sweep``.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import shutil
 import statistics
 import sys
 import types
@@ -135,7 +136,8 @@ class IsolatedLauncher(Launcher):
         """Print the table of all cells so far, and write it for TensorBoard."""
         results = [result for _, result in self._told.values() if result is not None]
         planned = len(self._told) if self.trials is None else len(results)
-        self._say(summarize(results, planned=planned, sweep_dir=self._composer.sweep_dir))
+        directory, width = self._composer.sweep_dir, shutil.get_terminal_size().columns
+        self._say(summarize(results, planned=planned, sweep_dir=directory, width=width))
         if told := write_summary(self._composer.sweep_dir):
             self._say(told)
 

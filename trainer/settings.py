@@ -127,7 +127,7 @@ class Config:
     repeat: str | None = None
     """One of ``REPEAT``, which compile caches the process starts with: ``cold`` = empty ones of its own; ``warm`` =
     those that a cold run of the same command has filled, in a sweep (``-m repeat=cold,warm``); null = the machine's, as
-    they are."""
+    they are, and in a sweep what ``hydra.launcher.caches`` says: empty ones of its own."""
 
     parity: str = "on"
     """One of ``PARITY``: before the first step, one step of eager and of the compiled program on the first batch must

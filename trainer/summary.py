@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.evidence.comparison import compare
-from trainer.evidence.crossings import break_even_steps, cost_of, step_seconds
+from trainer.evidence.columns import ABSENT, footnotes, number, paid_back, speed
+from trainer.evidence.comparison import WorkloadComparison, compare
 from trainer.evidence.runs import Run
-from trainer.evidence.workloads import workload_of
+from trainer.evidence.tables import plain_lines
 from trainer.telemetry.record import RunRecord
-
-COLUMNS = ("cell", "status", "steps/s", "vs eager", "pays back", "compile s", "first step s", "warm-up s", "final loss")
-INFERENCE_COLUMNS = (
-    "cell",
-    "status",
-    "median ms",
-    "p95 ms",
-    "samples/s",
-    "vs eager",
-    "pays back",
-    "compile s",
-    "first batch s",
-    "warm-up s",
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,117 +39,71 @@ class Cell:
         return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
 
-def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path) -> str:
-    """The sweep's table as text, with the reasons of cells that did not finish, the verdict and how to see more."""
-    lines = []
+def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: int) -> str:
+    """The sweep's table as text, with the reasons of cells that did not finish, the verdict and how to see more.
+
+    What a cell's row says of eager is what the comparison says of its arm: all repeats together, and ``~`` before what
+    they do not show.
+    """
+    runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
+    compared = compare(runs) if runs else []
+    lines: list[str] = []
     inferring = [cell for cell in cells if cell.record is not None and cell.record.run == "inference"]
-    for columns, row, chosen in (
-        (COLUMNS, _row, [cell for cell in cells if cell not in inferring]),
-        (INFERENCE_COLUMNS, _inference_row, inferring),
-    ):
+    for chosen in ([cell for cell in cells if cell not in inferring], inferring):
         if chosen:
-            lines += ["", *_table([columns, *(row(cell, _eager_beside(cell, cells)) for cell in chosen)])]
+            lines += plain_lines(_columns(chosen, compared, inference=chosen is inferring), width)
+    lines += footnotes(compared)
     for cell in cells:
         if cell.exit_code != 0 and cell.record is not None and cell.record.reason:
             lines.append(f"{_name(cell)}: {cell.record.reason.splitlines()[0]}")
     if len(cells) < planned:
         lines.append(f"stopped after {len(cells)} of {planned} cells")
-    lines += _verdicts(cells)
+    lines += [f"{found.workload}: {found.verdict}" for found in compared if len(found.rows) > 1]
     folder = shlex.quote(str(sweep_dir))
     lines += [f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"]
     return "\n".join(lines)
 
 
-def _verdicts(cells: Sequence[Cell]) -> list[str]:
-    """A sentence for each workload that ran under several arms."""
-    runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
-    compared = [found for found in compare(runs) if len(found.rows) > 1] if runs else []
-    return [f"{found.workload}: {found.verdict}" for found in compared]
+def _columns(cells: Sequence[Cell], compared: Sequence[WorkloadComparison], *, inference: bool) -> dict[str, list[str]]:
+    """What the table shows of each cell, by heading; the status only where not all have finished."""
+    records = [cell.record for cell in cells]
+    outcomes = [cell.outcome for cell in cells]
+    against = [_against(record, compared) for record in records]
+
+    def figures(name: str, factor: float = 1.0) -> list[str]:
+        values = [None if record is None else getattr(record, name) for record in records]
+        return [number(None if value is None else value * factor) for value in values]
+
+    losses = [None if record is None else record.final_loss for record in records]
+    measured = {"steps/s": figures("steady_steps_per_second")}
+    if inference:
+        measured = {
+            "median ms": figures("latency_seconds_median", 1e3),
+            "p95 ms": figures("latency_seconds_p95", 1e3),
+            "samples/s": figures("samples_per_second"),
+        }
+    return {
+        "cell": [_name(cell) for cell in cells],
+        "status": [ABSENT] * len(cells) if {*outcomes} == {"finished"} else outcomes,
+        "start": [ABSENT if record is None else record.start or record.cache or ABSENT for record in records],
+        **measured,
+        "vs eager": [ratio for ratio, _ in against],
+        f"pays back after {'batches' if inference else 'steps'}": [steps for _, steps in against],
+        "compile s": figures("compile_seconds"),
+        "warm-up s": figures("warmup_seconds"),
+        "final loss": [ABSENT if loss is None else f"{loss:.4f}" for loss in losses],
+    }
 
 
-def _eager_beside(cell: Cell, cells: Sequence[Cell]) -> RunRecord | None:
-    """The eager run of the same workload that is most like a cell's: in seed, then round, then start."""
-    record = cell.record
-    if record is None:
-        return None
-    workload = workload_of(record)
-    eager = [
-        other.record
-        for other in cells
-        if other.record is not None
-        and other.record.label == "eager"
-        and step_seconds(other.record)
-        and workload_of(other.record) == workload
-    ]
-
-    def likeness(other: RunRecord) -> tuple[bool, bool, bool]:
-        return (other.seed == record.seed, other.round == record.round, other.start == record.start)
-
-    return max(eager, key=likeness, default=None)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        texts = [
-            text.ljust(width) if column < 2 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(texts).rstrip())
-    return lines
-
-
-def _row(cell: Cell, eager: RunRecord | None) -> tuple[str, ...]:
-    record = cell.record
-    if record is None:
-        return (_name(cell), cell.outcome, *("-" for _ in COLUMNS[2:]))
-    return (
-        _name(cell),
-        cell.outcome,
-        _figure(record.steady_steps_per_second, ".2f"),
-        *_against(record, eager, "steps"),
-        _figure(record.compile_seconds, ".1f"),
-        _figure(record.first_step_seconds, ".2f"),
-        _figure(record.warmup_seconds, ".1f"),
-        _figure(record.final_loss, ".4f"),
-    )
-
-
-def _inference_row(cell: Cell, eager: RunRecord | None) -> tuple[str, ...]:
-    record = cell.record
-    assert record is not None
-    return (
-        _name(cell),
-        cell.outcome,
-        *(
-            _figure(None if seconds is None else seconds * 1e3, ".2f")
-            for seconds in (record.latency_seconds_median, record.latency_seconds_p95)
-        ),
-        _figure(record.samples_per_second, ",.1f"),
-        *_against(record, eager, "batches"),
-        _figure(record.compile_seconds, ".1f"),
-        _figure(record.first_step_seconds, ".2f"),
-        _figure(record.warmup_seconds, ".1f"),
-    )
-
-
-def _against(record: RunRecord, eager: RunRecord | None, unit: str) -> tuple[str, str]:
-    """How much faster than eager, and after how many steps or batches that has paid for compiling."""
-    if eager is None:
-        return "-", "-"
-    seconds, eager_seconds = step_seconds(record), step_seconds(eager)
-    ratio = "-" if seconds is None or eager_seconds is None else f"{eager_seconds / seconds:.2f}x"
-    cost, eager_cost = cost_of(record), cost_of(eager)
-    if record.label == "eager" or cost is None or eager_cost is None:
-        return ratio, "-"
-    back = break_even_steps(cost, eager_cost)
-    return ratio, "never" if back == math.inf else f"{back:,.0f} {unit}"
+def _against(record: RunRecord | None, compared: Sequence[WorkloadComparison]) -> tuple[str, str]:
+    """How much faster than eager a run's arm is, and after how many steps or batches that has paid for compiling."""
+    for found in compared:
+        for row in found.rows if len(found.rows) > 1 else []:
+            if any(run.record is record for run in row.cell.finished):
+                warm = any(run.record is record for run in row.cell.warm) and row.cell.compiles
+                return speed(row, found), paid_back(row, warm=warm)
+    return ABSENT, ABSENT
 
 
 def _name(cell: Cell) -> str:
     return " ".join(cell.overrides) or cell.directory.name
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tasks.micro import Micro
+from tasks.micro_kinds import DEFAULTS
 from tests.evidence.records import record
+from trainer.described import described
 from trainer.evidence.cells import group
 from trainer.evidence.runs import Run
+from trainer.settings import Config
 from trainer.telemetry.record import RunRecord
 
 
@@ -102,3 +108,18 @@ def test_runs_are_placed_by_how_they_started_and_ended() -> None:
     )
     assert [len(runs) for runs in (cell.cold, cell.warm, cell.others, cell.failed)] == [2, 1, 1, 3]
     assert cell.command.startswith("python -m trainer task=captioning")
+
+
+@pytest.mark.parametrize("model", DEFAULTS)
+def test_a_record_of_micro_says_which_of_its_models_it_is_of(model: str) -> None:
+    assert described(Config(task=Micro(model=model)), []).task == f"micro {model}"
+
+
+def test_models_of_micro_have_names_of_their_own_and_older_records_stay_with_them() -> None:
+    def micro(task: str, model: str) -> Run:
+        one = record("eager", task=task)
+        one.config["task"]["model"] = model
+        return Run(Path(task), one)
+
+    cells = group([micro(f"micro {model}", model) for model in ("ragged", "convnet")] + [micro("micro", "ragged")])
+    assert [(cell.workload, len(cell.runs)) for cell in cells] == [("micro ragged", 2), ("micro convnet", 1)]

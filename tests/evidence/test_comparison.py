@@ -81,10 +81,10 @@ def test_warm_starts_have_their_own_break_even_and_eager_stands_for_both() -> No
 def test_what_is_slower_or_pays_back_too_late_is_said_plainly() -> None:
     (slower,) = compared(*rounds("eager", 100), *rounds("whole", 110, warmup=31.0))
     assert slower.rows[1].break_even_steps == math.inf
-    assert slower.verdict == "no strategy tried beats eager within 20,000 steps"
+    assert slower.verdict == "no strategy tried is shown to beat eager within 20,000 steps"
     late = rounds("whole", 99, warmup=61.0)
     (later,) = compared(*rounds("eager", 100), *late)
-    assert later.verdict == "no strategy tried beats eager within 20,000 steps (whole from 60,000 on)"
+    assert later.verdict == "no strategy tried is shown to beat eager within 20,000 steps (whole from 60,000 on)"
     (far,) = compared(*rounds("eager", 100), *late, at_steps=[100_000])
     assert far.verdict == "for fewer than 60,000 steps use eager; above, whole"
 
@@ -100,19 +100,19 @@ def test_where_no_difference_is_shown_there_is_no_break_even_and_no_advice() -> 
 
 
 def test_what_the_machine_does_from_round_to_round_moves_neither_ratio_nor_break_even() -> None:
-    paces = {1: 1.0, 2: 1.5, 3: 0.9, 4: 1.1}
+    paces = {1: 1.0, 2: 1.2, 3: 0.9, 4: 1.1}
     pairs = [
         steady(arm, milliseconds * pace, round=number, start="cold", warmup=warmup)
         for number, pace in paces.items()
-        for arm, milliseconds, warmup in (("eager", 100, 1.0), ("whole", 95, 31.0))
+        for arm, milliseconds, warmup in (("eager", 100, 1.0), ("whole", 80, 31.0))
         if (arm, number) != ("eager", 2)  # which failed
     ]
     (found,) = compared(*pairs)
     whole = found.rows[1]
     assert whole.ratio is not None
-    assert whole.ratio.value == pytest.approx(100 / 95)
+    assert whole.ratio.value == pytest.approx(100 / 80)
     assert (whole.ratio.pairs, whole.ratio.verdict) == (3, "faster")
-    assert whole.break_even_steps == pytest.approx(30.0 / 0.005)
+    assert whole.break_even_steps == pytest.approx(30.0 / 0.020)
 
 
 def test_steps_of_another_size_are_compared_by_their_samples() -> None:

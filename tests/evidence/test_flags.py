@@ -15,8 +15,8 @@ from trainer.telemetry.record import RunRecord
 
 
 def against_eager(*records: RunRecord) -> WorkloadComparison:
-    eager = record("eager", warmup_seconds=1.0)
-    (found,) = compare([Run(Path(str(number)), one) for number, one in enumerate([eager, *records])])
+    eager = [record("eager", warmup_seconds=1.0, round=turn) for turn in (1, 2)]
+    (found,) = compare([Run(Path(str(number)), one) for number, one in enumerate([*eager, *records], -1)])
     return found
 
 
@@ -75,12 +75,15 @@ def test_runs_that_scatter_are_thin_and_some_of_several_are_counted() -> None:
 
 def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:
     line = "slower than eager: a step takes 5 ms; on_slower=eager: 2 regions go on eager"
-    undone = whole(events=[fallback(line)], ended_in_eager=True, eager_parts={"net": line})
-    found = against_eager(undone)
+    undone = [
+        whole(events=[fallback(line)], ended_in_eager=True, eager_parts={"net": line}, round=turn) for turn in (1, 2)
+    ]
+    found = against_eager(*undone)
     assert found.rows[1].flags == [f"ended in eager: {line}"]
     assert [crossing.arm for crossing in found.crossings] == ["eager"]
     part = "on_compile_error=eager: the optimizer step runs eager, it did not compile: no"
-    partly = against_eager(whole(events=[fallback(part)], ended_in_eager=False, eager_parts={"optimizer": part}))
+    facts = {"events": [fallback(part)], "ended_in_eager": False, "eager_parts": {"optimizer": part}}
+    partly = against_eager(*(whole(**facts, round=turn) for turn in (1, 2)))
     assert partly.rows[1].flags == [f"ran eager in part: {part}"]
     assert [crossing.arm for crossing in partly.crossings] == ["eager", "whole"]
 
@@ -88,10 +91,10 @@ def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"device": "NVIDIA A100"}, "device: NVIDIA H200 (1 run), NVIDIA A100 (2 runs)"),
-        ({"precision": "32-true"}, "precision: bf16-mixed (1 run), 32-true (2 runs)"),
-        ({"world_size": 8}, "world size: 1 (1 run), 8 (2 runs)"),
-        ({"versions": {"torch": "2.15.0"}}, "torch: 2.11.0 (1 run), 2.15.0 (2 runs)"),
+        ({"device": "NVIDIA A100"}, "device: NVIDIA H200 (2 runs), NVIDIA A100 (2 runs)"),
+        ({"precision": "32-true"}, "precision: bf16-mixed (2 runs), 32-true (2 runs)"),
+        ({"world_size": 8}, "world size: 1 (2 runs), 8 (2 runs)"),
+        ({"versions": {"torch": "2.15.0"}}, "torch: 2.11.0 (2 runs), 2.15.0 (2 runs)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -108,9 +111,9 @@ def test_commits_lengths_and_other_versions_are_notes() -> None:
     found = against_eager(other)
     assert found.unlike == []
     assert found.notes == [
-        "git commit: 7db0f83b6a0c (1 run), 111111111111+dirty (1 run)",
-        "lightning: 2.6.6 (1 run), 2.7.0 (1 run)",
-        "trainer.max_steps: 205 (1 run), 900 (1 run)",
+        "git commit: 7db0f83b6a0c (2 runs), 111111111111+dirty (1 run)",
+        "lightning: 2.6.6 (2 runs), 2.7.0 (1 run)",
+        "trainer.max_steps: 205 (2 runs), 900 (1 run)",
     ]
 
 

@@ -48,10 +48,14 @@ def test_lines_go_through_the_totals_of_the_table(comparisons: list[WorkloadComp
 
 
 def test_lines_meet_where_the_comparison_says_that_compiling_breaks_even() -> None:
-    found = compared(
-        record("eager", step_seconds=0.1, warmup_seconds=0.5), record("whole", step_seconds=0.05, warmup_seconds=30.25)
-    )
+    arms = (("eager", 0.1, 0.5), ("whole", 0.05, 30.25))
+    runs = [
+        record(arm, step_seconds=step, warmup_seconds=warm, round=turn) for arm, step, warm in arms for turn in (1, 2)
+    ]
+    found = compared(*runs)
     eager, whole = lines(found)
+    assert whole.shown
+    assert not lines(compared(*runs[1:3]))[1].shown, "single runs"
     # 30 s beyond its five steps against none: 30 s at 0.05 s a step.
     assert whole.meets(eager) == pytest.approx(600)
     assert found.rows[1].break_even_steps == pytest.approx(600)

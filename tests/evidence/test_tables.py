@@ -50,6 +50,30 @@ def test_a_terminal_shows_every_figure_within_its_width(both: list[WorkloadCompa
                 assert {word for cell in texts for word in cell.split()} <= words
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_workload_falls_into_no_more_tables_than_there_are_questions(
+    both: list[WorkloadComparison], width: int
+) -> None:
+    """Which arm, with warm caches, how fast, what compiling took: one table each, and none without figures."""
+    for found in both:
+        text = shown([found], width)
+        headings = [line for line in text.splitlines() if line.split()[:1] == ["arm"]]
+        assert len(headings) == 4
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
+def test_single_runs_claim_nothing_in_any_column() -> None:
+    """The records of one round of the published figures: 1.85 times as fast, and no repeat to say so."""
+    (found,) = compared([one for one in static(rounds=1) if one.start == "cold"])
+    columns = decision_columns(found)
+    assert "95% interval" not in columns
+    assert "pays back after steps" not in columns
+    for name, texts in columns.items():
+        if name not in ("arm", "runs", "step ms"):
+            assert all(text.startswith("~") for text in texts[1:])
+    assert found.verdict == "single runs show no difference from eager; repeat with hydra.launcher.rounds=3"
+
+
 def test_long_names_are_broken_between_strategies() -> None:
     (found,) = compared([record("eager"), record("cached+buckets+regional+optimizer+cuda_graph")])
     text = shown([found], 60)

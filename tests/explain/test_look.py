@@ -51,7 +51,11 @@ def test_a_tasks_graphs_are_counted_by_region_and_direction(small: Callable[...,
     assert all(count == (1, 1, 1) for count in counts.values())
     assert explanation.problems == 0
     assert all(recompile.expected for recompile in explanation.recompiles)
-    assert (explanation.task, explanation.strategies, explanation.backend) == ("micro", "regional", "aot_eager")
+    assert (explanation.task, explanation.strategies, explanation.backend) == (
+        "micro simple_linear",
+        "regional",
+        "aot_eager",
+    )
 
 
 def test_an_optimizers_graphs_are_told_from_those_of_regions() -> None:

@@ -33,6 +33,7 @@ def run(config: Any, *, run_dir: Path, command: list[str]) -> Any:
     record.resumed_from = config.resume
     record.config |= {"cwd": os.getcwd(), "pid": os.getpid(), "max_steps": config.trainer.max_steps}
     record.config |= {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "found": leave_in_caches()}
+    record.config["store"] = os.environ.get("CRUCIBLE_CACHE_URL")
     if config.seed == FAILS:
         record.status, record.reason = "failed", "RuntimeError: loss is not finite"
     if config.seed == EXITS:

@@ -8,10 +8,13 @@ from typing import Any
 
 from trainer.evidence.comparison import WorkloadComparison
 from trainer.evidence.rows import Row
-from trainer.evidence.statistics import NOT_SHOWN, Estimate, Ratio
+from trainer.evidence.statistics import Estimate, Ratio
 from trainer.evidence.verdicts import rounded
 
 ABSENT = "-"
+NOT_SURE = "~"
+"""Before a ratio, and a total time that rests on it, where no difference is shown."""
+NOTE = f"{NOT_SURE} no difference is shown: one run of an arm, or runs of one arm that differ by as much"
 
 
 def decision_columns(found: WorkloadComparison) -> dict[str, list[str]]:
@@ -21,13 +24,13 @@ def decision_columns(found: WorkloadComparison) -> dict[str, list[str]]:
         "arm": [row.cell.arm for row in rows],
         "runs": [_runs(row) for row in rows],
         f"{_one(found)} ms": [_estimate(row.step_seconds, 1e3) for row in rows],
-        f"speed to {found.baseline}": [_ratio(row, found) for row in rows],
-        "difference": [_difference(row) for row in rows],
-        f"pays back after {found.unit}": [_paid_back(row, warm=False) for row in rows],
+        f"speed to {found.baseline}": [speed(row, found) for row in rows],
+        "95% interval": [_interval(row) for row in rows],
+        f"pays back after {found.unit}": [paid_back(row, warm=False) for row in rows],
     }
     for number in dict.fromkeys(number for row in rows for number in row.total_seconds):
-        columns[f"s to {number:,}"] = [_number(row.total_seconds.get(number)) for row in rows]
-    return _kept(columns)
+        columns[f"s to {number:,}"] = [_total(row, row.total_seconds.get(number)) for row in rows]
+    return kept(columns)
 
 
 def warm_columns(found: WorkloadComparison) -> dict[str, list[str]]:
@@ -36,10 +39,10 @@ def warm_columns(found: WorkloadComparison) -> dict[str, list[str]]:
     columns = {"arm": [row.cell.arm for row in rows]}
     if any(row.cell.warm and row.cell.compiles for row in rows):
         columns["warm: warm-up s"] = [_estimate(row.warm_warmup_seconds) for row in rows]
-        columns[f"warm: pays back after {found.unit}"] = [_paid_back(row, warm=True) for row in rows]
+        columns[f"warm: pays back after {found.unit}"] = [paid_back(row, warm=True) for row in rows]
         for number in dict.fromkeys(number for row in rows for number in row.total_seconds_warm):
-            columns[f"warm: s to {number:,}"] = [_number(row.total_seconds_warm.get(number)) for row in rows]
-    return _kept(columns)
+            columns[f"warm: s to {number:,}"] = [_total(row, row.total_seconds_warm.get(number)) for row in rows]
+    return kept(columns)
 
 
 def speed_columns(found: WorkloadComparison) -> dict[str, list[str]]:
@@ -47,7 +50,7 @@ def speed_columns(found: WorkloadComparison) -> dict[str, list[str]]:
     rows = found.rows
     on_device = any(row.peak_device_memory_gib is not None for row in rows)
     memory = [row.peak_device_memory_gib if on_device else row.peak_process_memory_gib for row in rows]
-    return _kept(
+    return kept(
         {
             "arm": [row.cell.arm for row in rows],
             "median ms": [_estimate(row.median_step_seconds, 1e3) for row in rows],
@@ -55,7 +58,7 @@ def speed_columns(found: WorkloadComparison) -> dict[str, list[str]]:
             "samples/s": [_middle(row.samples_per_second) for row in rows],
             "useful tokens/s": [_middle(row.useful_tokens_per_second) for row in rows],
             "padding": [ABSENT if row.padded_share is None else f"{row.padded_share:.1%}" for row in rows],
-            "peak GiB" if on_device else "process GiB": [_number(value) for value in memory],
+            "peak GiB" if on_device else "process GiB": [number(value) for value in memory],
             "J/sample": [_middle(row.joules_per_sample) for row in rows],
         }
     )
@@ -64,7 +67,7 @@ def speed_columns(found: WorkloadComparison) -> dict[str, list[str]]:
 def compile_columns(found: WorkloadComparison) -> dict[str, list[str]]:
     """What each arm takes to begin with, and what was compiled."""
     rows = found.rows
-    return _kept(
+    return kept(
         {
             "arm": [row.cell.arm for row in rows],
             "warm-up s": [_estimate(row.cold_warmup_seconds) for row in rows],
@@ -113,7 +116,7 @@ def plain(row: Row, found: WorkloadComparison) -> dict[str, Any]:
     return figures | {"flags": list(row.flags), "command": row.cell.command}
 
 
-def _kept(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+def kept(columns: dict[str, list[str]]) -> dict[str, list[str]]:
     """Columns in which some row has something."""
     return {name: texts for name, texts in columns.items() if any(text != ABSENT for text in texts)}
 
@@ -123,30 +126,38 @@ def _spread(name: str, value: Estimate | None) -> dict[str, float | None]:
     return {name: None if value is None else value.median, **(parts or {f"{name}_low": None, f"{name}_high": None})}
 
 
+def marked(ratio: Ratio) -> str:
+    """``1.57x``, or ``~1.02x`` where no difference is shown."""
+    return f"{'' if ratio.shown else NOT_SURE}{ratio.value:.2f}x"
+
+
 def _runs(row: Row) -> str:
     cell = row.cell
     counts = ((cell.cold, "cold"), (cell.warm, "warm"), (cell.others, ""), (cell.failed, "failed"))
     return ", ".join(f"{len(runs)} {what}".strip() for runs, what in counts if runs)
 
 
-def _ratio(row: Row, found: WorkloadComparison) -> str:
+def speed(row: Row, found: WorkloadComparison) -> str:
+    """How many times faster than the baseline."""
     if row is found.baseline_row:
         return "1"
-    ratio = row.ratio
-    if ratio is None:
+    return ABSENT if row.ratio is None else marked(row.ratio)
+
+
+def _interval(row: Row) -> str:
+    """Ends that say nothing are cut short."""
+    if row.ratio is None or row.ratio.low is None or row.ratio.high is None:
         return ABSENT
-    if ratio.low is None or ratio.high is None:
-        return f"{ratio.value:.2f}x"
-    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})" + ("*" if ratio.basis == "steps" else "")
+    return f"{row.ratio.low:.2f}-{min(row.ratio.high, 99):.2f}"
 
 
-def _difference(row: Row) -> str:
-    if row.ratio is None:
-        return ABSENT
-    return "none shown" if row.ratio.verdict == NOT_SHOWN else row.ratio.verdict
+def _total(row: Row, seconds: float | None) -> str:
+    mark = NOT_SURE if row.ratio is not None and not row.ratio.shown and seconds is not None else ""
+    return mark + number(seconds)
 
 
-def _paid_back(row: Row, *, warm: bool) -> str:
+def paid_back(row: Row, *, warm: bool) -> str:
+    """Steps, to two digits; nothing where no difference is shown."""
     value = row.break_even_steps_warm if warm else row.break_even_steps
     return ABSENT if value is None else "never" if value == math.inf else rounded(value)
 
@@ -156,17 +167,17 @@ def _one(found: WorkloadComparison) -> str:
 
 
 def _estimate(value: Estimate | None, factor: float = 1.0) -> str:
-    if value is None or value.low is None or value.high is None:
+    """The median, with half of the range over it: ``36.6 ±5%``."""
+    if value is None or value.low is None or value.high is None or value.low == value.high:
         return _middle(value, factor)
-    middle, low, high = (_number(seconds * factor) for seconds in (value.median, value.low, value.high))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    return f"{_middle(value, factor)} ±{(value.high - value.low) / 2 / value.median:.0%}"
 
 
 def _middle(value: Estimate | None, factor: float = 1.0) -> str:
-    return ABSENT if value is None else _number(value.median * factor)
+    return ABSENT if value is None else number(value.median * factor)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three digits at least, and no exponent."""
     if value is None:
         return ABSENT
@@ -182,9 +193,4 @@ def _integer(value: int | None) -> str:
 def footnotes(comparisons: Sequence[WorkloadComparison]) -> list[str]:
     """What the marks in the tables mean, where they occur."""
     ratios = [row.ratio for found in comparisons for row in found.rows if row.ratio is not None]
-    if any(ratio.basis == "steps" for ratio in ratios):
-        return [
-            "* a side has one run: the interval is made from its steps and says little of what differs between runs; "
-            "repeat the sweep for a better one"
-        ]
-    return []
+    return [NOTE] if any(not ratio.shown for ratio in ratios) else []

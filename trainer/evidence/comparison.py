@@ -13,7 +13,7 @@ from trainer.evidence.crossings import Crossing, envelope
 from trainer.evidence.flags import BUSY, THIN, UNLIKE
 from trainer.evidence.rows import Row, rows_of
 from trainer.evidence.runs import Run
-from trainer.evidence.statistics import FASTER, NOT_SHOWN
+from trainer.evidence.statistics import FASTER
 from trainer.evidence.verdicts import verdict
 
 __all__ = ["AT_STEPS", "Row", "WorkloadComparison", "compare"]
@@ -120,7 +120,8 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
                 found.crossings,
                 baseline=found.baseline,
                 arms=[row.cell.arm for row in others],
-                shown=sum(row.ratio is not None and row.ratio.verdict != NOT_SHOWN for row in others),
+                shown=sum(row.ratio is not None and row.ratio.shown for row in others),
+                single=all(row.ratio is not None and row.ratio.low is None for row in others),
                 horizon=max(at_steps),
                 unit=found.unit,
             )

@@ -67,9 +67,10 @@ def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: st
 
 
 ABOUT = """<p>A step is steady when it comes after the warm-up and nothing was compiled during it. Total time counts
-start-up, warm-up and compiling, and leaves out validation and checkpoints. A ratio above 1 is faster than the baseline;
-where its 95% interval holds 1, no difference is shown. Cold runs start with empty compile caches, warm ones with what a
-cold run left there. Whatever was not measured is left out, and said.</p>"""
+start-up, warm-up and compiling, and leaves out validation and checkpoints. A ratio above 1 is faster than the
+baseline; where its 95% interval holds 1, or the runs of one arm are as far apart as the arms, no difference is shown
+(~). Cold runs start with empty compile caches, warm ones with what a cold run left there. Whatever was not measured is
+left out, and said.</p>"""
 
 
 def _cards(comparisons: Sequence[WorkloadComparison]) -> str:

@@ -53,7 +53,7 @@ PICTURES: tuple[Picture, ...] = (
         "Total time",
         "Solid lines start with empty compile caches, dashed ones with filled caches. Points mark where another arm "
         "becomes the one that needs the least time; the band below says which. Arms of which no difference from the "
-        "baseline is shown are not chosen.",
+        "baseline is shown are pale and not chosen.",
         "total time: not known without warm-up and step times",
         crossing,
     ),

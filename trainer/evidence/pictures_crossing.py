@@ -18,6 +18,8 @@ POINTS = 121
 CHARACTER_INCHES = 0.077
 """Width of a character of 9 points, on the wide side."""
 LONGEST_NAME = 46
+PALE = 0.35
+"""Opacity of a line of which no difference from the baseline is shown."""
 STROKES: Mapping[str, dict[str, Any]] = {
     "cold": {"linestyle": "-", "linewidth": 1.9},
     "warm": {"linestyle": (0, (4, 2)), "linewidth": 1.4},
@@ -121,7 +123,7 @@ def _relative(
         if line.start == "cold" or line.arm not in ends:
             ends[line.arm] = speeds[-1]
         even = line.meets(base)
-        if even is not None and line is not base and low < even < high and line.start == "cold":
+        if even is not None and line.shown and line is not base and low < even < high and line.start == "cold":
             axes.plot([even], [1.0], marker="o", markersize=4, color=palette[line.arm], linestyle="none")
     top = max(1.15, 1.08 * max(base.at(high) / line.at(high) for line in shown))
     axes.set(ylim=(0, top))
@@ -218,7 +220,12 @@ def _strip(
 
 def _stroke(line: Line, palette: Mapping[str, str]) -> dict[str, Any]:
     colour = palette[line.arm]
-    return {"color": colour, "zorder": 3 if colour == style.BASELINE[0] else 2, **STROKES[line.start]}
+    return {
+        "color": colour,
+        "alpha": 1.0 if line.shown else PALE,
+        "zorder": 3 if colour == style.BASELINE[0] else 2,
+        **STROKES[line.start],
+    }
 
 
 def _legend(

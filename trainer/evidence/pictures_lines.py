@@ -22,6 +22,8 @@ class Line:
     """``cold`` or ``warm``."""
     fixed_seconds: float
     step_seconds: float
+    shown: bool = True
+    """Whether a difference from the baseline is; the baseline's own line is sure as well."""
 
     def at(self, steps: float) -> float:
         """Total seconds at ``steps``."""
@@ -43,7 +45,8 @@ def lines(comparison: WorkloadComparison) -> list[Line]:
             if cost is None or fixed is None or (fixed, cost.step_seconds) in drawn:
                 continue  # what compiles nothing starts the same either way: one line
             drawn.add((fixed, cost.step_seconds))
-            found.append(Line(row.cell.arm, start, fixed, cost.step_seconds))
+            shown = row.ratio is None or row.ratio.shown
+            found.append(Line(row.cell.arm, start, fixed, cost.step_seconds, shown))
     return found
 
 

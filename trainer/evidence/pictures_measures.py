@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.evidence import pictures_style as style
+from trainer.evidence.columns import NOT_SURE, marked
 from trainer.evidence.comparison import Row, WorkloadComparison
 from trainer.evidence.pictures_bars import Bar, Section, draw
-from trainer.evidence.statistics import NOT_SHOWN, Estimate, Ratio
+from trainer.evidence.statistics import Estimate, Ratio
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-DOUBTFUL = "~"
-"""Before a ratio whose interval holds 1."""
 
 
 def throughput(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
@@ -33,8 +31,8 @@ def throughput(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
         section.legend.append("line: slowest to fastest run")
     if any(row.ratio is not None and row.ratio.low is not None for row in comparison.rows):
         section.legend.append(f"x: times {style.plain(comparison.baseline, longest=24)} (95% interval)")
-    if any(row.ratio is not None and row.ratio.verdict == NOT_SHOWN for row in comparison.rows):
-        section.legend.append(f"{DOUBTFUL}: no difference shown")
+    if any(row.ratio is not None and not row.ratio.shown for row in comparison.rows):
+        section.legend.append(f"{NOT_SURE}: no difference shown")
     return draw([section])
 
 
@@ -121,8 +119,7 @@ def _ratio(row: Row) -> str:
     """What is said of the ratio beside the bar."""
     if row.ratio is None:
         return ""
-    doubt = DOUBTFUL if row.ratio.verdict == NOT_SHOWN else ""
-    return f" · {doubt}{row.ratio.value:.2f}x{_interval(row.ratio)}"
+    return f" · {marked(row.ratio)}{_interval(row.ratio)}"
 
 
 def _interval(ratio: Ratio) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from trainer.evidence.cells import Cell
 from trainer.evidence.crossings import Cost, break_even_steps, overhead_seconds, setup_seconds, step_seconds
 from trainer.evidence.flags import flags_of, parity_of
 from trainer.evidence.runs import Run
-from trainer.evidence.statistics import NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
+from trainer.evidence.statistics import Estimate, Ratio, Sample, estimate, ratio
 from trainer.telemetry.record import RunRecord
 
 SAME_WORK = 0.01
@@ -104,7 +103,7 @@ def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
         )
     step = None if row.step_seconds is None else row.step_seconds.median * work
     if base is not None and row is not base:
-        row.ratio = ratio(_samples(row.cell, work), _samples(base.cell, 1.0))
+        row.ratio = _ratio(row.cell, base.cell, work)
         if row.ratio is not None and base.step_seconds is not None:
             # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
             step = base.step_seconds.median / row.ratio.value
@@ -175,32 +174,31 @@ def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | 
 
 
 def _break_even(found: Ratio | None, cost: Cost | None, baseline: Cost | None) -> float | None:
-    if found is None or found.verdict == NOT_SHOWN or cost is None or baseline is None:
+    if found is None or not found.shown or cost is None or baseline is None:
         return None
     return break_even_steps(cost, baseline)
 
 
-def _samples(cell: Cell, work: float) -> list[Sample]:
+def _ratio(cell: Cell, baseline: Cell, work: float) -> Ratio | None:
+    """How many times faster a cell is than the baseline, and whether that is shown.
+
+    Tables, pictures, break-even and the sentence of the verdict go by its ``shown`` alone: what withholds a verdict
+    belongs here.
+    """
+    # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
+    starts = {run.record.start for run in cell.finished} & {run.record.start for run in baseline.finished}
+    return ratio(_samples(cell, work, starts), _samples(baseline, 1.0, starts))
+
+
+def _samples(cell: Cell, work: float, starts: Collection[str | None]) -> list[Sample]:
     samples = []
     for run in cell.finished:
         record = run.record
         seconds = step_seconds(record)
         if seconds is not None:
-            key = (record.seed, record.round, record.start)
-            samples.append(Sample(seconds * work, _relative_error(record), key))
+            key = (record.seed, record.round, record.start if starts else None)
+            samples.append(Sample(seconds * work, key))
     return samples
-
-
-def _relative_error(record: RunRecord) -> float | None:
-    """Standard error of the mean step over that mean, as if steps varied independently."""
-    if record.run == "inference":
-        mean, deviation, count = record.latency_seconds_mean, record.latency_seconds_deviation, record.batches
-    else:
-        mean, deviation = record.steady_step_seconds_mean, record.steady_step_seconds_deviation
-        count = record.steady_steps
-    if not mean or deviation is None or not count or count < 2:
-        return None
-    return deviation / mean / math.sqrt(count)
 
 
 def _work(row: Row, base: Row) -> float:

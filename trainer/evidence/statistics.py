@@ -5,8 +5,11 @@ Times are compared by their logarithms, so that a ratio and its inverse are judg
 - over **pairs** (runs of both arms with the same seed, round and start) from three on: Student's t over their ratios;
 - over **runs** otherwise (at least two a side): Welch's t, which for two runs is the narrower of the two. A bootstrap
   over three or four runs would promise 95% and hold far less;
-- over **steps** where a side has one run: the spread of step times within that run, widened by ``BETWEEN_RUNS`` both
-  ways, because one run does not show what differs from run to run.
+- absent where a side has one run: its steps say nothing of what differs from run to run.
+
+A difference is shown where the interval leaves out 1 **and** the ratio is further from 1 than the runs of one arm are
+from each other (their standard deviation, the larger of the two arms'). The second keeps out what an interval cannot
+see: arms of a round run one after the other, so that on a machine that slows down the later one always looks slower.
 """
 
 from __future__ import annotations
@@ -19,8 +22,6 @@ from dataclasses import dataclass
 
 FASTER, SLOWER, NOT_SHOWN = "faster", "slower", "no difference shown"
 FEWEST_PAIRS = 3
-BETWEEN_RUNS = 1.05
-"""Factor by which an interval from within single runs is widened; less is taken to be noise between runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,20 @@ class Ratio:
 
     value: float
     low: float | None
-    """95% interval; None when there is nothing to make it from."""
+    """95% interval; None where a side has one run."""
     high: float | None
     pairs: int
     """Pairs that the ratio is taken over; 0 when it is not taken over pairs."""
     verdict: str
-    """``faster``, ``slower`` or ``no difference shown`` (the interval holds 1, or there is none)."""
+    """``faster``, ``slower`` or ``no difference shown`` (the interval holds 1, there is none, or the arms are closer
+    than their own runs are)."""
     basis: str
-    """What the interval is made of: ``pairs``, ``runs``, ``steps`` (within single runs) or ``none``."""
+    """What the interval is made of: ``pairs``, ``runs`` or ``none``."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether a difference is shown: what claims a gain or a loss asks this."""
+        return self.verdict != NOT_SHOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,6 @@ class Sample:
 
     seconds: float
     """Mean seconds of a step, or of the same amount of work."""
-    relative_error: float | None
-    """Standard error of that mean from the spread of the run's own steps, over the mean."""
     key: Hashable
     """What a run of the other arm has to share to be its pair."""
 
@@ -85,19 +90,17 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
     """How many times faster ``arm`` is than ``baseline``; None when a side has no run."""
     if not arm or not baseline:
         return None
+    ours, theirs = ([math.log(sample.seconds) for sample in side] for side in (arm, baseline))
+    if len(ours) < 2 or len(theirs) < 2:
+        value = math.exp(statistics.fmean(theirs) - statistics.fmean(ours))
+        return Ratio(value, None, None, 0, NOT_SHOWN, "none")
+    spread = max(statistics.stdev(ours), statistics.stdev(theirs))
     pairs = _pairs(arm, baseline)
     if len(pairs) >= FEWEST_PAIRS:
         logs = [math.log(other.seconds / one.seconds) for one, other in pairs]
-        error = statistics.stdev(logs) / math.sqrt(len(logs))
-        return _judged(statistics.fmean(logs), t_quantile(len(logs) - 1) * error, "pairs", pairs=len(pairs))
-    ours, theirs = ([math.log(sample.seconds) for sample in side] for side in (arm, baseline))
-    if len(ours) > 1 and len(theirs) > 1:
-        return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), "runs")
-    difference = statistics.fmean(theirs) - statistics.fmean(ours)
-    halves = [_half_width(side) for side in (arm, baseline)]
-    if halves[0] is None or halves[1] is None:
-        return _judged(difference, None, "none")
-    return _judged(difference, math.hypot(halves[0], halves[1]) + math.log(BETWEEN_RUNS), "steps")
+        half_width = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        return _judged(statistics.fmean(logs), half_width, spread, "pairs", pairs=len(pairs))
+    return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), spread, "runs")
 
 
 def t_quantile(degrees: float) -> float:
@@ -129,15 +132,6 @@ def _pairs(arm: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Samp
     return [(sample, others[sample.key]) for sample in arm if sample.key in others]
 
 
-def _half_width(side: Sequence[Sample]) -> float | None:
-    """Half the width of one side's own 95% interval: between its runs, or between the steps of the only one."""
-    if len(side) == 1:
-        error = side[0].relative_error
-        return None if error is None else _NORMAL * error
-    logs = [math.log(sample.seconds) for sample in side]
-    return t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-
-
 def _welch(first: Sequence[float], second: Sequence[float]) -> float:
     """Half the width of Welch's 95% interval of the difference of two means."""
     shares = [(statistics.variance(side) / len(side), len(side) - 1) for side in (first, second)]
@@ -148,10 +142,7 @@ def _welch(first: Sequence[float], second: Sequence[float]) -> float:
     return t_quantile(degrees) * math.sqrt(total)
 
 
-def _judged(logarithm: float, half_width: float | None, basis: str, *, pairs: int = 0) -> Ratio:
-    value = math.exp(logarithm)
-    if half_width is None:
-        return Ratio(value, None, None, pairs, NOT_SHOWN, basis)
-    low, high = math.exp(logarithm - half_width), math.exp(logarithm + half_width)
+def _judged(logarithm: float, half_width: float, spread: float, basis: str, *, pairs: int = 0) -> Ratio:
+    value, low, high = (math.exp(logarithm + sign * half_width) for sign in (0, -1, 1))
     verdict = FASTER if low > 1 else SLOWER if high < 1 else NOT_SHOWN
-    return Ratio(value, low, high, pairs, verdict, basis)
+    return Ratio(value, low, high, pairs, verdict if abs(logarithm) > spread else NOT_SHOWN, basis)

@@ -8,12 +8,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.evidence.columns import (
     compile_columns,
     decision_columns,
     footnotes,
+    kept,
     plain,
     speed_columns,
     warm_columns,
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 GAP = 2
 """Blanks between columns."""
-TEXT_COLUMNS = ("arm", "runs")
+LEAST_NAME = 8
+"""Characters of the first column at least."""
+TEXT_COLUMNS = ("arm", "runs", "cell", "status", "start")
 """Columns that are read from the left; all others hold figures."""
 
 
@@ -149,17 +152,18 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _parts(columns: dict[str, list[str]], width: int) -> Iterator[dict[str, list[str]]]:
-    """The columns in as many tables as it takes for each to fit, each with the arm first."""
-    arm = columns["arm"]
-    room = width - min(_width("arm", arm), width // 3)
-    part, left = {"arm": arm}, room
-    for name, texts in columns.items():
-        if name == "arm":
-            continue
+    """The columns in as few tables as it takes for each to fit, each with the arm first and the arm's name broken if
+    need be."""
+    if "runs" in columns and sum(GAP + _width(name, texts) for name, texts in columns.items()) > width:
+        columns = columns | {"runs": [text.replace(", ", ",\n") for text in columns["runs"]]}
+    (first, arm), *others = columns.items()
+    room = width - min(_width(first, arm), max(LEAST_NAME, *(len(word) for name in arm for word in _words(name))))
+    part, left = {first: arm}, room
+    for name, texts in others:
         needed = GAP + _width(name, texts)
         if needed > left and len(part) > 1:
             yield part
-            part, left = {"arm": arm}, room
+            part, left = {first: arm}, room
         part[name] = texts
         left -= needed
     yield part
@@ -167,28 +171,47 @@ def _parts(columns: dict[str, list[str]], width: int) -> Iterator[dict[str, list
 
 def _width(name: str, texts: Sequence[str]) -> int:
     """Characters that a column takes; headings break between words."""
-    return max(max(map(len, name.split())), *map(len, texts))
+    return max(len(line) for line in (*name.split(), *(line for text in texts for line in text.split("\n"))))
+
+
+def plain_lines(columns: dict[str, list[str]], width: int) -> Iterator[str]:
+    """The columns as lines of text no longer than ``width``."""
+    from rich.console import Console
+
+    for part in _parts(kept(columns), width):
+        out = io.StringIO()
+        Console(file=out, width=width, highlight=False, color_system=None).print(_table(part, width))
+        yield from ("", *(line.rstrip() for line in out.getvalue().splitlines()))
 
 
 def _table(columns: dict[str, list[str]], width: int) -> RenderableType:
+    """For rich: the columns side by side; the first one gets what the others leave of ``width``."""
     from rich.markup import escape
     from rich.table import Table
 
     # Widths are given because rich shrinks the widest column first, whatever the others could spare.
     widths = {name: _width(name, texts) for name, texts in columns.items()}
-    widths["arm"] = max(8, min(widths["arm"], width - sum(GAP + widths[name] for name in columns if name != "arm")))
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    first = next(iter(columns))
+    left = width - sum(GAP + widths[name] for name in columns if name != first)
+    widths[first] = max(LEAST_NAME, min(widths[first], left))
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     for name in columns:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", overflow="fold", width=widths[name])
-    for arm, *figures in zip(*columns.values(), strict=True):
-        table.add_row(escape(_broken(arm, widths["arm"])), *map(escape, figures))
-    return table
+        side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
+        made.add_column(name, justify=side, overflow="fold", width=widths[name])
+    for name, *figures in zip(*columns.values(), strict=True):
+        made.add_row(escape(_broken(name, widths[first])), *map(escape, figures))
+    return made
+
+
+def _words(name: str) -> list[str]:
+    """Where a name may be broken: after a blank, a plus, an equals sign or a dash."""
+    return re.findall(r"[^ +=-]*[ +=-]*", name)
 
 
 def _broken(name: str, width: int) -> str:
-    """A long name in lines that end at a blank or after a plus; rich would break it anywhere."""
+    """A long name in lines; rich would break it anywhere."""
     lines = [""]
-    for word in re.findall(r"[^ +]+[ +]*", name):
+    for word in _words(name):
         if len(lines[-1] + word.rstrip()) > width and lines[-1]:
             lines.append("")
         lines[-1] += word

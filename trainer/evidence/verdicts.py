@@ -18,7 +18,14 @@ def rounded(steps: float) -> str:
 
 
 def verdict(
-    crossings: Sequence[Crossing], *, baseline: str, arms: Sequence[str], shown: int, horizon: int, unit: str
+    crossings: Sequence[Crossing],
+    *,
+    baseline: str,
+    arms: Sequence[str],
+    shown: int,
+    single: bool,
+    horizon: int,
+    unit: str,
 ) -> str:
     """The sentence for a workload that has its baseline.
 
@@ -27,13 +34,16 @@ def verdict(
         baseline: Name of the baseline's arm.
         arms: Other arms with figures.
         shown: How many of them were shown to differ from the baseline.
+        single: Whether no arm can be judged, because it or the baseline has one run.
         horizon: Steps beyond which an advantage does not count.
         unit: ``steps`` or ``batches``.
     """
     if not arms:
         return f"nothing but {baseline} was measured, so there is nothing to compare it with"
     if not shown:
-        return f"no difference from {baseline} is shown; more repeats or longer runs may show one"
+        if single:
+            return f"single runs show no difference from {baseline}; repeat with hydra.launcher.rounds=3"
+        return f"no difference from {baseline} is shown; more rounds or longer runs may show one"
     cold = [crossing for crossing in crossings if crossing.start == "cold"]
     warm = [crossing for crossing in crossings if crossing.start == "warm"]
     sentence = _sentence(cold, baseline, horizon, unit) if cold else ""
@@ -52,7 +62,7 @@ def _sentence(crossings: Sequence[Crossing], baseline: str, horizon: int, unit: 
     if len(near) == 1:
         only = near[0].arm
         if only == baseline:
-            return f"no strategy tried beats {baseline} within {horizon:,} {unit}{beyond}"
+            return f"no strategy tried is shown to beat {baseline} within {horizon:,} {unit}{beyond}"
         return f"use {only} for any number of {unit}{beyond}"
     words = [f"for fewer than {rounded(near[1].from_steps)} {unit} use {near[0].arm}"]
     for crossing, following in itertools.pairwise(near[1:]):

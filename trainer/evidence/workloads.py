@@ -38,7 +38,7 @@ PLACES = frozenset({"root", "path", "val_path", "image_root"})
 def workload_of(record: RunRecord) -> tuple[str, ...]:
     """What all runs of a record's workload share, to be compared and used as a key."""
     fixed = sorted(f"{name}={value}" for name, value in _settings(record) if _is_fixed(name))
-    return (record.task, record.run, *fixed)
+    return (record.task.partition(" ")[0], record.run, *fixed)  # "micro ragged" was "micro" in older records
 
 
 def loose_settings(record: RunRecord) -> dict[str, str]:

@@ -57,12 +57,12 @@ def end_with_parent() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def cache_variables(caches: Path) -> dict[str, str]:
-    """Environment variables that make ``caches`` the place of all compile caches."""
+def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
+    """Environment variables that make ``caches`` the place of all compile caches, and of ``compile=cached``'s store."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "CRUCIBLE_CACHE_URL": str(caches / "artifacts"),
+        **({"CRUCIBLE_CACHE_URL": str(caches / "artifacts")} if store else {}),
     }
 
 

@@ -62,7 +62,7 @@ class CellProcess:
         if not self._resumed:
             set_aside(cell.directory)
         cell.directory.mkdir(parents=True, exist_ok=True)
-        if cell.caches is not None and cell.start == "cold":
+        if cell.caches is not None and cell.start != "warm":
             shutil.rmtree(cell.caches, ignore_errors=True)
         return self._launch()
 
@@ -71,7 +71,7 @@ class CellProcess:
         environment = {
             **os.environ,
             **self.variables,
-            **({} if cell.caches is None else cache_variables(cell.caches.resolve())),
+            **({} if cell.caches is None else cache_variables(cell.caches.resolve(), store=cell.start is not None)),
             **CellEnvironment(parent=os.getpid(), round=cell.round, start=cell.start).variables(),
         }
         command = [*cell.command, *([f"resume={quoted(cell.directory.resolve())}"] if self._resumed else [])]

@@ -49,7 +49,7 @@ class Composer:
         Raises ValueError, or Hydra's own errors, for what cannot be planned or composed.
         """
         drafts = [
-            self._draft(overrides, arm, job)
+            self._draft(overrides, arm, job, own_caches=options.caches == "own")
             for job, given in enumerate(job_overrides)
             for overrides, arm in with_arms(given, options.arms)
         ]
@@ -60,7 +60,7 @@ class Composer:
             cell.directory = self.sweep_dir / str(self.config_of(cell).hydra.sweep.subdir)
             ledger.enter(cell)
             cell.command = self._command(cell)
-        self._share_caches(cells)
+        self._place_caches(cells, own=options.caches == "own")
         return cells
 
     def config_of(self, cell: PlannedCell) -> DictConfig:
@@ -72,16 +72,15 @@ class Composer:
             config.hydra.job.override_dirname = directory_name(cell.chosen)
         return config
 
-    def _draft(self, overrides: tuple[str, ...], arm: tuple[str, ...], job: int) -> PlannedCell:
+    def _draft(self, overrides: tuple[str, ...], arm: tuple[str, ...], job: int, *, own_caches: bool) -> PlannedCell:
         config = self._loader.load_sweep_config(self._config, list(overrides))
         self._composed[overrides] = config
-        return PlannedCell(
-            overrides=overrides,
-            arm=arm,
-            job=job,
-            start=config.repeat,
-            described=self._describe(config, overrides),
-        )
+        described = self._describe(config, overrides)
+        if (
+            config.repeat is None and own_caches and "cached" not in (config.compile or {})
+        ):  # whose store may make it warm
+            described.start = "cold"
+        return PlannedCell(overrides=overrides, arm=arm, job=job, start=described.start, described=described)
 
     def _describe(self, config: DictConfig, overrides: Sequence[str]) -> RunRecord:
         """The record of a cell that leaves none: as a run would begin it, or as much as a bad configuration tells."""
@@ -101,11 +100,12 @@ class Composer:
                 start=config.repeat,
             )
 
-    def _share_caches(self, cells: Sequence[PlannedCell]) -> None:
-        """One directory of compile caches for a cold cell and its warm twin, named after the cold one."""
+    def _place_caches(self, cells: Sequence[PlannedCell], *, own: bool) -> None:
+        """A directory of compile caches for each cell, the same for a cold one and its warm twin, named after the cold
+        one."""
         named: dict[tuple[object, ...], Path] = {}
         for cell in cells:
-            if cell.start is not None:
+            if own or cell.start is not None:
                 cell.caches = named.setdefault(cell.pair, self.sweep_dir / DIRECTORY / cell.directory.name)
 
     def _command(self, cell: PlannedCell) -> list[str]:
@@ -115,6 +115,7 @@ class Composer:
             *flags(sys.argv[1:]),
             *(override for override in self._config.hydra.overrides.hydra if not OURS.match(override)),
             *cell.overrides,
+            *([f"repeat={cell.start}"] if self._composed[cell.overrides].repeat != cell.start else []),
             # An experiment may ask for a sweep by itself; a cell never starts another one.
             "hydra.mode=RUN",
             f"hydra.job.num={cell.number}",

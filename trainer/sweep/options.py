@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from trainer.sweep.objectives import OBJECTIVES
 
 OUTPUTS = ("file", "terminal")
+CACHES = ("own", "shared")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,7 +18,7 @@ class SweepOptions:
     """Turns of every cell; with more than one, arms take turns (A B A B) and the record says which turn it was."""
     interleave: bool | None = None
     """Whether arms take turns within each workload and seed (``seed=0,1,2``), so that what changes on a machine with
-    time hits all of them alike; null = with more than one round."""
+    time hits all of them alike; null = with more than one round, and where cells run one at a time."""
     arms: list[str] = field(default_factory=list)
     """Values of ``compile=`` with further overrides after blanks, for what a list of values cannot say:
     ``["eager","whole compile.whole.mode=reduce-overhead"]``."""
@@ -25,8 +26,12 @@ class SweepOptions:
     """Longest time of one cell; then it is stopped, and given up as failed. Null = no limit."""
     grace_seconds: float = 30.0
     """Time that a cell has to stop by itself when its time is up, before it is killed."""
+    caches: str = "own"
+    """Compile caches of cells without ``repeat``: ``own`` = empty ones for each, so that none finds what the one before
+    it compiled, though a store of ``compile=cached`` stays; ``shared`` = the machine's, as they are: compile times then
+    say little, and cells that repeat start sooner."""
     keep_caches: bool = False
-    """Whether the compile caches of ``repeat=cold,warm`` are kept when a pair has finished; they can take gigabytes."""
+    """Whether a cell's own compile caches are kept when it and its warm twin have finished; they can take gigabytes."""
     objective: str = "final_loss"
     """What a sweeper such as Optuna's gets from a cell: ``final_loss``, ``seconds_to_steps`` (see the next) or
     ``useful_tokens_per_second``."""
@@ -51,6 +56,8 @@ class SweepOptions:
                 )
         if self.objective not in OBJECTIVES:
             found.append(f"hydra.launcher.objective={self.objective!r} is not one of {tuple(OBJECTIVES)}")
+        if self.caches not in CACHES:
+            found.append(f"hydra.launcher.caches={self.caches!r} is not one of {CACHES}")
         if any(not arm.strip() for arm in self.arms):
             found.append(f"hydra.launcher.arms={self.arms} holds an arm without a value for compile=")
         return found
@@ -86,6 +93,15 @@ class LocalOptions(SweepOptions):
         if self.output == "terminal" and self.parallel != 1:
             found.append(f"hydra.launcher.parallel={self.parallel} needs hydra.launcher.output=file: outputs would mix")
         return found
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether arms are interleaved: side by side on several devices only where turns are asked for."""
+        return (
+            self.parallel == 1
+            if self.interleave is None and self.rounds == 1
+            else super(LocalOptions, self).takes_turns
+        )
 
 
 @dataclass(kw_only=True, slots=True)

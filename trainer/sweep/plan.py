@@ -34,7 +34,7 @@ class PlannedCell:
     job: int
     """Index of the sweeper's job that it belongs to; arms and rounds make several cells of one job."""
     start: str | None
-    """``cold`` or ``warm``, see ``Config.repeat``."""
+    """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
     described: RunRecord
     """The record as far as the configuration tells it, for a process that leaves none."""
     round: int | None = None
@@ -45,7 +45,7 @@ class PlannedCell:
     number: int = -1
     directory: Path = field(default_factory=Path)
     caches: Path | None = None
-    """Compile caches that it shares with its twin; None when nobody sees to them."""
+    """Compile caches of its own, or shared with its twin; None for the machine's."""
     command: list[str] = field(default_factory=list)
 
     @property

@@ -98,7 +98,7 @@ class Sweep:
         self.view.ended(cell, result, end.seconds)
         if cell.caches is not None and not self._options.keep_caches:
             ends = [self._ends.get(each.number) for each in self.cells if each.pair == cell.pair]
-            if all(each is not None and each.exit_code == 0 for each in ends):
+            if len(ends) == 1 or all(each is not None and each.exit_code == 0 for each in ends):
                 shutil.rmtree(cell.caches, ignore_errors=True)
 
     def close(self, *, stopped: bool) -> None:

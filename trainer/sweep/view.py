@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from trainer.evidence.columns import NOT_SURE
 from trainer.summary import Cell
 from trainer.sweep.plan import PlannedCell
 from trainer.telemetry.record import RunRecord
@@ -119,42 +120,46 @@ class SweepView:
 
     def _left(self) -> str:
         left = [cell for number, cell in self._cells.items() if number not in self._over]
-        text = f"{len(left)} left"
-        if not self._seconds:
-            return text
-        return f"{text}, about {_span(self._left_seconds(left))}"
+        seconds = self._left_seconds(left)
+        return f"{len(left)} left" + ("" if seconds is None or not left else f", about {_span(seconds)}")
 
-    def _left_seconds(self, left: Sequence[PlannedCell]) -> float:
-        """From the mean time of finished cells of the same strategies and start, or else of all."""
-        everything = [seconds for _, seconds in self._seconds]
+    def _left_seconds(self, left: Sequence[PlannedCell]) -> float | None:
+        """From the mean time of finished cells that differ in seed and round alone; None before there is one for each:
+        another strategy compiles for longer."""
         total = 0.0
         for cell in left:
-            alike = [seconds for each, seconds in self._seconds if (each.arm, each.start) == (cell.arm, cell.start)]
-            known = alike or everything
+            alike = [seconds for each, seconds in self._seconds if _kind(each) == _kind(cell)]
+            if not alike:
+                return None
             spent = time.monotonic() - self._started[cell.number] if cell.number in self._started else 0.0
-            total += max(0.0, sum(known) / len(known) - spent)
+            total += max(0.0, sum(alike) / len(alike) - spent)
         return total / min(self._parallel, max(1, len(left)))
 
     def _figures(self, cell: PlannedCell, record: RunRecord | None) -> list[str]:
-        """Speed, and its ratio to eager's in the same round under the same settings, where that has run."""
+        """Speed, and its ratio to eager's in the same round under the same settings, where that has run: of two single
+        runs, which show no difference."""
         speed = _speed(record)
         if record is None or not speed:
             return []
         parts = [f"{speed:.2f} {'batches' if record.run == 'inference' else 'steps'}/s"]
         eager = next((found for found in map(_speed, self._eager_twins(cell)) if found), None)
-        return [*parts, f"{speed / eager:.2f}x eager"] if eager and record.label != "eager" else parts
+        return [*parts, f"{NOT_SURE}{speed / eager:.2f}x eager"] if eager and record.label != "eager" else parts
 
     def _eager_twins(self, cell: PlannedCell) -> list[RunRecord]:
         twins = []
         for number, result in self._over.items():
             other, record = self._cells[number], result.record
-            same = (other.shared, other.round, other.start) == (cell.shared, cell.round, cell.start)
+            same = (other.shared, other.round) == (cell.shared, cell.round)
             if same and record is not None and record.label == "eager" and record.run == cell.described.run:
                 twins.append(record)
         return twins
 
     def _place(self, cell: PlannedCell) -> str:
         return f"[{self._before + list(self._cells).index(cell.number) + 1}/{self._total}]"
+
+
+def _kind(cell: PlannedCell) -> tuple[object, ...]:
+    return (cell.arm, cell.start, [override for override in cell.shared if not override.startswith("seed=")])
 
 
 def _speed(record: RunRecord | None) -> float | None:

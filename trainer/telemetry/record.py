@@ -28,6 +28,7 @@ class RunRecord:
 
     # What ran
     task: str
+    """The task's title: its name, and which model where it has several (``micro ragged``)."""
     strategies: list[dict[str, Any]] = field(default_factory=list)
     """As applied, in order: ``{"name": ..., <parameter>: ...}``; empty for eager."""
     chosen_strategies: list[dict[str, Any]] = field(default_factory=list)
