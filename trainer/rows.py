@@ -36,7 +36,7 @@ def _training(record: RunRecord) -> dict[str, str]:
         "samples": _number(record.samples_per_second, " /s", decimals=1),
         **_measured(record),
         "final loss": _number(record.final_loss, "", decimals=4),
-        **{name: number(value, 4) for name, value in sorted(record.final_metrics.items())},
+        **{name: _number(value, "", decimals=4) for name, value in sorted(record.final_metrics.items())},
         "skipped items": _skipped(record),
     }
 
