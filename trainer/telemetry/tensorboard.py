@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from strategies.credentials import hidden
 from trainer.atomic import finite
 from trainer.explain.source import shown
 from trainer.telemetry import hparams
@@ -105,7 +106,7 @@ def _shortened(location: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
+    return hidden(text).replace("|", "\\|").replace("\n", "<br>")
 
 
 def _fenced(text: str) -> str:
