@@ -10,6 +10,7 @@ from rich.table import Table
 
 from trainer.evidence.baselines import BaselineRow, Span
 from trainer.evidence.drifts import COUNTS, Drift
+from trainer.telemetry.facts import number
 
 WIDTH = 160
 """Fewest characters of a line."""
@@ -122,7 +123,7 @@ def said(each: Drift) -> list[str]:
         lines.append(f"  since {since}: {', '.join(changed) or 'neither versions nor commit changed'}")
         if before.eager_step_seconds and now.eager_step_seconds:
             steps = [each_step.median * 1e3 for each_step in (before.eager_step_seconds, now.eager_step_seconds)]
-            lines.append(f"  eager's step: {steps[0]:.4g} ms -> {steps[1]:.4g} ms")
+            lines.append(f"  eager's step: {number(steps[0])} ms -> {number(steps[1])} ms")
     return lines
 
 

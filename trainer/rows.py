@@ -11,6 +11,8 @@ OWN_ROWS = ("parity", "profile")
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
 
+LEAST_TERAFLOPS = 0.001
+
 
 def summary(record: RunRecord) -> dict[str, str]:
     """The summary's rows by name; a row of which no figure exists is left out."""
@@ -104,7 +106,7 @@ def _measured(record: RunRecord) -> dict[str, str]:
     return {
         "useful tokens": _number(record.useful_tokens_per_second, " /s", decimals=0)
         + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
-        "TFLOP/s": _number(record.teraflops_per_second, "") + _utilization(record),
+        "TFLOP/s": _teraflops(record),
         "waiting for data": _waiting(record),
         "peak memory": ", ".join(
             f"{where} {number(gib, 2)} GiB"
@@ -116,6 +118,12 @@ def _measured(record: RunRecord) -> dict[str, str]:
         "machine": _machine(record),
         "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
     }
+
+
+def _teraflops(record: RunRecord) -> str:
+    """Nothing for a toy, whose rate has no digits in this unit."""
+    rate = record.teraflops_per_second
+    return "" if rate is None or rate < LEAST_TERAFLOPS else number(rate) + _utilization(record)
 
 
 def _utilization(record: RunRecord) -> str:
@@ -207,7 +215,10 @@ def _parity(record: RunRecord) -> str:
 
 
 def _apart(facts: dict[str, float | None]) -> str:
-    return f"{_number(facts['difference'], '{:.1e}')} apart, tolerance {_number(facts['tolerance'], '{:.1e}')}"
+    apart, tolerance = (  # JSON has no word for infinity
+        "infinitely far" if facts[name] is None else f"{facts[name]:.1e}" for name in ("difference", "tolerance")
+    )
+    return f"{apart} apart, tolerance {tolerance}"
 
 
 def _audits(record: RunRecord) -> str:

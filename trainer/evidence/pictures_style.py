@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from trainer.telemetry.facts import number
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -177,12 +179,10 @@ def duration(seconds: float) -> str:
     """``90`` as ``1.5 min``: what a person would say."""
     for limit, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= limit:
-            return f"{seconds / limit:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+            return f"{number(seconds / limit)} {unit}"
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
 def rounded(value: float) -> str:
     """A figure with three digits and thousands' commas."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else number(value)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from trainer.evidence.cells import Cell
 from trainer.evidence.crossings import Cost, break_even_steps, overhead_seconds, setup_seconds, step_seconds
-from trainer.evidence.flags import flags_of, parity_of
+from trainer.evidence.flags import BUSY, flags_of, parity_of
 from trainer.evidence.runs import Run
-from trainer.evidence.statistics import Estimate, Ratio, Sample, estimate, ratio
+from trainer.evidence.statistics import NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
 from trainer.telemetry.record import RunRecord
 
 SAME_WORK = 0.01
@@ -104,6 +105,8 @@ def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
     step = None if row.step_seconds is None else row.step_seconds.median * work
     if base is not None and row is not base:
         row.ratio = _ratio(row.cell, base.cell, work)
+        if row.ratio is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *base.flags)):
+            row.ratio = dataclasses.replace(row.ratio, verdict=NOT_SHOWN)  # the others may have made the difference
         if row.ratio is not None and base.step_seconds is not None:
             # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
             step = base.step_seconds.median / row.ratio.value
