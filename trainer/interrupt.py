@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 
 def present_handlers() -> dict[int, Any]:
     """The handlers of ``SIGNALS`` now, by signal; without a SIGHUP that is ignored, as ``nohup`` has it."""
-    found = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    found: dict[int, Any] = {signum: signal.getsignal(signum) for signum in SIGNALS}
     if found[signal.SIGHUP] == signal.SIG_IGN:
         del found[signal.SIGHUP]
     return found
