@@ -43,7 +43,7 @@ def test_small_and_large_figures_have_no_exponent_and_are_not_zero() -> None:
     assert rows["optimizer steps"] == "12,345"
     assert rows["steady steps"] == "0.0040 /s (median of 12,340: 2,080 ms)"
     assert rows["p95 step"] == "0.00030 ms"
-    assert rows["TFLOP/s"] == "0.000020"
+    assert "TFLOP/s" not in rows, "a toy's rate has no digits in this unit"
     assert rows["energy"] == "0.00012 J/sample"
     assert rows["warm-up"] == "1,234 s in 10,000 steps"
     assert rows["final loss"] == "0.0000010"
