@@ -45,7 +45,7 @@ def test_a_reader_that_leaves_does_not_take_the_run_with_it(start_trainer: Start
 
 
 ALONE = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from tasks.models.captioner_module import Captioner
@@ -56,6 +56,8 @@ torch.set_num_threads(1)
 
 def on_train_batch_start(module, batch, batch_idx):
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    while rank == 0 and not (folder / "1.pid").exists():
+        time.sleep(0.05)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -101,8 +101,12 @@ def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(start_tr
 def test_before_the_first_step_is_trained_one_signal_stops_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals
 ) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
     send_in_step(monkeypatch, step, number)
-    record = train(tmp_path)
+    try:
+        record = train(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     saved = 0 if step == 1 else 2
     assert (record.status, record.signal, record.exit_code) == ("interrupted", number, 128 + number)
     assert (record.steps, (tmp_path / "checkpoints" / "last.ckpt").exists()) == (saved, saved > 0)
