@@ -50,7 +50,7 @@ def test_a_task_that_breaks_is_explained_on_the_terminal_in_json_and_on_a_page(
 def test_a_task_without_a_strategy_is_explained_as_whole_and_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*MICRO, "task.model=simple_linear", "--batches", "2", "--backend", "eager"]) == 0
     out = capsys.readouterr().out
-    assert "micro under whole, backend eager" in out
+    assert "micro simple_linear under whole, backend eager" in out
     assert "not the whole epoch: --batches 2" in out
     assert "of the step's" in out
     assert out.splitlines()[-1] == "nothing wrong: no graph breaks, no recompiles"

@@ -52,7 +52,7 @@ def test_a_tasks_graphs_are_counted_by_region_and_direction(small: Callable[...,
     assert explanation.problems == 0
     assert all(recompile.expected for recompile in explanation.recompiles)
     assert (explanation.task, explanation.strategies, explanation.backend) == (
-        "micro simple_linear",
+        "micro ragged",
         "regional",
         "aot_eager",
     )
