@@ -36,7 +36,8 @@ class LoopTrainer:
         self.precision = precision
         self.default_root_dir = directory
         self.fetching = Fetching()
-        self.fit_loop = SimpleNamespace(epoch_loop=self.fetching)
+        self.fit_loop = SimpleNamespace(epoch_loop=self.fetching, batch_idx=0)
+        self.current_epoch = 0
         self.optimizers: list[torch.optim.Optimizer] = []
         self.callback_metrics: dict[str, Tensor] = {}
         self.global_step = 0
@@ -72,6 +73,7 @@ class LoopTrainer:
     def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Epoch after epoch, in the order that Lightning would have. Raises ValueError for a loader without batches."""
         for epoch in itertools.count():
+            self.current_epoch = epoch
             set_epoch(loader, epoch)
             batches, count = iter(loader), 0
             while True:
@@ -80,6 +82,7 @@ class LoopTrainer:
                 self.fetching._on_after_fetch()
                 if batch is None:
                     break
+                self.fit_loop.batch_idx = count
                 count += 1
                 yield batch
             if not count:

@@ -41,7 +41,7 @@ def test_other_encodings_are_read_where_they_are_asked_for(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_bytes("gr\u00fc\u00dfe\r\nzwei\rdrei".encode("latin-1"))
     assert read_text(tmp_path / "a.txt", encoding="latin-1") == "gr\u00fc\u00dfe\nzwei\ndrei"
     with pytest.raises(TextError, match=r"a\.txt is not utf-8 text: byte 2 .*task\.data\.encoding"):
-        read_text(tmp_path / "a.txt", encoding="utf-8")
+        read_text(tmp_path / "a.txt", encoding="utf-8", option="task.data.encoding")
     with pytest.raises(ValueError, match=r"task\.data\.encoding='latin-9000' is not an encoding"):
         TextFiles(path="a.txt", encoding="latin-9000")
 
