@@ -107,7 +107,7 @@ def test_what_compiles_beside_a_run_that_stops_is_not_waited_for(tmp_path: Path)
     running = {name: shutil.copy(sleep, tmp_path / name) for name in ("cc1plus", "ld")}
     compiler, linker = (subprocess.Popen([program, "60"]) for program in running.values())
     workers, threads = AsyncCompile.process_pool(), AsyncCompile.pool()
-    jobs = [workers.submit(time.sleep, 60), *(threads.submit(time.sleep, 0.5) for _ in range(50))]
+    jobs = [workers.submit(time.sleep, 60), *(threads.submit(time.sleep, 0.5) for _ in range(1000))]
     sidecar: int = workers.process.pid  # type: ignore[union-attr]
     deadline = time.monotonic() + 100
     while not (below := descendants(sidecar)) and time.monotonic() < deadline:

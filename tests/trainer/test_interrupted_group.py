@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(
     os.killpg(process.pid, signal.SIGTERM)
     said, errors = process.communicate(timeout=200)
     assert process.returncode == 143, errors
-    assert "Traceback" not in errors
+    # Torch raises wherever Python is when a worker has ended, within a call of the garbage collector's, too.
+    assert "Traceback" not in re.sub(r"Exception ignored in: .*\nTraceback", "", errors)
     record = RunRecord.load(run_dir)
     assert (record.status, record.signal) == ("interrupted", signal.SIGTERM)
     # By SIGTERM torch's data workers end at once, and the run with them: then the last regular checkpoint counts.
