@@ -109,7 +109,7 @@ class MachineWatch:
             reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
             seen = {name for bit, name in THROTTLED.items() if reasons & bit}
             facts.gpu_throttled = sorted({*facts.gpu_throttled, *seen})
-        except pynvml.NVMLError:  # what a board or a container does not tell stays None
+        except Exception:  # what a board, a container or an older pynvml does not tell stays None
             return
 
     def facts(self, *, shortest: float = SHORTEST_SECONDS) -> MachineFacts | None:
@@ -140,11 +140,11 @@ class MachineWatch:
         try:
             ours = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self._board)}
             samples = pynvml.nvmlDeviceGetProcessUtilization(self._board, self._since)
-        except pynvml.NVMLError:
+            own = {pid for pid, _ in _tree()}
+        except Exception:  # as above
             return None
         if os.getpid() not in ours:  # numbered by another namespace: nobody knows which of them is this one
             return None
-        own = {pid for pid, _ in _tree()}
         shares: defaultdict[int, list[int]] = defaultdict(list)
         for sample in samples:
             shares[sample.pid].append(sample.smUtil)
