@@ -22,6 +22,7 @@ from strategies import Program
 from strategies.optimizer_step import installed
 from trainer.parity.audit_schedule import Schedule
 from trainer.parity.comparison import Judge, ParityError, perturb, rounding_unit
+from trainer.parity.draws import draws_as_eager
 from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
 from trainer.parity.saved import SavedCheckpoints, replaced
 from trainer.parity.update_sample import UpdateSample
@@ -219,8 +220,8 @@ class Audits:
         """See what the step has left."""
         loss = loss.detach() if isinstance(loss, Tensor) else None
         pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._module)))
-        inductor = any(strategy.needs_inductor for strategy in self._program.strategies)
-        pair.draws_alike = not inductor and pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
+        alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
+        pair.draws_alike = alike and draws_as_eager(self._program)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Program
+from strategies.backend_source import file_of_backend
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
 from trainer.snapshot import drew_random_numbers, random_state
@@ -143,3 +144,24 @@ def may_draw_in_step(program: Program) -> bool:
     """Whether the step of an optimizer is compiled of which nobody knows what it does."""
     updates = [installed(optimizer) for optimizer in program.optimizers]
     return any(update is not None and not isinstance(update, FunctionalUpdate) for update in updates)
+
+
+def draws_as_eager(program: Program) -> bool:
+    """Whether compiled code that leaves the generators where eager does has drawn eager's numbers.
+
+    A dropout that is taken apart draws others, in double precision as many of them. Torch's own backends, all but
+    two, may take operations apart.
+    """
+    return not any(
+        strategy.needs_inductor or _takes_apart(getattr(strategy, "backend", "eager"))
+        for strategy in program.strategies
+    )
+
+
+def _takes_apart(backend: str) -> bool:
+    if backend in ("eager", "aot_eager"):
+        return False
+    try:
+        return file_of_backend(backend) is None
+    except ValueError:  # nobody knows whose it is
+        return True
