@@ -20,9 +20,9 @@ from torch import Tensor
 
 from strategies import Program
 from strategies.optimizer_step import installed
+from trainer.parity import draws, forward
 from trainer.parity.audit_schedule import Schedule
 from trainer.parity.comparison import Judge, ParityError, perturb, rounding_unit
-from trainer.parity.draws import draws_as_eager
 from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
 from trainer.parity.saved import SavedCheckpoints, replaced
 from trainer.parity.update_sample import UpdateSample
@@ -221,7 +221,7 @@ class Audits:
         loss = loss.detach() if isinstance(loss, Tensor) else None
         pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._module)))
         alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
-        pair.draws_alike = alike and draws_as_eager(self._program)
+        pair.draws_alike = alike and draws.draws_as_eager(self._program)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class Audits:
                     what="loss", difference=apart.loss, tolerance=self._judge.loss_tolerance()
                 )
         if "buffers" not in self._never and names:
-            tolerances = self._judge.tensor_tolerances(lambda one: one.weights)
+            tolerances = forward.buffer_tolerances(self._judge, eager, names)
             each = [
                 AuditDifference(what=name, difference=float(apart.weights[place]), tolerance=float(tolerances[place]))
                 for place, name in enumerate(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program
 from trainer.eager import eager
-from trainer.parity.comparison import Differences
+from trainer.parity.comparison import Differences, Judge
 from trainer.parity.draws import region_draws
 from trainer.passes import Passes
 from trainer.snapshot import Snapshot, random_state
@@ -110,6 +110,19 @@ def distances(seen: Seen, reference: EagerSeen) -> Differences:
     buffers = [_distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
     loss = 0.0 if seen.loss is None or reference.loss is None else _distance(seen.loss, reference.loss, None)
     return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
+
+
+def buffer_tolerances(judge: Judge, reference: EagerSeen, names: Sequence[str]) -> Tensor:
+    """``(names,)``, relative to each buffer's change: those of ``judge``, or what storing a buffer twice may round, for
+    a running variance in bfloat16 hardly moves."""
+    stored = []
+    for name in names:
+        buffer, start = reference.buffers[name].double(), reference.starts.get(name)
+        moved = buffer if start is None or start.shape != buffer.shape else buffer - start.double()
+        size = float(buffer.nan_to_num().norm())
+        unit = torch.finfo(reference.buffers[name].dtype).eps / 2
+        stored.append(4 * unit * size / (float(moved.nan_to_num().norm()) or size or 1.0))
+    return judge.tensor_tolerances(lambda one: one.weights).maximum(torch.tensor(stored))
 
 
 def no_noise(like: Differences) -> Differences:
