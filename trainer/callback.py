@@ -23,19 +23,19 @@ from strategies.inplace import give_up
 from strategies.prepare import Preparation
 from trainer.auto.chooser import Chooser
 from trainer.filled_record import fill_in
-from trainer.guards import CompiledNothing, Guards, refuse_accumulation
+from trainer.guards.audits import Audits
+from trainer.guards.compare import ParityError
+from trainer.guards.guards import CompiledNothing, Guards, refuse_accumulation
+from trainer.guards.preflight import Guarding
+from trainer.guards.rollback import optimizer_to_eager
+from trainer.guards.slowdown import Sample
 from trainer.loading.loaders import pad_loaders
-from trainer.parity.audits import Audits
-from trainer.parity.comparison import ParityError
-from trainer.rehearsal import Guarding
-from trainer.rollback import optimizer_to_eager
 from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
 from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.watchdog import Sample
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -59,7 +59,7 @@ class Compile(L.Callback):
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity``, ``trainer.warming``.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``.
     """
 
     def __init__(

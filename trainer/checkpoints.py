@@ -21,8 +21,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.atomic import written_whole
+from trainer.guards.nonfinite import FiniteLosses
 from trainer.interrupt import Interrupted, StopRequest
-from trainer.nonfinite import FiniteLosses
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""

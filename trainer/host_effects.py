@@ -23,9 +23,9 @@ from strategies.as_capturing import as_capturing
 from strategies.host_recorder import HostRecorder
 from strategies.host_state import HostState, Names, entries_of
 from strategies.step_graphs import Observation
-from trainer.eager import eager
+from trainer.guards.rollback import eager
+from trainer.guards.snapshot import Snapshot
 from trainer.reasons import one_line
-from trainer.snapshot import Snapshot
 
 LOG_METHODS = frozenset({"log", "log_dict"})
 """Stood in for while a step runs."""

@@ -1,6 +1,6 @@
 """Passes: single training steps on a batch at hand, run as Lightning's loops run them but without a trace in its state.
 
-What a pass changes in the model is put back by ``trainer.snapshot``; this module keeps callbacks, loggers, the
+What a pass changes in the model is put back by ``trainer.guards.snapshot``; this module keeps callbacks, loggers, the
 profiler and the results of ``self.log`` out of it.
 """
 
@@ -20,7 +20,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from strategies.as_capturing import as_capturing
-from trainer.parity.by_hand import ByHand, Span
+from trainer.guards.manual import ByHand, Span
 
 Inspect = Callable[[Tensor], None]
 """Called with the loss between backward and optimizer step, gradients in place, not yet clipped; where the module

@@ -16,10 +16,10 @@ from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
 from trainer.described import described
 from trainer.folders import claim
+from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
-from trainer.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.reasons import one_line, out_of_memory
 from trainer.resuming import Resuming
 from trainer.run_modes import Inference

@@ -21,8 +21,8 @@ from strategies.graph_engine import CannotCapture, NotYet
 from strategies.graphed_optimizer import GraphedStep, graphed
 from strategies.host_state import HostState, Value
 from strategies.step_graphs import Observation, StateChanges, StepGraphs
+from trainer.guards.parity import ReplayParity
 from trainer.host_effects import Logged, Unused, Used, observed, optimizer_state, reasons_against
-from trainer.parity.replay import ReplayParity
 
 MOST_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""

@@ -18,7 +18,7 @@ from tests.trainer import guarded, ragged_modules
 from tests.trainer.clock import CLOCK
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 from trainer.precision import Fp16Mixed
 
 

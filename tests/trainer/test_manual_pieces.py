@@ -18,13 +18,12 @@ from strategies import Program, Whole
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
-from trainer.parity.by_hand import Span
-from trainer.parity.comparison import Comparison
-from trainer.parity.draws import region_draws
-from trainer.parity.sight import Displaced, Sight, around_steps
+from trainer.guards.compare import Comparison
+from trainer.guards.draws import region_draws
+from trainer.guards.manual import Displaced, Sight, Span, around_steps
+from trainer.guards.slowdown import take_sample
+from trainer.guards.snapshot import Snapshot
 from trainer.passes import Passes, why_not
-from trainer.snapshot import Snapshot
-from trainer.watchdog import take_sample
 
 UNIT = 2.0**-24
 

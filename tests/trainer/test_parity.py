@@ -18,7 +18,7 @@ from strategies import Program, Regional, Stage, Strategy
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
-from trainer.parity.comparison import Differences, Judge, ParityError, perturb, rounding_unit
+from trainer.guards.compare import Differences, Judge, ParityError, perturb, rounding_unit
 from trainer.rows import summary
 
 

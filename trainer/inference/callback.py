@@ -11,7 +11,7 @@ from strategies import Program
 from strategies.compose import begin
 from trainer.callback import Compile
 from trainer.filled_record import ended_in_eager
-from trainer.rehearsal import Guarding
+from trainer.guards.preflight import Guarding
 from trainer.telemetry.events import AuditFacts
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.profile_page import with_idle_share

@@ -21,23 +21,23 @@ from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.graph_engine import CannotCapture
 from strategies.inplace import give_up
 from strategies.step_graphs import StateChanges
-from trainer.guards import Guards
+from trainer.guards.compare import ParityError
+from trainer.guards.guards import Guards
+from trainer.guards.preflight import REPLAYED_FROM
+from trainer.guards.slowdown import take_sample
 from trainer.host_effects import observed
 from trainer.inference.batches import Batches
 from trainer.inference.callback import CompileForInference
 from trainer.inference.parity import compare_outputs
 from trainer.interrupt import StopRequest
-from trainer.parity.comparison import ParityError
 from trainer.passes import Passes
 from trainer.reasons import one_line
-from trainer.rehearsal import REPLAYED_FROM
 from trainer.run_modes import Inference
 from trainer.telemetry import memory
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
 from trainer.telemetry.profile_steps import profile_calls
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
-from trainer.watchdog import take_sample
 
 
 class InferenceLoop:

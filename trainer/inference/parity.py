@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies import Program
-from trainer.eager import eager
-from trainer.parity.comparison import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
-from trainer.snapshot import drew_random_numbers, random_state, set_random_state
+from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
+from trainer.guards.rollback import eager
+from trainer.guards.snapshot import drew_random_numbers, random_state, set_random_state
 
 SAMPLES = 5
 """Perturbed passes of eager by which a difference is judged before it counts; the first one is enough for most."""

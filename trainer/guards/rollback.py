@@ -11,7 +11,10 @@ the order in which gradients and collectives come are the same, compiled or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -19,14 +22,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from strategies import Program, Stage
+from strategies import Program, Stage, Strategy
+from strategies.as_capturing import as_capturing
 from strategies.base import Region
 from strategies.compile_errors import is_double_backward, is_out_of_memory, is_recompile_limit
 from strategies.inplace import compiled_only, give_up, guard_calls
-from strategies.optimizer_step import installed, uninstall
-from trainer.eager import eager
+from strategies.optimizer_step import ATTRIBUTE, installed, uninstall
 from trainer.explain.guards import guard_of, read_recompile
 from trainer.reasons import one_line
+from trainer.settings import Config
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 
@@ -252,3 +256,61 @@ class _UncompiledStep:
         with torch.compiler.set_stance("force_eager"):
             self._step()
         return loss
+
+
+@contextlib.contextmanager
+def eager(program: Program) -> Iterator[None]:
+    """Inside, modules and loss run uncompiled and optimizers take torch's own step; nothing is compiled, or lost."""
+    with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:
+        for optimizer in program.optimizers:
+            aside.enter_context(own_step(optimizer))
+        yield
+
+
+@contextlib.contextmanager
+def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
+    attributes = vars(optimizer)
+    if ATTRIBUTE not in attributes:
+        yield
+        return
+    installed, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
+    _, before = installed
+    if before is not None:
+        attributes["step"] = before
+    try:
+        yield
+    finally:
+        attributes[ATTRIBUTE], attributes["step"] = installed, step
+
+
+def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:
+    """``config`` as it is looked at under ``strategies``; ``trainer_options`` are further ones of ``TrainerConfig``."""
+    settings = dataclasses.replace(
+        config.trainer, devices=1, strategy="auto", measure_peak=False, progress="none", **trainer_options
+    )
+    return dataclasses.replace(
+        config,
+        compile={strategy.name: strategy for strategy in strategies},
+        trainer=settings,
+        parity="off",
+        on_compile_error="fail",
+        on_slower="warn",
+        resume=None,
+        repeat=None,
+        profile="off",
+    )
+
+
+def throwaway_trainer(folder: str, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """Lightning's Trainer for any module, which writes nothing but what a module itself writes into ``folder``."""
+    return L.Trainer(
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=Path(folder),
+        num_sanity_val_steps=0,
+        **options,
+    )
