@@ -15,10 +15,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from strategies import Program, Whole
+from strategies.loop import Span
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
-from trainer.parity.by_hand import Span
 from trainer.parity.comparison import Comparison
 from trainer.parity.draws import region_draws
 from trainer.parity.sight import Displaced, Sight, around_steps

@@ -202,7 +202,7 @@ class ParityGate:
         def filled(found: dict[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
             return [found[one] if one in found else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
 
-        if not self._passes.by_hand:
+        if not self._passes.manual:
 
             def inspect(loss: torch.Tensor) -> None:
                 first = not seen
@@ -290,7 +290,7 @@ class ParityGate:
         self._unsettle(1)
         torch.manual_seed(SEED + seed)
         seen: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        if self._passes.by_hand:
+        if self._passes.manual:
             sight = Sight(self._parameters)
             with around_steps(self._trainer.optimizers, before=[sight.see_step], after=[]):
                 returned = self._passes.step(batch, sight.see_loss)

@@ -1,4 +1,4 @@
-"""By hand: the steps of a module that optimizes by hand (``automatic_optimization=False``), on a batch at hand.
+"""Manual optimization (``automatic_optimization=False``): the steps of such a module, on a batch at hand.
 
 Such a module's ``training_step`` runs backward and steps the optimizers itself, one or several, once or more, or only
 for every so many batches. A step of it is therefore training steps in a row, from ``batch_idx=0`` on, until every
@@ -11,28 +11,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-MOST_BATCHES = 32
+from strategies.loop import Inspect, Span
+
+MAX_BATCHES = 32
 """Training steps after which no optimizer is waited for that has not stepped yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """How long a step by hand is."""
-
-    batches: int
-    """Training steps until every optimizer has stepped that does so within ``MOST_BATCHES``."""
-    steps: int
-    """Training steps among them in which ``trainer.global_step`` grew: the steps that training is timed by."""
-
-
-class ByHand:
+class ManualSteps:
     """Steps one module.
 
     The pieces are those of Lightning's manual loop, some of them private to it: optimizers count into its progress,
@@ -50,18 +41,18 @@ class ByHand:
         """Known after the first step, which goes on until every optimizer has stepped."""
 
     def step(
-        self, batch: Any, see: Callable[[Tensor], None] | None, apart: Callable[[], AbstractContextManager[Any]]
+        self, batch: Any, inspect: Inspect | None, apart: Callable[[], AbstractContextManager[Any]]
     ) -> list[Tensor] | None:
         """Take a step; returns the numbers that the training steps returned, None if they took no step and no backward.
 
-        ``see`` is called after every ``manual_backward`` with the loss that it was given, before any scaling. Every
+        ``inspect`` is called after every ``manual_backward`` with the loss that it was given, before any scaling. Every
         training step runs in an ``apart()`` of its own: after each one, Lightning tells DDP to reduce again.
         """
         stepped: set[int] = set()
         returned: list[Tensor] = []
         grown, news = [0], 0
-        with self._backwards(see) if see is not None else contextlib.nullcontext():
-            for number in range(MOST_BATCHES if self.span is None else self.span.batches):
+        with self._backwards(inspect) if inspect is not None else contextlib.nullcontext():
+            for number in range(MAX_BATCHES if self.span is None else self.span.batches):
                 counted, seen = self._trainer.global_step, len(stepped)
                 with apart():
                     returned += _numbers(self._training_step(batch, number, stepped))
@@ -93,13 +84,13 @@ class ByHand:
         return outputs
 
     @contextlib.contextmanager
-    def _backwards(self, see: Callable[[Tensor], None]) -> Iterator[None]:
+    def _backwards(self, inspect: Inspect) -> Iterator[None]:
         strategy: Any = self._trainer.strategy
         backward, before = strategy.backward, vars(strategy).get("backward")
 
         def seen(loss: Tensor, *arguments: Any, **named: Any) -> Any:
             result = backward(loss, *arguments, **named)
-            see(loss.detach())
+            inspect(loss.detach())
             return result
 
         strategy.backward = seen
