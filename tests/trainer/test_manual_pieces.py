@@ -15,12 +15,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from strategies import Program, Whole
+from strategies.loop import Span
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
 from trainer.guards.compare import Comparison
 from trainer.guards.draws import region_draws
-from trainer.guards.manual import Displaced, Sight, Span, around_steps
+from trainer.guards.compare import Displaced, Sight, around_steps
 from trainer.guards.slowdown import take_sample
 from trainer.guards.snapshot import Snapshot
 from trainer.passes import Passes, why_not

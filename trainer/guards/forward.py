@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strategies import Program
 from trainer.guards.compare import LOSS_FLOOR, Differences, Judge
 from trainer.guards.draws import region_draws
-from trainer.guards.manual import Displaced
+from trainer.guards.compare import Displaced
 from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot, random_state
 from trainer.passes import Passes

@@ -21,7 +21,7 @@ from strategies import Program
 from trainer.guards.compare import Comparison, Differences, Judge, ParityError, gradient_of, perturb, rounding_unit
 from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
 from trainer.guards.forward import Evaluation
-from trainer.guards.manual import Displaced, Sight, around_steps, parameters_of
+from trainer.guards.compare import Displaced, Sight, around_steps, parameters_of
 from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 from trainer.guards.state import StateComparison
@@ -196,7 +196,7 @@ class ParityGate:
         def filled(found: dict[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
             return [found[one] if one in found else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
 
-        if not self._passes.by_hand:
+        if not self._passes.manual:
 
             def inspect(loss: torch.Tensor) -> None:
                 first = not seen
@@ -284,7 +284,7 @@ class ParityGate:
         self._unsettle(1)
         torch.manual_seed(SEED + seed)
         seen: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        if self._passes.by_hand:
+        if self._passes.manual:
             sight = Sight(self._parameters)
             with around_steps(self._trainer.optimizers, before=[sight.see_step], after=[]):
                 returned = self._passes.step(batch, sight.see_loss)

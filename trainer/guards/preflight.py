@@ -215,7 +215,7 @@ class Rehearsal:
                         self._passes.evaluate(resized)
 
             rollback.attempt(f"warming {shape}", one_pass, restore)
-            if self._passes.by_hand:  # so many optimizer steps in a row on made-up batches lead anywhere
+            if self._passes.manual:  # so many optimizer steps in a row on made-up batches lead anywhere
                 restore()
         self.warmed = True
         self._report("warming", {"shapes": [str(shape) for shape in wanted]})
