@@ -61,6 +61,8 @@ class MicroBatch(Protocol):
 
     batch: Any
     index: int
+    arguments: Mapping[str, Any]
+    """Of the training step, ``batch`` among them."""
     begins: bool
     """Whether it is the first of its optimizer step: the gradients are zeroed."""
     ends: bool

@@ -23,13 +23,14 @@ from strategies.inplace import give_up
 from strategies.prepare import Preparation
 from trainer.auto.chooser import Chooser
 from trainer.filled_record import fill_in
-from trainer.guards.audits import Audits
+from trainer.guards.audits import Audits, SavedCheckpoints
 from trainer.guards.compare import ParityError
 from trainer.guards.guards import CompiledNothing, Guards, refuse_accumulation
 from trainer.guards.preflight import Guarding
 from trainer.guards.rollback import optimizer_to_eager
 from trainer.guards.slowdown import Sample
 from trainer.loading.loaders import pad_loaders
+from trainer.loops.lightning import LightningLoop
 from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
 from trainer.telemetry.events import Event
@@ -182,28 +183,20 @@ class Compile(L.Callback):
         """The strategies are final: capture steps where one of them says so, and guard what they do."""
         if program.step is not None:
             self._capture = capture_steps(trainer, program, parity=self._guarding.parity)
-        self._guards = Guards(
-            self._guarding,
-            trainer,
-            program,
-            self.telemetry,
-            self.record,
-            cuda_graphs=self._cuda_graphs,
-            sample=sample,
-            chosen=chosen,
-        )
+        loop = LightningLoop(trainer, cuda_graphs=self._cuda_graphs)
+        self._guards = Guards(self._guarding, loop, program, self.telemetry, self.record, sample=sample, chosen=chosen)
         if self._guarding.parity != "off" and program.strategies:
             assert self._pages is not None
             self._audits = Audits(
                 self._guarding.parity,
-                trainer,
+                loop,
                 program,
                 self.telemetry,
                 self._pages,
+                checkpoints=SavedCheckpoints(trainer),
                 captured=lambda: program.captures_steps,
                 gradients=lambda: None if self._capture is None else self._capture.gradients,
                 differs=self._differs,
-                cuda_graphs=self._cuda_graphs,
             )
             self.record.audits = self._audits.facts
             if self._capture is not None:

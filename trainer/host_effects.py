@@ -25,6 +25,7 @@ from strategies.host_state import HostState, Names, entries_of
 from strategies.step_graphs import Observation
 from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot
+from trainer.loops.lightning import LightningLoop
 from trainer.reasons import one_line
 
 LOG_METHODS = frozenset({"log", "log_dict"})
@@ -64,7 +65,7 @@ def observed(trainer: L.Trainer, program: Program, batch: Any, run: Callable[[],
         return Observation(HostState(), problems)
     for gradients in (contextlib.nullcontext(), torch.no_grad()):
         recorder = HostRecorder(program.device, {Logger: "which a replay would not call: use self.log"}, LOG_METHODS)
-        snapshot = Snapshot(trainer, batch, weights=False)
+        snapshot = Snapshot(LightningLoop(trainer), batch, weights=False)
         if snapshot.lost is not None:
             return Observation(HostState(), [snapshot.lost])
         try:

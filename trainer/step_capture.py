@@ -23,6 +23,7 @@ from strategies.host_state import HostState, Value
 from strategies.step_graphs import Observation, StateChanges, StepGraphs
 from trainer.guards.parity import ReplayParity
 from trainer.host_effects import Logged, Unused, Used, observed, optimizer_state, reasons_against
+from trainer.loops.lightning import LightningLoop
 
 MOST_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
@@ -35,7 +36,7 @@ def capture_steps(trainer: L.Trainer, program: Program, *, parity: str) -> StepC
     """
     assert program.step is not None
     if parity != "off":
-        program.step.verifier = ReplayParity(parity, trainer, program)
+        program.step.verifier = ReplayParity(parity, LightningLoop(trainer), program)
     return StepCapture(trainer, program, program.step)
 
 

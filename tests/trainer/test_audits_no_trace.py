@@ -172,7 +172,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
         def perf_counter(cls) -> float:
             return cls.now
 
-    look = forward.EagerForward.look
+    look = forward.EagerForward.run
 
     def slow(self: Any, arguments: Any) -> Any:
         Clock.now += 0.2
@@ -186,7 +186,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(telemetry, "time", Clock)
         patch.setattr(audits, "time", Clock)
-        patch.setattr(forward.EagerForward, "look", slow)
+        patch.setattr(forward.EagerForward, "run", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
     assert record.audits.steps[:5] == [1, 2, 4, 8, 16]
@@ -198,13 +198,13 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
 def test_audited_seconds_are_no_part_of_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.guards.forward import EagerForward
 
-    look = EagerForward.look
+    look = EagerForward.run
 
     def slow(self: Any, arguments: Any) -> Any:
         CLOCK.sleep(100.0)
         return look(self, arguments)
 
-    monkeypatch.setattr(EagerForward, "look", slow)
+    monkeypatch.setattr(EagerForward, "run", slow)
     stop_time(monkeypatch)
     _, record, _ = audited(Blocks(), tmp_path, regional("eager"))
     assert record.audits.steps[:4] == [1, 2, 4, 8]

@@ -20,7 +20,7 @@ from tests.trainer.lightning_modules import Blocks, fit
 from trainer.auto import candidates, chooser, trial
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
-from trainer.guards.preflight import Rehearsal
+from trainer.guards.preflight import Preflight
 from trainer.guards.rollback import CompileFailed
 
 
@@ -336,7 +336,7 @@ def test_what_auto_chose_and_is_not_eagers_model_runs_eager(tmp_path: Path, monk
     def differs(*_: Any) -> Any:
         raise ParityError("planted difference", {"verdict": "failed"})
 
-    monkeypatch.setattr(Rehearsal, "_compare", differs)
+    monkeypatch.setattr(Preflight, "_compare", differs)
     compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
     with pytest.warns(UserWarning, match="compile=auto: .*planted difference"):
         assert fit(Blocks(), tmp_path, [compile_]) == eager

@@ -23,6 +23,7 @@ from trainer.guards.rollback import eager
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.host_effects import observed
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes, SkippedStep
 from trainer.reasons import one_line
 from trainer.telemetry import memory
@@ -70,7 +71,7 @@ class Trials:
     def reasons_against_capture(self, batch: Any) -> list[str]:
         """What a step does on the host that a graph would not repeat; everything is put back."""
         with self._passes.quiet():
-            snapshot = Snapshot(self._trainer, batch, weights=False)
+            snapshot = Snapshot(LightningLoop(self._trainer), batch, weights=False)
             if snapshot.lost is not None:
                 return [snapshot.lost]
             try:
@@ -96,7 +97,7 @@ class Trials:
         """Try ``module`` and write what came out into it. Raises what eager itself cannot do."""
         began = time.perf_counter()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._trainer, batch)
+            self._snapshot = Snapshot(LightningLoop(self._trainer), batch)
             if self._snapshot.lost is not None:
                 raise SkippedStep(self._snapshot.lost)
         self._telemetry.phase = f"timing {module.name}"

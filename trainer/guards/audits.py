@@ -1,8 +1,8 @@
 """Audits: is the step still eager's? Asked again on real steps, while the training continues.
 
-The gate looks once, at the first batch and at freshly drawn weights. An audit looks at the step under way: its loss and
-buffers against an eager forward on its own batch, weights and random state, and the optimizer's update of a few
-parameters against torch's own step. A difference counts once it is beyond what eager differs from itself on that batch
+The parity gate compares once, at the first batch and at freshly drawn weights. An audit compares the step under way:
+its loss and buffers with an eager forward on its own batch, weights and random state, and the optimizer's update of a
+few parameters with torch's own step. A difference counts once it is beyond what eager differs from itself on that batch
 and shows again when the step is repeated.
 """
 
@@ -11,25 +11,33 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from strategies import Program
+from strategies.loop import Loop, MicroBatch
 from strategies.optimizer_step import installed
-from trainer.guards import draws, forward
-from trainer.guards.compare import Judge, ParityError, perturb, rounding_unit
-from trainer.guards.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
+from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
+from trainer.guards.draws import draws_as_eager
+from trainer.guards.forward import (
+    EagerForward,
+    EagerSeen,
+    Seen,
+    buffer_tolerances,
+    copied,
+    distances,
+    floating_buffers,
+)
 from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.guards.state import UpdateSample
-from trainer.passes import Passes, why_not
+from trainer.loops.lightning import replaced
 from trainer.reasons import one_line
 from trainer.telemetry import memory
 from trainer.telemetry.events import AuditDifference, AuditFacts
@@ -38,9 +46,16 @@ from trainer.telemetry.tensorboard import TensorBoardPages
 
 SAMPLES, REPEATS = 4, 3
 """Eager forwards by which the tolerance is widened before a difference counts; steps in which it has to show again."""
-MOST = {"loss": 0.05, "buffers": 0.5}
-"""Tolerance, relative, beyond which a comparison says nothing."""
+MAX_TOLERANCE = {"loss": 0.05, "buffers": 0.5}
+"""Relative, beyond which a comparison says nothing."""
 SEED = 2**31 - 1001
+
+ALWAYS = 8
+"""Optimizer steps up to which audits double, whatever they cost."""
+SHAPES, SHAPES_WITHIN = 8, 64
+"""Shapes of batch whose first step is audited too, and the optimizer steps within which they are looked for."""
+SHARE = 0.005
+"""Of the run's seconds, at most, that all audits together may take."""
 
 Gradients = Callable[[], Sequence[Tensor | None] | None]
 
@@ -58,189 +73,165 @@ class Pair:
 
 
 class Audits:
-    """Stands around ``run`` of Lightning's automatic optimization until ``release``.
+    """Stands around every micro-batch of ``loop`` until ``release``.
 
     Args:
         mode: ``on`` or ``strict``.
+        checkpoints: Those that the training writes; closed by ``release``.
         captured: Whether steps may be captured, so that hooks within them are not called.
         gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
             itself; None where they are the parameters' own.
-        differs: Called with what to say once a step is not eager's; returns when the run continues, in eager.
+        differs: Called with the error once a step is not eager's; returns when the run continues, in eager.
     """
 
     def __init__(
         self,
         mode: str,
-        trainer: L.Trainer,
+        loop: Loop,
         program: Program,
         telemetry: Telemetry,
         pages: TensorBoardPages,
         *,
+        checkpoints: SavedCheckpoints,
         captured: Callable[[], bool],
         gradients: Gradients,
         differs: Callable[[ParityError], None],
-        cuda_graphs: bool,
     ) -> None:
-        self._trainer, self._program, self._telemetry, self._pages = trainer, program, telemetry, pages
-        self._captured, self._gradients, self._differs = captured, gradients, differs
-        assert program.device is not None
-        self._device = program.device
-        self._judge = Judge(mode, rounding_unit(program.precision, program.device))
-        self._module = trainer.lightning_module
-        self.facts = AuditFacts(verdict="not audited")
+        self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
+        self._checkpoints, self._captured, self._gradients, self._differs = checkpoints, captured, gradients, differs
+        self._judge = Judge(mode, rounding_unit(program.precision, loop.device))
+        self._undo = contextlib.ExitStack()
+        self._undo.push(checkpoints)
         self.sample: list[torch.nn.Parameter] = []
         """Parameters whose update is compared."""
         self._never: dict[str, str] = {}
         self._shares: list[float] = []
         self._settles: bool | None = None
-        self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._instead = contextlib.ExitStack()
-        self.facts.reason = self._why_not()
-        if self.facts.reason is not None:
+        why_not = "the module optimizes by hand" if loop.manual else loop.why_not_apart()
+        self.facts = AuditFacts(verdict="not audited", reason=why_not or "the run ended before its first step")
+        if why_not is not None:
             return
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        self._update = UpdateSample(trainer.optimizers[0], names, multiple=self._judge.multiple)
+        names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
+        self._update = UpdateSample(loop.optimizers[0], names, multiple=self._judge.multiple)
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
-        self._passes = Passes(trainer, cuda_graphs=cuda_graphs)
-        self._forward = EagerForward(trainer, program, self._passes)
-        self._first, self._schedule = trainer.global_step, Schedule(trainer)
-        self.facts.reason = "the run ended before its first step"
-        self._original = self._instead.enter_context(replaced(self._automatic, "run", self._run))
-        self._checkpoints = self._instead.enter_context(SavedCheckpoints(trainer))
+        self._forward = EagerForward(loop, program)
+        self._first, self._schedule = loop.steps_done, Schedule(loop)
+        self._undo.callback(loop.take_over(self._run))
 
     def release(self) -> None:
-        """Give Lightning its own methods back."""
-        self._instead.close()
+        """Give the loop its own way to run a micro-batch back."""
+        self._undo.close()
 
-    def _why_not(self) -> str | None:
-        return why_not(self._trainer) if self._module.automatic_optimization else "the module optimizes by hand"
-
-    def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+    def _run(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
-        recording = self._telemetry.phase == "profiling" and self._trainer.world_size == 1
-        if self._trainer.fit_loop._should_accumulate() or not self._schedule.due(kwargs.get("batch"), later=recording):
-            return self._original(optimizer, batch_idx, kwargs)
-        reason = self._nothing_to_audit(kwargs)
-        if reason is not None:
-            self.facts.reason = reason
+        recording = self._telemetry.phase == "profiling" and self._loop.world_size == 1
+        if micro_batch.ends and self._schedule.due(micro_batch.batch, later=recording):
+            compiled = self._program.regions or self._program.step is not None
+            if compiled or any(installed(each) is not None for each in self._program.optimizers):
+                return self._audit(micro_batch)
+            self.facts.reason = "nothing is compiled or captured"
             self._schedule.stop()
-            return self._original(optimizer, batch_idx, kwargs)
-        return self._audit(optimizer, batch_idx, kwargs)
+        return micro_batch.run(micro_batch.batch)
 
-    def _nothing_to_audit(self, kwargs: Any) -> str | None:
-        if "batch" not in kwargs:
-            return "training_step takes an iterator of batches"
-        compiled = self._program.regions or self._program.step is not None
-        if not compiled and all(installed(each) is None for each in self._program.optimizers):
-            return "nothing is compiled or captured"
-        return None
-
-    def _audit(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        peak = memory.peak_bytes(self._device)
+    def _audit(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        peak = memory.peak_bytes(self._loop.device)
         self.facts.not_compared, self._shares = dict(self._never), []
-        pair = self._pair(optimizer, batch_idx, kwargs, update=True)
+        pair = self._pair(micro_batch, update=True)
         with self._telemetry.auditing():
-            complaints = self._judged(pair, optimizer, batch_idx, kwargs)
+            complaints = self._judged(pair, micro_batch)
             update = max(pair.update or (), key=lambda one: one.share, default=None)
             if update is not None:
                 complaints += self._note("update", update)
             for kind in ("loss", "buffers"):  # whose forward all processes run, or none
-                if self._anywhere(kind in self._never):
+                if self._loop.anywhere(kind in self._never):
                     self._leave_out((kind,), "another process cannot compare it")
-            wrong = self._anywhere(bool(complaints))
-        memory.resume(self._device, peak)
+            wrong = self._loop.anywhere(bool(complaints))
+        memory.resume(self._loop.device, peak)
         self._write_down(complaints, wrong=wrong)
         self._schedule.next(self._telemetry.audit_seconds)
         if wrong:
             self._differs(self._error(complaints))
         return pair.outputs
 
-    def _pair(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any, *, update: bool = False) -> Pair:
+    def _pair(self, micro_batch: MicroBatch, *, update: bool = False) -> Pair:
         """Run the step, and eager's forward before it: where ``training_step`` is called and Python runs it, else
         before all of it, because of a captured step nothing else is known to Python."""
         pair = Pair({})
         update = update and "update" not in self._never
+        auditing = self._telemetry.auditing
         if self._captured():
-            with self._telemetry.auditing():
-                self._look(pair, kwargs)
+            with auditing():
+                self._run_eager(pair, micro_batch.arguments)
                 if update:
-                    self._prepare_captured(pair, batch_idx)
-            pair.outputs = self._original(optimizer, batch_idx, kwargs)
-            with self._telemetry.auditing():
-                self._left(pair, pair.outputs.get("loss"))
+                    self._prepare_captured(pair, micro_batch)
+            pair.outputs = micro_batch.run(micro_batch.batch)
+            with auditing():
+                self._see_step(pair, pair.outputs.get("loss"))
                 if update:
-                    self._compare_update(pair, self._gradients)
+                    self._compare_update(pair, self._gradients())
             return pair
-        automatic, plugin = self._automatic, self._trainer.precision_plugin
-        with contextlib.ExitStack() as places:
+        called: list[Any] = []
 
-            def training_step(arguments: Any) -> Any:
-                first = pair.eager is None and pair.step is None
-                if first:
-                    with self._telemetry.auditing():
-                        self._look(pair, arguments)
-                result = step(arguments)
-                if first:  # a closure may be called again, at other weights
-                    with self._telemetry.auditing():
-                        self._left(pair, result.loss)
-                return result
+        def before_training_step(arguments: Mapping[str, Any]) -> None:
+            called.append(arguments)
+            if len(called) == 1:
+                with auditing():
+                    self._run_eager(pair, arguments)
 
-            def after_closure(*given: Any) -> None:
-                after(*given)
-                with self._telemetry.auditing():
-                    self._update.keep()
+        def after_training_step(loss: Tensor | None) -> None:
+            if len(called) == 1:  # a closure may be called again, at other weights
+                with auditing():
+                    self._see_step(pair, loss)
 
-            def optimizer_step(*given: Any, **named: Any) -> Any:
-                scaler: Any = getattr(plugin, "scaler", None)
-                scale = None if scaler is None else scaler.get_scale()
-                result = stepped(*given, **named)
-                with self._telemetry.auditing():
-                    if scale is not None and scaler.get_scale() < scale:
-                        self.facts.not_compared["update"] = "the gradient scaler left this step out"
-                    else:
-                        self._compare_update(pair, lambda: None)
-                return result
+        def before_update() -> None:
+            with auditing():
+                self._update.keep()
 
-            step = places.enter_context(replaced(automatic, "_training_step", training_step))
+        def after_update(left_out: bool) -> None:
+            with auditing():
+                if left_out:
+                    self.facts.not_compared["update"] = "the gradient scaler left this step out"
+                else:
+                    self._compare_update(pair, None)
+
+        with contextlib.ExitStack() as around:
+            around.enter_context(self._loop.around_training_step(before_training_step, after_training_step))
             if update:
-                after = places.enter_context(replaced(plugin, "_after_closure", after_closure))
-                stepped = places.enter_context(replaced(plugin, "optimizer_step", optimizer_step))
-            pair.outputs = self._original(optimizer, batch_idx, kwargs)
+                around.enter_context(self._loop.around_update(before_update, after_update))
+            pair.outputs = micro_batch.run(micro_batch.batch)
         return pair
 
-    def _look(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
+    def _run_eager(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
         if {"loss", "buffers"} <= self._never.keys():
             return
         try:
-            pair.eager = self._forward.look(arguments)
+            pair.eager = self._forward.run(arguments)
         except Exception as error:
             self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
 
-    def _left(self, pair: Pair, loss: Any) -> None:
-        """See what the step has left."""
+    def _see_step(self, pair: Pair, loss: Any) -> None:
         loss = loss.detach() if isinstance(loss, Tensor) else None
-        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._module)))
+        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._loop.module)))
         alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
-        pair.draws_alike = alike and draws.draws_as_eager(self._program)
+        pair.draws_alike = alike and draws_as_eager(self._program)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
-    def _prepare_captured(self, pair: Pair, batch_idx: int) -> None:
+    def _prepare_captured(self, pair: Pair, micro_batch: MicroBatch) -> None:
         self._update.keep()
-        if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
+        if self._loop.scaler is not None:
             self._leave_out(("update",), "a gradient scaler decides after a captured step what the optimizer is given")
         if pair.eager is None or pair.eager.wrote:
             self._leave_out(("update",), "training_step itself may change weights, within a captured step")
-        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+        if micro_batch.begins:
             for parameter in self.sample:  # as zero_grad does next; a replay leaves old ones where they are
                 parameter.grad = None
 
-    def _compare_update(self, pair: Pair, gradients: Gradients) -> None:
+    def _compare_update(self, pair: Pair, given: Sequence[Tensor | None] | None) -> None:
         if "update" in self._never:
             return
-        given = gradients()
         given = [parameter.grad for parameter in self.sample] if given is None else given
         if all(gradient is None for gradient in given):
             where = "a captured step keeps its gradients to itself" if self._captured() else "they were cleared"
@@ -250,110 +241,95 @@ class Audits:
             pair.update = self._update.compare(given)
         except Exception as error:
             self._leave_out(("update",), f"torch's own step of a sample failed: {one_line(error)}")
-            return
-        if not pair.update:
+        if pair.update == []:
             self.facts.not_compared["update"] = "rounding of the weights is larger than their update"
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
-    def _judged(self, pair: Pair, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> list[str]:
+    def _judged(self, pair: Pair, micro_batch: MicroBatch) -> list[str]:
         """What of loss and buffers is beyond its tolerance, in words; every process calls this."""
-        found = self._differences(pair.step, pair.eager)
+        found = self._differences(pair)
         if self._captured() and self._settles is None and pair.eager is not None:
             # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
-            self._settles = all(one.share <= 1 for kind, one in found.items() if kind == "buffers")
+            self._settles = "buffers" not in found or found["buffers"].share <= 1
             if not self._settles:
                 self._leave_out(("buffers",), "they change after the forward, within a captured step")
                 found.pop("buffers")
-        if self._anywhere(any(one.share > 1 for one in found.values())):
+        if self._beyond(found):
             try:
-                found = self._looked_closer(pair, optimizer, batch_idx, kwargs)
+                found = self._repeated(pair, micro_batch)
             except Exception as error:
                 self._leave_out(("loss", "buffers"), f"a difference could not be looked into: {one_line(error)}")
                 found = {}
         return [complaint for kind, one in found.items() for complaint in self._note(kind, one)]
 
-    def _looked_closer(
-        self, pair: Pair, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
-    ) -> dict[str, AuditDifference]:
+    def _beyond(self, found: dict[str, AuditDifference]) -> bool:
+        return self._loop.anywhere(any(one.share > 1 for one in found.values()))
+
+    def _repeated(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
         """The differences within tolerances of this very batch; those that do not show again are left out."""
-        unit = self._judge.unit
-        weights = [one for one in self._module.parameters() if one.requires_grad and one.is_floating_point()]
-        results = self._trainer.fit_loop.epoch_loop._results
+        loop, unit = self._loop, self._judge.unit
+        weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
         try:
-            after: Snapshot | None = Snapshot(self._trainer, kwargs["batch"])
+            after: Snapshot | None = Snapshot(loop, micro_batch.batch)
         except torch.OutOfMemoryError:
             after = None
-        if self._anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
+        if loop.anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
             raise RuntimeError("there is no memory for a copy of the state")
-        with self._passes.quiet(), replaced(results, "log", lambda *_, **__: None), contextlib.ExitStack() as at_end:
+        with loop.quiet(), loop.unlogged(), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore, same_plan=True)
-            random = self._anywhere(pair.eager.drew and not pair.draws_alike)
-            base = self._again(pair.eager, kwargs)
+            random = loop.anywhere(pair.eager.drew and not pair.draws_alike)
+            pair.eager.before.restore()
+            base = self._forward.run(micro_batch.arguments)
             for number in range(SAMPLES):
                 after.restore(same_plan=True)
                 perturb(weights, unit * (1, 4)[number % 2], SEED + number)
-                seen = self._again(pair.eager, kwargs, seed=SEED + number if random else None)
-                self._judge.noise.append(distances(seen, base))
-            found = self._differences(pair.step, pair.eager)
-            for _ in range(REPEATS):
-                if not self._anywhere(any(one.share > 1 for one in found.values())):
+                pair.eager.before.restore()
+                if random:
+                    torch.manual_seed(SEED + number)
+                self._judge.noise.append(distances(self._forward.run(micro_batch.arguments), base))
+            found = self._differences(pair)
+            for number in range(SAMPLES, SAMPLES + REPEATS):
+                if not self._beyond(found):
                     break
-                number += 1
                 after.restore(same_plan=True)
                 pair.eager.before.restore()
                 perturb(weights, unit, SEED + number)
-                again = self._pair(optimizer, batch_idx, kwargs)
-                seen_again = self._differences(again.step, again.eager)
-                gone = [
-                    kind
-                    for kind, one in found.items()
-                    if one.share > 1 and (kind not in seen_again or seen_again[kind].share <= 1)
-                ]
-                for kind in gone:
-                    del found[kind]
-                    self.facts.not_compared[kind] = "a difference was gone when the step was repeated"
-                    self.facts.unrepeated_steps.append(self._number)
+                again = self._differences(self._pair(micro_batch))
+                for kind in [kind for kind, one in found.items() if one.share > 1]:
+                    if kind not in again or again[kind].share <= 1:
+                        del found[kind]
+                        self.facts.not_compared[kind] = "a difference was gone when the step was repeated"
+                        self.facts.unrepeated_steps.append(self._number)
         return found
 
-    def _again(self, eager: EagerSeen, arguments: Mapping[str, Any], seed: int | None = None) -> EagerSeen:
-        eager.before.restore()
-        if seed is not None:
-            torch.manual_seed(seed)
-        return self._forward.look(arguments)
-
-    def _differences(self, step: Seen | None, eager: EagerSeen | None) -> dict[str, AuditDifference]:
+    def _differences(self, pair: Pair) -> dict[str, AuditDifference]:
         """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out."""
+        step, eager, judge = pair.step, pair.eager, self._judge
         if step is None or eager is None:
             return {}
         found: dict[str, AuditDifference] = {}
         apart = distances(step, eager)
         names = sorted(step.buffers.keys() & eager.buffers.keys())
-        noise = [one for one in self._judge.noise[-SAMPLES:] if len(one.weights) == len(apart.weights)]
-        self._judge.noise = noise or [no_noise(apart)]
+        noise = [one for one in judge.noise[-SAMPLES:] if len(one.weights) == len(apart.weights)]
+        judge.noise = noise or [no_noise(apart)]
         if "loss" not in self._never:
             if step.loss is None or eager.loss is None:
                 self.facts.not_compared["loss"] = "training_step returned no loss"
             else:
-                found["loss"] = AuditDifference(
-                    what="loss", difference=apart.loss, tolerance=self._judge.loss_tolerance()
-                )
+                found["loss"] = AuditDifference(what="loss", difference=apart.loss, tolerance=judge.loss_tolerance())
         if "buffers" not in self._never and names:
-            tolerances = forward.buffer_tolerances(self._judge, eager, names)
-            each = [
-                AuditDifference(what=name, difference=float(apart.weights[place]), tolerance=float(tolerances[place]))
-                for place, name in enumerate(names)
-            ]
+            figures = zip(names, apart.weights.tolist(), buffer_tolerances(judge, eager, names).tolist(), strict=True)
+            each = [AuditDifference(what=name, difference=size, tolerance=most) for name, size, most in figures]
             found["buffers"] = max(each, key=lambda one: one.share)
-        for kind, most in MOST.items():
+        for kind, most in MAX_TOLERANCE.items():
             if kind in found and not found[kind].tolerance <= most:
                 why = "compiled code draws other random numbers" if eager.drew else "eager differs from itself"
-                tolerance = found.pop(kind).tolerance
-                self._leave_out((kind,), f"{why}, which makes the tolerance {tolerance:.1%}")
+                self._leave_out((kind,), f"{why}, which makes the tolerance {found.pop(kind).tolerance:.1%}")
         return found
 
     def _note(self, kind: str, one: AuditDifference) -> list[str]:
-        """Keep the worst of its kind; returns what is to be said of it."""
+        """Keep the worst of its kind; returns the complaint about it."""
         one.step = self._number
         self._shares.append(one.share)
         if kind not in self.facts.worst or self.facts.worst[kind].share <= one.share:
@@ -374,15 +350,10 @@ class Audits:
             "parity=off audits nothing"
         )
 
-    # ---- bookkeeping -----------------------------------------------------------------------------------------------
-
     @property
     def _number(self) -> int:
-        """The step under way, as ``global_step`` counts."""
+        """The step under way, counted as ``steps_done`` is."""
         return self._first + self._schedule.steps
-
-    def _anywhere(self, found: bool) -> bool:
-        return self._trainer.strategy.reduce_boolean_decision(found, all=False)
 
     def _leave_out(self, kinds: Sequence[str], reason: str) -> None:
         self._never = {**dict.fromkeys(kinds, reason), **self._never}
@@ -402,20 +373,13 @@ class Audits:
         self._pages.scalars(scalars, self._number)
 
 
-ALWAYS = 8
-"""Optimizer steps up to which audits double, whatever they cost."""
-SHAPES, SHAPES_WITHIN = 8, 64
-"""Shapes of batch whose first step is audited too, and the optimizer steps within which they are looked for."""
-SHARE = 0.005
-"""Of the run's seconds, at most, that all audits together may take."""
-
-
 class Schedule:
-    """Counts optimizer steps and says which are due; the first process decides for all."""
+    """Audits are due after 1, 2, 4 and 8 optimizer steps, then as often as a share of the run's time allows; the first
+    process decides for all."""
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-        self._first = trainer.global_step
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._first = loop.steps_done
         self.steps = 0
         """Optimizer steps begun in this training, the one under way included."""
         self._next = 1.0
@@ -437,7 +401,7 @@ class Schedule:
 
     def _is_new(self, batch: Any) -> bool:
         """Whether the batch is the first of its shape, on one device: several may be given different shapes."""
-        if self.steps > SHAPES_WITHIN or len(self._shapes) >= SHAPES or self._trainer.world_size > 1:
+        if self.steps > SHAPES_WITHIN or len(self._shapes) >= SHAPES or self._loop.world_size > 1:
             return False
         before = len(self._shapes)
         self._shapes.add(shapes_of(batch))
@@ -456,26 +420,19 @@ class Schedule:
             self._next = 1 << steps.bit_length()
             return
         cost, step_seconds = spent - before, max(1e-9, (self._started - at) / max(1, steps - last))
-        left, remaining = SHARE * (now - self._began) - spent, self._planned() - steps
-        if 0 <= remaining < math.inf:
+        left, planned = SHARE * (now - self._began) - spent, self._loop.steps_planned
+        remaining = -1 if planned is None else planned - self._first - steps
+        if remaining >= 0:
             left += SHARE * remaining * step_seconds
             # Evenly over what remains, but sooner at first: most of what goes wrong goes wrong early.
             gap = min(steps, remaining * cost / left) if left > cost else math.inf
         else:
             gap = max(steps, (cost - left) / SHARE / step_seconds)
-        self._next = self._trainer.strategy.broadcast(steps + max(ALWAYS, gap))
-
-    def _planned(self) -> float:
-        """Optimizer steps of this training; infinite where nobody knows."""
-        try:
-            planned = self._trainer.estimated_stepping_batches
-        except MisconfigurationException:  # accumulation changes from epoch to epoch
-            return math.inf
-        return planned - self._first if planned > 0 else math.inf
+        self._next = self._loop.broadcast(steps + max(ALWAYS, gap))
 
 
 class SavedCheckpoints(contextlib.ExitStack):
-    """Inside, notes each checkpoint that ``trainer`` writes, and the one that it was resumed from."""
+    """Until it is closed, notes each checkpoint that ``trainer`` writes, and the one that it was resumed from."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         super().__init__()
@@ -491,17 +448,3 @@ class SavedCheckpoints(contextlib.ExitStack):
     def _save_and_note(self, filepath: Any, *arguments: Any, **named: Any) -> None:
         self._save(filepath, *arguments, **named)
         self._steps[str(filepath)] = self._trainer.global_step
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Inside, ``owner.name`` is ``function``; yields what it was."""
-    original, own = getattr(owner, name), vars(owner).get(name)
-    setattr(owner, name, function)
-    try:
-        yield original
-    finally:
-        if own is None:
-            vars(owner).pop(name, None)
-        else:
-            setattr(owner, name, own)

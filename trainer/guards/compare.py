@@ -1,4 +1,4 @@
-"""Parity: is the compiled step eager's? Loss, gradients and weights compared within a tolerance that eager sets itself.
+"""Compare: loss, gradients and weights of a step with eager's, within a tolerance that eager sets itself.
 
 One step of the compiled program and one of eager run on the same batch from the same state. How far apart they may be
 is calibrated by eager against itself: its parameters changed by one rounding of the run's precision and, where the step
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,12 @@ class Differences:
     rate up or down wherever a gradient is all but zero, which is noise."""
 
 
+def no_noise(like: Differences) -> Differences:
+    """No difference at all."""
+    gradients, weights = torch.zeros_like(like.gradients), torch.zeros_like(like.weights)
+    return Differences(loss=0.0, gradient_norm=0.0, gradients=gradients, weights=weights)
+
+
 class Comparison:
     """The reference step, and the distance of others from it.
 
@@ -75,20 +81,16 @@ class Comparison:
     def __init__(
         self, module: nn.Module, start: Callable[[Tensor], Tensor], *, buffers: bool = False, unit: float = 0.0
     ) -> None:
-        named: list[tuple[str, Tensor]] = [
-            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
-        ]
+        named: dict[str, Tensor] = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if buffers:
-            named += [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-        self.names = [name for name, _ in named]
-        self.parameters: list[Tensor] = [tensor for _, tensor in named]
+            named |= {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+        self.names, self.parameters = list(named), list(named.values())
         self._start, self._unit = start, unit
         self.loss: float | None = None
         self.gradient_norm = math.nan
         self._losses: list[float] = []
         self._gradients: list[Tensor] = []
         self._weights: list[Tensor] = []
-        self._seen: tuple[float, float, Tensor] = (math.nan, math.nan, torch.empty(0))
         self.updated = 0
         """Tensors that the reference step changed."""
 
@@ -98,8 +100,7 @@ class Comparison:
         self._losses = losses.flatten().tolist()
         if self._losses:
             self.loss = self._losses[0] if len(self._losses) == 1 else math.hypot(*self._losses)
-        found = gradients if gradients is not None else [gradient_of(each).clone() for each in self.parameters]
-        self._gradients = list(found)
+        self._gradients = list(gradients or [gradient_of(each).clone() for each in self.parameters])
         self.gradient_norm = _norm(self._gradients)
 
     @torch.no_grad()
@@ -110,7 +111,7 @@ class Comparison:
         self.updated = int(torch.stack(moved).sum()) if moved else 0
 
     @torch.no_grad()
-    def see(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> None:
+    def see(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> Differences:
         """Compare loss and gradients of another step, of the same moment."""
         seen = [gradient_of(parameter) for parameter in self.parameters] if gradients is None else list(gradients)
         numbers = sum(kept.numel() for kept in self._gradients)
@@ -119,21 +120,16 @@ class Comparison:
         for gradient, reference in zip(seen, self._gradients, strict=True):
             kept = reference.to(gradient.device)
             apart.append(_relative(_size(gradient - kept), _size(kept).clamp(min=least * math.sqrt(kept.numel()))))
-        self._seen = (
-            _distance(losses.flatten().tolist(), self._losses),
-            _distance([_norm(seen)], [self.gradient_norm]),
-            torch.stack(apart).cpu() if apart else torch.empty(0),
+        return Differences(
+            loss=distance(losses.flatten().tolist(), self._losses),
+            gradient_norm=distance([_norm(seen)], [self.gradient_norm]),
+            gradients=torch.stack(apart).cpu() if apart else torch.empty(0),
+            weights=torch.empty(0),
         )
 
-    @property
-    def seen(self) -> Differences:
-        """Loss and gradients of that step alone."""
-        loss, norm, gradients = self._seen
-        return Differences(loss=loss, gradient_norm=norm, gradients=gradients, weights=torch.empty(0))
-
     @torch.no_grad()
-    def end(self) -> Differences:
-        """Compare the weights of that step, after the optimizer step."""
+    def end(self, seen: Differences) -> Differences:
+        """Add the weights of that step to what ``see`` found, after the optimizer step."""
         apart = []
         for parameter, gradient, weight in zip(self.parameters, self._gradients, self._weights, strict=True):
             update = (weight - self._start(parameter)).abs()
@@ -141,8 +137,7 @@ class Comparison:
             size = _wide(gradient).abs()
             size = size if bool((size * update).sum() > 0) else torch.ones_like(size)
             apart.append(_relative((size * difference).sum(), (size * update).sum()))
-        loss, norm, gradients = self._seen
-        return Differences(loss=loss, gradient_norm=norm, gradients=gradients, weights=torch.stack(apart).cpu())
+        return replace(seen, weights=torch.stack(apart).cpu())
 
 
 @dataclass(slots=True)
@@ -192,32 +187,35 @@ class Judge:
                 complaints.append(
                     f"{name} {apart:.2e} of eager's {reference:.6g} away from it, tolerance {tolerance:.2e}"
                 )
-        kinds: list[tuple[str, Callable[[Differences], Tensor]]] = [
-            ("weights", lambda one: one.weights),
-            ("gradients", lambda one: one.gradients),
+        kinds: list[tuple[str, str, Callable[[Differences], Tensor]]] = [
+            ("weights", "update of", lambda one: one.weights),
+            ("gradients", "gradient of", lambda one: one.gradients),
         ]
-        for name, of in kinds:
-            apart_T, tolerance_T = of(seen), self.tensor_tolerances(of)
-            if not len(apart_T):
-                continue
-            beyond_T = (apart_T / tolerance_T).nan_to_num(nan=math.inf, posinf=math.inf)
-            worst = int(beyond_T.argmax())
-            figures[name] = {
-                "worst": comparison.names[worst],
-                "difference": float(apart_T[worst]),
-                "tolerance": float(tolerance_T[worst]),
-                "tensors": len(apart_T),
-                "beyond": int((beyond_T > 1).sum()),
-            }
-            if beyond_T[worst] > 1:
-                what = "update of" if name == "weights" else "gradient of"
-                complaints.append(
-                    f"{what} {comparison.names[worst]!r} {float(apart_T[worst]):.2e} of eager's away from it, "
-                    f"tolerance {float(tolerance_T[worst]):.2e} ({figures[name]['beyond']} of {len(apart_T)} tensors "
-                    "are beyond theirs)"
-                )
+        for name, what, of in kinds:
+            if len(of(seen)):
+                complaint, figures[name] = worst_of(what, comparison.names, of(seen), self.tensor_tolerances(of))
+                complaints += complaint
         figures["updated_tensors"] = comparison.updated
         return complaints, figures
+
+
+def worst_of(what: str, names: Sequence[str], apart: Tensor, tolerances: Tensor) -> tuple[list[str], dict[str, Any]]:
+    """The complaint about the tensor farthest beyond its tolerance, if one is, and the figures; all ``(tensors,)``."""
+    beyond = (apart / tolerances).nan_to_num(nan=math.inf, posinf=math.inf)
+    beyond[apart == 0] = 0.0
+    worst = int(beyond.argmax())
+    figures = {
+        "worst": names[worst],
+        "difference": float(apart[worst]),
+        "tolerance": float(tolerances[worst]),
+        "tensors": len(apart),
+        "beyond": int((beyond > 1).sum()),
+    }
+    complaint = (
+        f"{what} {names[worst]!r} {figures['difference']:.2e} of eager's away from it, tolerance "
+        f"{figures['tolerance']:.2e} ({figures['beyond']} of {len(apart)} tensors are beyond theirs)"
+    )
+    return [complaint] if beyond[worst] > 1 else [], figures
 
 
 @torch.no_grad()
@@ -255,7 +253,7 @@ def _norm(gradients: list[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
-def _distance(values: Sequence[float], reference: Sequence[float]) -> float:
+def distance(values: Sequence[float], reference: Sequence[float]) -> float:
     """Length of the difference over that of ``reference``; what is no number on both sides counts as equal."""
     if [math.isfinite(value) for value in values] != [math.isfinite(value) for value in reference]:
         return math.inf
@@ -273,11 +271,12 @@ def _relative(difference: Tensor, reference: Tensor) -> Tensor:
 Around = Callable[[torch.optim.Optimizer], None]
 
 
-class Sight:
-    """The losses and gradients of one step.
+class StepRecorder:
+    """Losses and gradients of one step under manual optimization, where nobody else stands between backward and step.
 
-    Args:
-        parameters: Whose gradients are kept.
+    Hooks around the steps of the optimizers stand there instead (``around_steps``). Kept are the losses that
+    ``manual_backward`` was given, or else the numbers that ``training_step`` returned, and the gradients of
+    ``parameters`` that their optimizer took in its first step: the noise of a step grows in those that follow it.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -290,10 +289,7 @@ class Sight:
         self._losses.append(loss.float().sum())
 
     def see_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients that ``optimizer`` has just taken: clipped and unscaled, if the module does that.
-
-        Of its first step only: the noise of a step grows in those that follow it.
-        """
+        """Keep the gradients that ``optimizer`` has just taken: clipped and unscaled, if the module does that."""
         for parameter in parameters_of(optimizer):
             if parameter not in self._gradients:
                 self._gradients[parameter] = gradient_of(parameter).clone()

@@ -29,7 +29,7 @@ FEW, MANY = 4, 16
 SUSPECT, CERTAIN = 6.0, 7.0
 """Standard errors that two means may be apart, of few and of many steps: with 30 degrees of freedom, a difference of 7
 comes by chance once in ten million."""
-MOST_SPREAD = 8.0
+MAX_SPREAD = 8.0
 """Times that the variance of one arm's losses may be the other's: by chance once in 10,000 steps of 16 seeds."""
 
 
@@ -85,7 +85,7 @@ class Draws:
                 found.append(f"mean loss {other:.6g} under {len(eager)} seeds, eager's is {mean:.6g} +- {spread:.2g}")
             if len(set(compiled)) == 1 < len(set(eager)):
                 found.append("its loss does not depend on the random numbers, eager's does")
-            elif len(eager) >= MANY and (ratio := _ratio(eager, compiled)) > MOST_SPREAD:
+            elif len(eager) >= MANY and (ratio := _ratio(eager, compiled)) > MAX_SPREAD:
                 found.append(f"the variance of its loss between seeds is {ratio:.1f} times eager's, or that part of it")
         one, two = (torch.stack(self.figures[arm]) for arm in ("eager", "compiled"))
         apart, scale = (one.mean(0) - two.mean(0)).abs(), torch.maximum(one.abs().mean(0), two.abs().mean(0))

@@ -1,28 +1,29 @@
-"""The eager forward of one training step, on the step's own batch and state, without a trace in the training."""
+"""Forwards of eager beside compiled ones: of a training step under way, and in eval mode, where no dropout hides a
+wrong forward. Neither leaves a trace in the training.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program
-from trainer.guards.compare import LOSS_FLOOR, Differences, Judge
+from strategies.loop import Loop
+from trainer.guards.compare import LOSS_FLOOR, Differences, Displaced, Judge, distance
 from trainer.guards.draws import region_draws
-from trainer.guards.compare import Displaced
 from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot, random_state
-from trainer.passes import Passes
+
+EVALUATIONS = 5
+"""Passes of eager in eval mode, a rounding off, before a difference counts; the first two are enough for most."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Seen:
     """What one forward of a training step left."""
 
     loss: Tensor | None
-    """Divided by the micro-batches of a step, as Lightning returns it; None where the step returned none."""
+    """Divided by the micro-batches of a step; None where the step returned none."""
     buffers: dict[str, Tensor]
     """Copies of the floating-point buffers after it."""
 
@@ -51,32 +52,29 @@ class EagerSeen(Seen):
 
 
 class EagerForward:
-    """Runs ``training_step`` under eager, where the training step itself is about to run.
+    """Runs ``training_step`` under eager, where the training step itself is about to run."""
 
-    The pieces are Lightning's own, some of them private to it, see ``Passes``.
-    """
-
-    def __init__(self, trainer: L.Trainer, program: Program, passes: Passes) -> None:
-        self._trainer, self._program, self._passes = trainer, program, passes
-        self._module = trainer.lightning_module
+    def __init__(self, loop: Loop, program: Program) -> None:
+        self._loop, self._program = loop, program
         self._gradients = False
 
-    def look(self, arguments: Mapping[str, Any]) -> EagerSeen:
+    def run(self, arguments: Mapping[str, Any]) -> EagerSeen:
         """Run the forward and put everything back. Raises what ``training_step`` raises, alike on all processes."""
-        before = Snapshot(self._trainer, arguments["batch"], weights=False)
-        if self._trainer.strategy.reduce_boolean_decision(before.lost is not None, all=False):
+        loop = self._loop
+        before = Snapshot(loop, arguments["batch"], weights=False)
+        if loop.anywhere(before.lost is not None):
             raise RuntimeError(before.lost or "a step may use up something on another process")
-        starts = {name: before.of(buffer) for name, buffer in floating_buffers(self._module).items()}
+        starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
         error: Exception | None = None
         for _ in range(2):
             seen = error = None
-            with _Kept(self._module, self._trainer) as kept:
+            with _Kept(loop) as kept:
                 try:
                     seen = self._forward(arguments, before, starts, kept)
                 except Exception as caught:
                     error = caught
             before.restore()
-            if not self._trainer.strategy.reduce_boolean_decision(error is not None, all=False):
+            if not loop.anywhere(error is not None):
                 assert seen is not None
                 return seen
             if self._gradients:
@@ -87,16 +85,14 @@ class EagerForward:
     def _forward(
         self, arguments: Mapping[str, Any], before: Snapshot, starts: dict[str, Tensor], kept: _Kept
     ) -> EagerSeen:
-        trainer = self._trainer
-        apart = self._passes.apart() if self._gradients else contextlib.nullcontext()
-        with eager(self._program), region_draws(self._program) as drawn, self._passes.quiet(), apart:
-            with torch.set_grad_enabled(self._gradients), kept.watching():
-                output = call._call_strategy_hook(trainer, "training_step", *arguments.values())
-            results = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-            loss = results.from_training_step_output(output, trainer.accumulate_grad_batches).loss
+        loop = self._loop
+        apart = loop.apart() if self._gradients else contextlib.nullcontext()
+        with eager(self._program), region_draws(self._program) as drawn, loop.quiet(), apart:
+            with torch.set_grad_enabled(self._gradients), kept.writes:
+                loss = loop.forward_loss(arguments)
             return EagerSeen(
                 loss=loss,
-                buffers=copied(floating_buffers(self._module)),
+                buffers=copied(floating_buffers(loop.module)),
                 before=before,
                 starts=starts,
                 drew=bool(drawn),
@@ -109,8 +105,8 @@ def distances(seen: Seen, reference: EagerSeen) -> Differences:
     """How far ``seen`` is from eager: its loss, and as ``weights`` each buffer that both have, by name, relative to
     eager's change of it."""
     names = sorted(seen.buffers.keys() & reference.buffers.keys())
-    buffers = [_distance(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
-    loss = 0.0 if seen.loss is None or reference.loss is None else _distance(seen.loss, reference.loss, None)
+    buffers = [_apart(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
+    loss = 0.0 if seen.loss is None or reference.loss is None else _apart(seen.loss, reference.loss, None)
     return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
 
 
@@ -127,12 +123,7 @@ def buffer_tolerances(judge: Judge, reference: EagerSeen, names: Sequence[str]) 
     return judge.tensor_tolerances(lambda one: one.weights).maximum(torch.tensor(stored))
 
 
-def no_noise(like: Differences) -> Differences:
-    """No difference at all."""
-    return Differences(loss=0.0, gradient_norm=0.0, gradients=like.gradients, weights=torch.zeros_like(like.weights))
-
-
-def _distance(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:
+def _apart(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:
     """Length of the difference over that of the reference, or of its change since ``start``; what is no number on
     both sides alike counts as equal, on one side as infinitely far."""
     tensor, reference = (each.detach().double().cpu() for each in (tensor, reference))
@@ -158,48 +149,38 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 class _Kept:
     """What a forward hardly ever changes, put back at the end: parameters and gradients (copied only once they are
-    about to be written to), what schedulers and groups of optimizers hold, and DDP's note to synchronise buffers."""
+    about to be written to), and what schedulers and groups of optimizers hold."""
 
-    def __init__(self, module: torch.nn.Module, trainer: L.Trainer) -> None:
-        self._parameters = [(parameter, parameter.data, parameter.grad) for parameter in module.parameters()]
-        schedulers = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self._plain = [(held, dict(held)) for held in (*schedulers, *groups)]
-        model: Any = trainer.strategy.model
-        self._synchronises = (model, model.require_forward_param_sync) if _is_ddp(model) else None
-        self._writes: _Writes | None = None
+    def __init__(self, loop: Loop) -> None:
+        self._parameters = [(parameter, parameter.data, parameter.grad) for parameter in loop.module.parameters()]
+        groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+        self._plain = [(held, dict(held)) for held in (*map(vars, loop.schedulers), *groups)]
+        gradients = [gradient for *_, gradient in self._parameters if gradient is not None]
+        self.writes = _Writes([*(parameter for parameter, *_ in self._parameters), *gradients])
+        """Inside, what is about to be written to is copied."""
 
     @property
     def written(self) -> set[int]:
         """Identities of the parameters that were written to or given other tensors."""
         replaced = {id(one) for one, data, _ in self._parameters if one.data_ptr() != data.data_ptr()}
-        return replaced if self._writes is None else replaced | {id(one) for one, _ in self._writes.kept.values()}
-
-    def watching(self) -> TorchDispatchMode:
-        """Inside, what is about to be written to is copied."""
-        gradients = [gradient for *_, gradient in self._parameters if gradient is not None]
-        self._writes = _Writes([*(parameter for parameter, *_ in self._parameters), *gradients])
-        return self._writes
+        return replaced | {id(one) for one, _ in self.writes.kept.values()}
 
     def __enter__(self) -> _Kept:
         return self
 
+    @torch.no_grad()
     def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for parameter, data, gradient in self._parameters:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
-            for tensor, kept in self._writes.kept.values() if self._writes is not None else ():
-                tensor.detach().copy_(kept)
+        for parameter, data, gradient in self._parameters:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for tensor, kept in self.writes.kept.values():
+            tensor.detach().copy_(kept)
         for held, before in self._plain:
             if any(held.get(name) is not value for name, value in before.items()):
                 held.clear()
                 held.update(before)
-        if self._synchronises is not None:
-            model, synchronises = self._synchronises
-            model.require_forward_param_sync = synchronises
 
 
 class _Writes(TorchDispatchMode):
@@ -230,69 +211,56 @@ class _Writes(TorchDispatchMode):
         return operation(*args, **kwargs)
 
 
-def _is_ddp(model: Any) -> bool:
-    return isinstance(model, torch.nn.parallel.DistributedDataParallel)
-
-
-SAMPLES = 5
-"""Passes of eager that are a rounding off, before a difference counts; the first two are enough for most."""
-
-
 class Evaluation:
-    """Compares passes in eval mode; every pass begins from the snapshot."""
+    """Compares forwards in eval mode; each begins from the snapshot.
 
-    def __init__(
-        self, trainer: L.Trainer, program: Program, passes: Passes, snapshot: Snapshot, judge: Judge, seed: int
-    ) -> None:
-        self._trainer, self._program, self._passes, self._snapshot = trainer, program, passes, snapshot
-        self._judge, self._seed = judge, seed
-        self._module = trainer.lightning_module
-        self.validates = bool(trainer.enable_validation) and is_overridden("validation_step", self._module)
-        """Whether the run does."""
+    Losses are compared: those that ``validation_step`` logs or returns where the run validates, or that of
+    ``training_step``'s forward. Other metrics may count (an accuracy), and jump where a loss moves by a rounding.
+    """
+
+    def __init__(self, loop: Loop, program: Program, snapshot: Snapshot, judge: Judge, seed: int) -> None:
+        self._loop, self._program, self._snapshot, self._judge, self._seed = loop, program, snapshot, judge, seed
 
     def run(self, batch: Any, says_nothing: float) -> tuple[list[str], dict[str, Any]]:
         """Complaints and facts; ``reason`` among these says why nothing was compared."""
         reasons = []
-        for step in self._steps():
+        steps = [
+            *(["validation_step"] if self._loop.validates else []),
+            *([] if self._loop.manual else ["training_step"]),
+        ]
+        for step in steps:
             with eager(self._program), region_draws(self._program) as drawn:
                 reference, why = self._losses(batch, step)
             why = why or ("it draws random numbers in eval mode too" if drawn else "")
-            if self._anywhere(bool(why)):
+            if self._loop.anywhere(bool(why)):
                 reasons.append(f"{step}: {why or 'not possible in another process'}")
                 continue
             seen, why = self._losses(batch, step)
-            if self._anywhere(bool(why)):
+            if self._loop.anywhere(bool(why)):
                 reasons.append(f"{step}, compiled: {why or 'not possible in another process'}")
                 continue
             return self._judged(batch, step, reference, seen, says_nothing)
         return [], {"reason": "; ".join(reasons) or "the module optimizes by hand and has no validation"}
 
-    def _steps(self) -> Iterator[str]:
-        if self.validates:
-            yield "validation_step"
-        if self._module.automatic_optimization:
-            yield "training_step"
-
     def _judged(
         self, batch: Any, step: str, reference: dict[str, float], seen: dict[str, float], says_nothing: float
     ) -> tuple[list[str], dict[str, Any]]:
-        noise, worst, apart, tolerance = 0.0, "", 0.0, 0.0
-        for sample in range(SAMPLES):
-            parameters = [one for one in self._module.parameters() if one.is_floating_point()]
+        distances = {name: _relative(seen.get(name), value) for name, value in reference.items()}
+        worst = max(distances, key=distances.__getitem__)
+        apart, noise, tolerance = distances[worst], 0.0, 0.0
+        parameters = [one for one in self._loop.module.parameters() if one.is_floating_point()]
+        for sample in range(EVALUATIONS):
             with eager(self._program):
                 again, _ = self._losses(batch, step, Displaced(parameters, self._judge.unit, self._seed + sample))
             noise = max([noise, *(_relative(again.get(name), value) for name, value in reference.items())])
             tolerance = max(LOSS_FLOOR, self._judge.unit, self._judge.multiple * noise)
-            distances = {name: _relative(seen.get(name), value) for name, value in reference.items()}
-            worst = max(distances, key=distances.__getitem__)
-            apart = distances[worst]
-            if sample and not self._anywhere(apart > tolerance):
+            if sample and not self._loop.anywhere(apart > tolerance):
                 break
         facts: dict[str, Any] = {
             "step": step,
             "loss": {"name": worst, "eager": reference[worst], "difference": apart, "tolerance": tolerance},
         }
-        if self._anywhere(tolerance > says_nothing):
+        if self._loop.anywhere(tolerance > says_nothing):
             return [], {"reason": f"{step} differs by {noise:.0%} from itself in eager", **facts}
         if apart > tolerance:
             return [
@@ -305,49 +273,24 @@ class Evaluation:
         """Losses by name, or why there are none: a user's step may not take this batch, or not at this moment."""
         self._snapshot.restore()
         found: dict[str, float] = {}
+
+        def add(name: str, value: Any) -> None:
+            one_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1
+            if isinstance(value, float) or one_number:
+                found[name] = float(value)
+
         try:
-            with self._logged(found), displaced or contextlib.nullcontext():
-                returned = self._passes.evaluate(batch, step)
+            with self._loop.recording_logs() as logged, displaced or contextlib.nullcontext():
+                returned = self._loop.evaluate(batch, step)
         except Exception as error:
             self._snapshot.restore()
             return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        loss = returned.get("loss") if isinstance(returned, dict) else returned
-        _add(found, "the returned loss", loss)
+        for call, value in logged:
+            if "loss" in call.name.lower():
+                add(call.name, value)
+        add("the returned loss", returned.get("loss") if isinstance(returned, dict) else returned)
         return found, "" if found else "it shows no loss"
-
-    @contextlib.contextmanager
-    def _logged(self, found: dict[str, float]) -> Iterator[None]:
-        """Inside, losses that the module logs are kept."""
-        before = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
-
-        def log(name: str, value: Any, *_: Any, **__: Any) -> None:
-            if "loss" in name.lower():
-                _add(found, name, value)
-
-        def log_dict(values: Any, *_: Any, **__: Any) -> None:
-            for name, value in values.items():
-                log(name, value)
-
-        vars(self._module).update(log=log, log_dict=log_dict)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                vars(self._module).pop(name, None)
-                if value is not None:
-                    vars(self._module)[name] = value
-
-    def _anywhere(self, found: bool) -> bool:
-        return self._trainer.strategy.reduce_boolean_decision(found, all=False)
-
-
-def _add(found: dict[str, float], name: str, value: Any) -> None:
-    if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1):
-        found[name] = float(value)
 
 
 def _relative(value: float | None, reference: float) -> float:
-    if value is None or math.isfinite(value) != math.isfinite(reference):
-        return math.inf
-    apart = abs(value - reference) if math.isfinite(reference) else 0.0
-    return apart / abs(reference) if apart and reference else (math.inf if apart else 0.0)
+    return math.inf if value is None else distance([value], [reference])

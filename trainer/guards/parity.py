@@ -13,19 +13,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from strategies import Program
-from trainer.guards.compare import Comparison, Differences, Judge, ParityError, gradient_of, perturb, rounding_unit
+from strategies.loop import Loop
+from trainer.guards.compare import (
+    Comparison,
+    Differences,
+    Displaced,
+    Judge,
+    ParityError,
+    StepRecorder,
+    around_steps,
+    gradient_of,
+    no_noise,
+    parameters_of,
+    perturb,
+    rounding_unit,
+)
 from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
 from trainer.guards.forward import Evaluation
-from trainer.guards.compare import Displaced, Sight, around_steps, parameters_of
 from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 from trainer.guards.state import StateComparison
-from trainer.passes import Passes
 from trainer.telemetry import memory
 
 STEPS = 3
@@ -45,7 +56,8 @@ ROUGH_UNIT = 2.0**-9
 SEED = 2**31 - 1
 """Seeds of the calibration count from here, far from the seeds that people choose."""
 
-See = Callable[[torch.Tensor, list[torch.Tensor] | None], None]
+REPLAY_SAMPLES = 3
+"""Further runs by which the tolerance is calibrated once a replay is not equal at first recorder."""
 
 
 class ParityGate:
@@ -56,20 +68,16 @@ class ParityGate:
         snapshot: State that every arm begins from.
     """
 
-    def __init__(self, mode: str, trainer: L.Trainer, program: Program, passes: Passes, snapshot: Snapshot) -> None:
-        self._trainer, self._program, self._passes, self._snapshot = trainer, program, passes, snapshot
-        assert program.device is not None
-        unit = rounding_unit(program.precision, program.device)
-        module = trainer.lightning_module
+    def __init__(self, mode: str, loop: Loop, program: Program, snapshot: Snapshot) -> None:
+        self._loop, self._program, self._snapshot = loop, program, snapshot
+        unit = rounding_unit(program.precision, loop.device)
         # After the first step the weights are far from any that training has; what does not follow them shows still.
         self._judges = [Judge(mode, unit, slack=LATER_SLACK if number else 1.0) for number in range(STEPS)]
         self._judge = self._judges[0]
-        self._comparisons = [Comparison(module, snapshot.of, unit=unit) for _ in range(STEPS)]
+        self._comparisons = [Comparison(loop.module, snapshot.of, unit=unit) for _ in range(STEPS)]
         self._parameters = self._comparisons[0].parameters
-        self._state = StateComparison(module, trainer.optimizers, snapshot.copy, unit, STEPS)
-        self._evaluation = Evaluation(trainer, program, passes, snapshot, self._judge, SEED)
+        self._state = StateComparison(loop.module, loop.optimizers, snapshot.copy, unit, STEPS)
         self._random_states: list[Any] = []
-        self._calls = 0
 
     def run(self, batch: Any) -> dict[str, Any]:
         """Compare on ``batch``; returns the facts for the record, ``verdict`` among them. The state afterwards is any.
@@ -82,12 +90,12 @@ class ParityGate:
         with eager(self._program), region_draws(self._program) as drawn:
             self._reference(batch)
         drew = drew_random_numbers(before)
-        draws = self._anywhere(drew and (bool(drawn) or may_draw_in_step(self._program)))
+        draws = self._loop.anywhere(drew and (bool(drawn) or may_draw_in_step(self._program)))
         seen, left = self._arm(batch)
         self._calibrate(batch, 0)
         complaints, figures = self._verdict(seen, left)
         across = False
-        if draws and self._anywhere(bool(complaints)):
+        if draws and self._loop.anywhere(bool(complaints)):
             # Inductor draws other random numbers than eager: then the spread between seeds is what tells.
             across = True
             complaints, facts = self._state.verdict(left, self._judge.multiple, ("weights", "optimizer_state"))
@@ -95,15 +103,16 @@ class ParityGate:
             complaints += different
             figures.update(facts, draws=spread)
         for sample in range(MORE_SAMPLES):
-            if across or not self._anywhere(bool(complaints)):
+            if across or not self._loop.anywhere(bool(complaints)):
                 break
             self._calibrate(batch, 1 + sample)
             complaints, figures = self._verdict(seen, left)
-        vague = self._anywhere(self._vague(figures, across))
-        if not self._anywhere(bool(complaints)) and (vague or self._evaluation.validates):
-            complaints, figures["evaluation"] = self._evaluation.run(batch, SAYS_NOTHING)
+        vague = self._loop.anywhere(self._vague(figures, across))
+        if not self._loop.anywhere(bool(complaints)) and (vague or self._loop.validates):
+            evaluation = Evaluation(self._loop, self._program, self._snapshot, self._judge, SEED)
+            complaints, figures["evaluation"] = evaluation.run(batch, SAYS_NOTHING)
             vague &= "reason" in figures["evaluation"]
-        failed = self._anywhere(bool(complaints))
+        failed = self._loop.anywhere(bool(complaints))
         facts = {
             "mode": self._judge.mode,
             "verdict": "failed" if failed else "not compared" if vague else "passed",
@@ -121,7 +130,7 @@ class ParityGate:
             reason = facts["reason"] = "; ".join(complaints) or "another process found it so"
             raise ParityError(
                 f"parity={self._judge.mode}: the compiled step is not eager's: {reason}. Nothing was trained. Leave "
-                "out strategies to find the one at fault; parity=off goes on in spite of it",
+                "out strategies to find the one at fault; parity=off continues in spite of it",
                 facts,
             )
         if vague:
@@ -134,25 +143,24 @@ class ParityGate:
     def _reference(self, batch: Any) -> None:
         state = self._state
 
-        def see(number: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+        def see(number: int, loss: Tensor, gradients: list[Tensor]) -> None:
             self._comparisons[number].see_reference(loss, gradients)
 
         for number in range(STEPS):
             self._unsettle(number)
             self._random_states.append(random_state())
-            with around_steps(self._trainer.optimizers, before=[state.before], after=[state.after]):
+            with around_steps(self._loop.optimizers, before=[state.before], after=[state.after]):
                 self._step(batch, number, see, take=True)
         state.end_reference()
 
-    def _arm(self, batch: Any, noise: int | None = None) -> tuple[list[Differences], dict[str, torch.Tensor]]:
+    def _arm(self, batch: Any, noise: int | None = None) -> tuple[list[Differences], dict[str, Tensor]]:
         """The same steps as the program is; with ``noise``, weights are a rounding off in forward and backward."""
         self._snapshot.restore()
         self._state.begin()
         found: list[Differences] = []
 
-        def see(number: int, loss: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-            self._comparisons[number].see(loss, gradients)
-            found.append(self._comparisons[number].seen)
+        def see(number: int, loss: Tensor, gradients: list[Tensor]) -> None:
+            found.append(self._comparisons[number].see(loss, gradients))
 
         for number in range(STEPS):
             self._unsettle(number)
@@ -171,7 +179,7 @@ class ParityGate:
         self,
         batch: Any,
         number: int,
-        see: Callable[[int, torch.Tensor, list[torch.Tensor]], None],
+        see: Callable[[int, Tensor, list[Tensor]], None],
         *,
         take: bool = False,
         noise: int | None = None,
@@ -183,45 +191,38 @@ class ParityGate:
         blurred = None
         if noise is not None and state.rough:
             blurred = lambda gradients: perturb(gradients, ROUGH_UNIT, seed)  # noqa: E731
-        seen: list[dict[torch.Tensor, torch.Tensor]] = []
 
-        def about_to_step(of: list[torch.Tensor]) -> None:
-            if take:
-                seen.append(state.take(of))
-            else:
-                if not seen:
-                    seen.append({})
-                state.give(blurred)
+        def exchange(of: list[Tensor]) -> dict[Tensor, Tensor]:
+            return state.take(of) if take else state.give(blurred)
 
-        def filled(found: dict[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-            return [found[one] if one in found else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
-
-        if not self._passes.manual:
-
-            def inspect(loss: torch.Tensor) -> None:
-                first = not seen
-                own = [gradient_of(one) for one in parameters] if first and not take else []
-                if first and not take:
-                    see(number, loss, own)
-                if displaced is not None and first:
-                    displaced.__exit__()
-                about_to_step(parameters)
-                if first and take:
-                    see(number, loss, filled(seen[0]))
-
+        if self._loop.manual:
+            recorder = StepRecorder(parameters)
+            before: list[Any] = [recorder.see_step, lambda optimizer: exchange(parameters_of(optimizer))]
+            after: list[Any] = []
             if displaced is not None:
-                displaced.__enter__()
-            self._passes.step(batch, inspect)
+                before.insert(0, displaced.before)
+                after.append(displaced.after)
+            with around_steps(self._loop.optimizers, before=before, after=after), displaced or contextlib.nullcontext():
+                returned = self._loop.step(batch, recorder.see_loss)
+            see(number, recorder.losses(returned), recorder.gradients())
             return
-        sight = Sight(parameters)
-        before: list[Any] = [sight.see_step, lambda optimizer: about_to_step(parameters_of(optimizer))]
-        after: list[Any] = []
+        calls = 0
+
+        def inspect(loss: Tensor) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1 and not take:
+                see(number, loss, [gradient_of(one) for one in parameters])
+            if calls == 1 and displaced is not None:
+                displaced.__exit__()
+            taken = exchange(parameters)
+            if calls == 1 and take:
+                own = [taken[one] if one in taken else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
+                see(number, loss, own)
+
         if displaced is not None:
-            before.insert(0, displaced.before)
-            after.append(displaced.after)
-        with around_steps(self._trainer.optimizers, before=before, after=after), displaced or contextlib.nullcontext():
-            returned = self._passes.step(batch, sight.see_loss)
-        see(number, sight.losses(returned), sight.gradients())
+            displaced.__enter__()
+        self._loop.step(batch, inspect)
 
     def _unsettle(self, number: int) -> None:
         """Move the weights before each step but the first one, and raise the learning rate of the last."""
@@ -230,16 +231,16 @@ class ParityGate:
         perturb([one for one in self._parameters if one.is_floating_point()], SHAKE, SEED - number)
         if number < STEPS - 1:
             return
-        for group in [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]:
+        for group in [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]:
             rate = group.get("lr")
-            if isinstance(rate, torch.Tensor):
+            if isinstance(rate, Tensor):
                 rate.fill_(max(LEAST_RATE, RATE_FACTOR * float(rate)))
             elif isinstance(rate, float | int):
                 group["lr"] = max(LEAST_RATE, RATE_FACTOR * float(rate))
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
-    def _verdict(self, seen: list[Differences], left: dict[str, torch.Tensor]) -> tuple[list[str], dict[str, Any]]:
+    def _verdict(self, seen: list[Differences], left: dict[str, Tensor]) -> tuple[list[str], dict[str, Any]]:
         """Complaints of the first step that has some, and its figures; else those of the first one."""
         found = [
             judge.verdict(one, comparison)
@@ -256,7 +257,7 @@ class ParityGate:
         return [*complaints, *misstepped, *more], {**figures, **facts, **buffers, "compared_step": wrong + 1}
 
     def _across_seeds(self, batch: Any) -> tuple[list[str], dict[str, Any]]:
-        buffers = dict(self._trainer.lightning_module.named_buffers())
+        buffers = dict(self._loop.module.named_buffers())
         moving = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         draws = Draws([*self._comparisons[0].names, *moving], self._judge.unit)
         with eager(self._program):
@@ -273,24 +274,24 @@ class ParityGate:
             losses = [judge.loss_tolerance() for judge in self._judges]
             tensors_T = [judge.tensor_tolerances(lambda one: one.gradients) for judge in self._judges]
             complaints, figures = draws.complaints(limit, max(losses), torch.stack(tensors_T).amax(0))
-            if many == MANY or not self._anywhere(bool(complaints)):
+            if many == MANY or not self._loop.anywhere(bool(complaints)):
                 break
             for sample in range(MORE_SAMPLES):
                 self._calibrate(batch, 1 + sample)
         return complaints, figures
 
-    def _draw(self, batch: Any, draws: Draws, arm: str, moving: dict[str, torch.Tensor], seed: int) -> None:
+    def _draw(self, batch: Any, draws: Draws, arm: str, moving: dict[str, Tensor], seed: int) -> None:
         self._snapshot.restore()
         self._unsettle(1)
         torch.manual_seed(SEED + seed)
-        seen: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        if self._passes.manual:
-            sight = Sight(self._parameters)
-            with around_steps(self._trainer.optimizers, before=[sight.see_step], after=[]):
-                returned = self._passes.step(batch, sight.see_loss)
-            seen.append((sight.losses(returned), sight.gradients()))
+        seen: list[tuple[Tensor, list[Tensor]]] = []
+        if self._loop.manual:
+            recorder = StepRecorder(self._parameters)
+            with around_steps(self._loop.optimizers, before=[recorder.see_step], after=[]):
+                returned = self._loop.step(batch, recorder.see_loss)
+            seen.append((recorder.losses(returned), recorder.gradients()))
         else:
-            self._passes.train(batch, lambda loss: seen.append((loss, [gradient_of(one) for one in self._parameters])))
+            self._loop.train(batch, lambda loss: seen.append((loss, [gradient_of(one) for one in self._parameters])))
         loss, gradients = seen[0]
         moved = [buffer - self._snapshot.of(buffer) for buffer in moving.values()]
         losses = loss.detach().flatten().tolist()
@@ -303,21 +304,19 @@ class ParityGate:
         shown = [self._judge.norm_tolerance(), *([self._judge.loss_tolerance()] if "loss" in figures else [])]
         return min(shown) > SAYS_NOTHING
 
-    def _anywhere(self, found: bool) -> bool:
-        return self._trainer.strategy.reduce_boolean_decision(found, all=False)
-
-
-SAMPLES = 3
-"""Further runs by which the tolerance is calibrated once a replay is not equal at first sight."""
-
 
 class ReplayParity:
-    """Compares the first replay of the first graph (``mode`` ``on``) or of every graph (``strict``)."""
+    """Compares the first replay of the first graph (``mode`` ``on``) or of every graph (``strict``) with its step.
 
-    def __init__(self, mode: str, trainer: L.Trainer, program: Program) -> None:
-        assert program.device is not None
-        self._mode, self._trainer, self._device = mode, trainer, program.device
-        self._unit = rounding_unit(program.precision, program.device)
+    Before a step is captured it runs once without a graph, and everything is put back; its first replay then has to
+    leave the same loss, gradients, weights and buffers. Both run the same kernels, so that they are equal to the last
+    bit where no kernel adds up in an order of its own; where they are not, further runs say how far such a step is from
+    itself.
+    """
+
+    def __init__(self, mode: str, loop: Loop, program: Program) -> None:
+        self._mode, self._loop = mode, loop
+        self._unit = rounding_unit(program.precision, loop.device)
         self.facts: dict[str, Any] = {"mode": mode, "verdict": "none compared", "compared": []}
         self._name = ""
         self._peak = 0
@@ -330,10 +329,10 @@ class ReplayParity:
 
     def reference(self, run: Callable[[], Any], batch: Any) -> None:
         """Run the step as it is and take everything back; a step without a loss has nothing to compare."""
-        self._peak = memory.peak_bytes(self._device)
-        snapshot = Snapshot(self._trainer, batch)
+        self._peak = memory.peak_bytes(self._loop.device)
+        snapshot = Snapshot(self._loop, batch)
         try:
-            comparison = Comparison(self._trainer.lightning_module, snapshot.of, buffers=True)
+            comparison = Comparison(self._loop.module, snapshot.of, buffers=True)
             loss = _loss(run())
             if loss is not None:
                 comparison.see_reference(loss)
@@ -351,21 +350,19 @@ class ReplayParity:
         (snapshot, comparison, run, batch), self._reference = self._reference, None
         loss = _loss(results)
         assert loss is not None
-        comparison.see(loss)
-        seen = comparison.end()
-        judge = Judge(self._mode, self._unit, [_nothing(seen)])
+        seen = comparison.end(comparison.see(loss))
+        judge = Judge(self._mode, self._unit, [no_noise(seen)])
         complaints, figures = judge.verdict(seen, comparison)
         if complaints:
-            replayed = Snapshot(self._trainer, batch)
-            for _ in range(SAMPLES):
+            replayed = Snapshot(self._loop, batch)
+            for _ in range(REPLAY_SAMPLES):
                 snapshot.restore(same_plan=True)
                 again = _loss(run())
-                comparison.see(loss if again is None else again)
-                judge.noise.append(comparison.end())
+                judge.noise.append(comparison.end(comparison.see(loss if again is None else again)))
             replayed.restore(same_plan=True)
             complaints, figures = judge.verdict(seen, comparison)
         del snapshot, comparison
-        memory.resume(self._device, self._peak)
+        memory.resume(self._loop.device, self._peak)
         self.facts["compared"].append(self._name)
         self.facts.update(
             verdict="failed" if complaints else "passed", calibration_steps=len(judge.noise) - 1, **figures
@@ -373,7 +370,7 @@ class ReplayParity:
         if complaints:
             raise ParityError(
                 f"parity={self._mode}: the replay of {self._name} is not the step it was captured from: "
-                f"{'; '.join(complaints)}. Leave cuda_graph out; parity=off goes on in spite of it",
+                f"{'; '.join(complaints)}. Leave cuda_graph out; parity=off continues in spite of it",
                 self.facts,
             )
 
@@ -383,13 +380,3 @@ def _loss(results: Any) -> Tensor | None:
     outputs, *_ = results
     loss = outputs.get("loss")
     return loss.detach() if isinstance(loss, Tensor) else None
-
-
-def _nothing(like: Differences) -> Differences:
-    """No noise at all."""
-    return Differences(
-        loss=0.0,
-        gradient_norm=0.0,
-        gradients=torch.zeros_like(like.gradients),
-        weights=torch.zeros_like(like.weights),
-    )

@@ -1,4 +1,4 @@
-"""Rollback: finds which part of a program does not compile and lets it run eager, loudly, on all processes alike.
+"""Rollback: finds which part of a program does not compile and lets it run eager, with a warning, on all processes.
 
 ``torch.compile`` is lazy: the forward compiles at the first call, the backward inside ``.backward()``, the optimizer in
 its first step. What eager can run and compiled cannot is the compiler's fault; nothing is guessed from error classes
@@ -27,12 +27,15 @@ from strategies.as_capturing import as_capturing
 from strategies.base import Region
 from strategies.compile_errors import is_double_backward, is_out_of_memory, is_recompile_limit
 from strategies.inplace import compiled_only, give_up, guard_calls
+from strategies.loop import Loop
 from strategies.optimizer_step import ATTRIBUTE, installed, uninstall
 from trainer.explain.guards import guard_of, read_recompile
 from trainer.reasons import one_line
 from trainer.settings import Config
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
+
+BECAUSE = "on_compile_error=eager"
 
 
 class CompileFailed(RuntimeError):
@@ -43,13 +46,13 @@ class Rollback:
     """Decides what happens when something does not compile.
 
     Args:
-        mode: ``fail`` (the error ends the run) or ``eager`` (the part at fault goes on eager).
+        mode: ``fail`` (the error ends the run) or ``eager`` (the part at fault continues in eager).
     """
 
-    def __init__(self, mode: str, trainer: L.Trainer, program: Program, watch: CompilerWatch) -> None:
-        self._mode, self._trainer, self._program, self._watch = mode, trainer, program, watch
+    def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerWatch) -> None:
+        self._mode, self._loop, self._program, self._watch = mode, loop, program, watch
         self._optimizer_compiled = any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies)
-        self._rehearsing = False
+        self._trying = False
         guard_calls(program, self._failed_in_forward)
 
     @property
@@ -67,20 +70,22 @@ class Rollback:
         """
         while True:
             error = self._tried(run)
-            if not self._anywhere(error is not None):
+            if not self._loop.anywhere(error is not None):
                 return
             fails = self._mode == "fail" and not self._limit_is_eager(error)
             hopeless = not self.anything_left or (error is not None and is_out_of_memory(error))
-            if self._anywhere(hopeless or (fails and error is not None)):
-                if error is not None and is_double_backward(error) and self._trainer.world_size == 1:
+            if self._loop.anywhere(hopeless or (fails and error is not None)):
+                if error is not None and is_double_backward(error) and self._loop.world_size == 1:
                     restore()
-                    self._name_what_fails(run, restore, error)
+                    if broken := self._kinds_that_fail(run, restore):
+                        named = _listed([region.path for region in broken])
+                        raise CompileFailed(f"{named}: {one_line(error)}") from error
                 self._explain_limit(error)
                 raise error or CompileFailed(f"{what} failed on another process")
             restore()
             with eager(self._program):
                 users_own = self._tried(run)
-            if self._anywhere(users_own is not None):
+            if self._loop.anywhere(users_own is not None):
                 raise users_own or error or CompileFailed(f"{what} failed on another process")
             self._roll_back_what_fails(what, run, restore, error)
             restore()
@@ -88,21 +93,20 @@ class Rollback:
     def together(self, run: Callable[[], Any]) -> None:
         """Do ``run``; where it fails on one process it fails on all, so that none begins the next step alone."""
         error = self._tried(run)
-        if self._anywhere(error is not None):
+        if self._loop.anywhere(error is not None):
             raise error or CompileFailed("another process failed")
 
-    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = "") -> None:
-        """Let ``regions`` run eager from now on and say so everywhere; ``because`` is the option that asks for it."""
-        because = because or "on_compile_error=eager"
+    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = BECAUSE) -> None:
+        """Let ``regions`` run eager from now on and report it; ``because`` is the option that asks for it."""
         paths = [region.path for region in regions]
         give_up(self._program, regions, reason)
-        self._say(_listed(paths), paths, reason, step, because)
+        self._report(_listed(paths), paths, reason, step, because)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Between two batches: give up what torch has begun to run eager by itself, see ``on_recompile_limit``."""
         self._watch.collect()
         for kind in list(self._watch.beyond_limit):
-            self._beyond_limit(kind, step=self._trainer.global_step)
+            self._beyond_limit(kind, step=self._loop.steps_done)
 
     def _beyond_limit(self, kind: type[nn.Module], *, step: int | None) -> None:
         guard = self._watch.beyond_limit.pop(kind, "")
@@ -127,11 +131,6 @@ class Rollback:
         self._watch.beyond_limit.clear()
         return _beyond_limit(guard)
 
-    def _name_what_fails(self, run: Callable[[], Any], restore: Callable[[], None], error: Exception) -> None:
-        broken = self._kinds_that_fail(run, restore)
-        if broken:
-            raise CompileFailed(f"{_listed([region.path for region in broken])}: {one_line(error)}") from error
-
     def _roll_back_what_fails(
         self, what: str, run: Callable[[], Any], restore: Callable[[], None], error: BaseException | None
     ) -> None:
@@ -139,13 +138,13 @@ class Rollback:
         program = self._program
         if self._optimizer_compiled:
             with compiled_only(program, []):
-                failed = self._anywhere(self._tried(run) is not None)
+                failed = self._loop.anywhere(self._tried(run) is not None)
             restore()
             if failed:
                 self._optimizer_compiled = False
                 optimizer_to_eager(program)
                 program.eager_parts["optimizer"] = reason
-                self._say("the optimizer step", ["optimizer"], reason, None, "on_compile_error=eager")
+                self._report("the optimizer step", ["optimizer"], reason, None, BECAUSE)
                 return
         broken = self._kinds_that_fail(run, restore) or list(program.regions)
         if error is not None and is_recompile_limit(error):
@@ -161,28 +160,25 @@ class Rollback:
         broken = []
         for regions in kinds.values():
             with compiled_only(self._program, regions):
-                if self._anywhere(self._tried(run) is not None):
+                if self._loop.anywhere(self._tried(run) is not None):
                     broken.extend(regions)
             restore()
         return broken
 
     def _tried(self, run: Callable[[], Any]) -> Exception | None:
-        before, self._rehearsing = self._rehearsing, True
+        before, self._trying = self._trying, True
         try:
             run()
         except Exception as error:
             return error
         finally:
-            self._rehearsing = before
+            self._trying = before
         return None
 
-    def _anywhere(self, found: bool) -> bool:
-        return self._trainer.strategy.reduce_boolean_decision(found, all=False)
-
     def _failed_in_forward(self, region: Region, error: Exception) -> None:
-        if self._rehearsing:
+        if self._trying:
             raise error
-        step = self._trainer.global_step
+        step = self._loop.steps_done
         if is_recompile_limit(error):
             self._watch.collect()
             if not region.strict:
@@ -191,16 +187,16 @@ class Rollback:
             self._explain_limit(error)
         if self._mode == "fail":
             raise error
-        if self._trainer.world_size > 1:
+        if self._loop.world_size > 1:
             raise CompileFailed(
                 f"{region.path} did not compile in step {step + 1}: {one_line(error)}. With several processes only "
-                "what fails before the first step can go on eager, because all of them must agree: resume with this "
-                "part left out, or warm every shape (compile=buckets)"
+                "what fails before the first step can continue in eager, because all of them must agree: resume with "
+                "this part left out, or warm every shape (compile=buckets)"
             ) from error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 
-    def _say(self, what: str, paths: list[str], reason: str, step: int | None, because: str) -> None:
-        failed = ", it did not compile" if because == "on_compile_error=eager" else ""
+    def _report(self, what: str, paths: list[str], reason: str, step: int | None, because: str) -> None:
+        failed = ", it did not compile" if because == BECAUSE else ""
         line = f"{because}: {what} runs eager{failed}: {reason}"
         rank_zero_warn(line)
         self._program.notes.append(line)
@@ -274,14 +270,14 @@ def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if ATTRIBUTE not in attributes:
         yield
         return
-    installed, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
-    _, before = installed
+    ours, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
+    _, before = ours
     if before is not None:
         attributes["step"] = before
     try:
         yield
     finally:
-        attributes[ATTRIBUTE], attributes["step"] = installed, step
+        attributes[ATTRIBUTE], attributes["step"] = ours, step
 
 
 def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:

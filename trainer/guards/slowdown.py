@@ -1,6 +1,6 @@
-"""The watchdog: a compiled run that is slower than eager says so, or goes on eager.
+"""Slowdown: a compiled run that is slower than eager says so, or continues in eager.
 
-Before the first step a few steps of eager and of the compiled program are timed in turns on the same batch, and kept.
+Before the first step a few steps of eager and of the compiled program are timed by turns on the same batch, and kept.
 Once there are enough steady steps and they are slower than that eager sample, both are timed again on the batch at
 hand: other batches, a slow loader or a busy machine must not pass for a slow compile.
 """
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import lightning as L
 import torch
 
 from strategies import Program
+from strategies.loop import Loop
 from trainer.guards.rollback import eager
 from trainer.telemetry.telemetry import Telemetry
 
 STEADY_STEPS = 20
 """Steady steps after which the comparison is made."""
-MOST_SECONDS = 2.0
+MAX_SECONDS = 2.0
 """Timing takes about this long at most, but for one step of each."""
 REPEATS = 3
 MARGIN = 1.05
@@ -31,7 +31,7 @@ MARGIN = 1.05
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """Seconds of optimizer steps on one batch, taken in turns."""
+    """Seconds of optimizer steps on one batch, taken by turns."""
 
     eager_seconds: list[float] = field(default_factory=list)
     compiled_seconds: list[float] = field(default_factory=list)
@@ -53,54 +53,44 @@ class Sample:
 
     def facts(self) -> dict[str, Any]:
         """For the record."""
-        return {
-            "eager_step_seconds": self.eager_median,
-            "compiled_step_seconds": self.compiled_median,
-            **asdict(self),
-        }
+        medians = {"eager_step_seconds": self.eager_median, "compiled_step_seconds": self.compiled_median}
+        return {**medians, **asdict(self)}
 
 
-def take_sample(trainer: L.Trainer, program: Program, step: Callable[[], Any], *, steps: int = 1) -> Sample:
-    """Time ``step`` eager and compiled in turns, on every process; both must have run before.
+def take_sample(loop: Loop, program: Program, step: Callable[[], Any], *, steps: int = 1) -> Sample:
+    """Time ``step`` eager and compiled by turns, on every process; both must have run before.
 
-    ``steps`` is how many optimizer steps it takes, where a module optimizes by hand; the seconds are of one.
+    ``steps`` is how many optimizer steps it takes, under manual optimization; the seconds are of one.
     """
     sample = Sample()
-    device = trainer.strategy.root_device
-
     repeats = REPEATS
     while len(sample.eager_seconds) < repeats:
         with eager(program):
-            sample.eager_seconds.append(seconds_of(device, step) / steps)
-        sample.compiled_seconds.append(seconds_of(device, step) / steps)
+            sample.eager_seconds.append(seconds_of(loop.device, step) / steps)
+        sample.compiled_seconds.append(seconds_of(loop.device, step) / steps)
         if len(sample.eager_seconds) == 1:
-            pair = sample.eager_seconds[0] + sample.compiled_seconds[0]
-            affordable = max(1, min(REPEATS, int(MOST_SECONDS / max(pair * steps, 1e-9))))
-            repeats = int(trainer.strategy.broadcast(affordable))
+            both = sample.eager_seconds[0] + sample.compiled_seconds[0]
+            repeats = loop.broadcast(max(1, min(REPEATS, int(MAX_SECONDS / max(both * steps, 1e-9)))))
     return sample
 
 
-class Watchdog:
-    """Compares once, when there are steady steps enough."""
+class Slowdown:
+    """Compares steady steps with ``sample`` once, when there are enough of them."""
 
-    def __init__(self, trainer: L.Trainer, telemetry: Telemetry, sample: Sample) -> None:
-        self._trainer, self._telemetry, self.sample = trainer, telemetry, sample
-        self.suspects = False
+    def __init__(self, loop: Loop, telemetry: Telemetry, sample: Sample) -> None:
+        self._loop, self._telemetry, self.sample = loop, telemetry, sample
+        self.suspected = False
         """Whether the steady steps look slow, so that the next batch should be timed."""
-        self.decided = False
+        self._decided = False
 
-    def look(self) -> None:
+    def check(self) -> None:
         """After an optimizer step at which the telemetry has read its clock: are the steady steps slower?"""
-        if self.decided:
+        if self._decided or not self._loop.everywhere(self._telemetry.meter.steady.steps >= STEADY_STEPS):
             return
-        decide = self._trainer.strategy.reduce_boolean_decision
-        if not decide(self._telemetry.meter.steady.steps >= STEADY_STEPS, all=True):
-            return
-        self.decided = True
+        self._decided = True
         # A step of several micro-batches holds one optimizer step only, so this errs on the side of suspicion.
-        batches = self._trainer.accumulate_grad_batches
-        median = self.steady_seconds()
-        self.suspects = decide(median > MARGIN * self.sample.eager_median * batches, all=False)
+        expected = self.sample.eager_median * self._loop.micro_batches
+        self.suspected = self._loop.anywhere(self.steady_seconds() > MARGIN * expected)
 
     def steady_seconds(self) -> float:
         """Median of the steady steps so far."""
@@ -109,14 +99,10 @@ class Watchdog:
 
 def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
     """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    _wait(device)
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    wait()
     began = time.perf_counter()
     for _ in range(times):
         work()
-    _wait(device)
+    wait()
     return (time.perf_counter() - began) / times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

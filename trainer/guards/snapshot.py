@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strategies.host_state import entries_of
 from strategies.host_values import origin_of, refill
+from strategies.loop import Loop
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
 
@@ -71,16 +72,14 @@ class Snapshot:
     objects of other libraries. An iterator comes back as another object in the same place.
 
     Args:
-        trainer: Gives module, optimizers, schedulers and scaler.
         batch: Batch that the passes will be given; a step may change it.
         weights: Whether parameters, gradients, optimizers, schedulers and scalers are kept as well. ``False`` is for a
             forward, which changes none of them.
     """
 
-    def __init__(self, trainer: L.Trainer, batch: Any, *, weights: bool = True) -> None:
-        module = trainer.lightning_module
-        parameters = list(module.parameters())
-        optimizers = list(trainer.optimizers) if weights else []
+    def __init__(self, loop: Loop, batch: Any, *, weights: bool = True) -> None:
+        module, parameters = loop.module, list(loop.module.parameters())
+        optimizers = list(loop.optimizers) if weights else []
         gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
         self._weights = weights
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -89,21 +88,20 @@ class Snapshot:
         self._iterators: dict[int, tuple[Any, list[Held]]] = {}
         self.cannot_restore: list[str] = []
         """What a step may use up and nobody can put back, in words: nothing should be run that would."""
-        self._device = trainer.strategy.root_device
+        self._device = loop.device
         self._offload = self._too_large([*(parameters if weights else []), *module.buffers()], optimizers)
         self._keep(module, "self")
         for optimizer in optimizers:
             self._keep(optimizer, "an optimizer")
-        for config in trainer.lr_scheduler_configs if weights else []:  # stepped by hand within a training step
-            self._keep(vars(config.scheduler), "a scheduler")
+        for scheduler in loop.schedulers if weights else []:  # a training step may step it itself
+            self._keep(vars(scheduler), "a scheduler")
         for _, gradient in gradients:
             self._keep(gradient, "a gradient")
-        # Lightning counts optimizer steps and zeroed gradients here; checkpoints hold it.
-        self._keep(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress, "progress")
-        self._keep(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress, "progress")
+        for counter in loop.counters():  # of optimizer steps and zeroed gradients; checkpoints hold them
+            self._keep(counter, "progress")
         self._keep(batch, "the batch")
-        if weights and (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
-            self._keep(vars(scaler), "the scaler")
+        if weights and loop.scaler is not None:
+            self._keep(vars(loop.scaler), "the scaler")
         self._put_back += [partial(_bind, owner, name, value) for owner, name, value in _outside_of(module.modules())]
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
@@ -129,7 +127,7 @@ class Snapshot:
     def restore(self, *, same_plan: bool = False) -> None:
         """Put everything back; can be done any number of times.
 
-        ``same_plan``: state tensors are those that the snapshot found; what was captured in CUDA graphs goes on.
+        ``same_plan``: state tensors are those that the snapshot found; what was captured in CUDA graphs stays valid.
         """
         for put_back in self._put_back:
             put_back()

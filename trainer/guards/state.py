@@ -1,12 +1,14 @@
 """State: what steps leave behind: weights and optimizer state, after the same gradients, and buffers.
 
-Every arm's optimizers are given the gradients that the reference's took. Forward and backward round in the precision of
-autocast; the update does in that of the weights, so that errors show here that would drown in the noise of gradients.
+In the comparison before the first step, every arm's optimizers are given the gradients that the reference's took.
+Forward and backward round in the precision of autocast; the update does in that of the weights, so that errors show
+here that would drown in the noise of gradients. While training, a few parameters are stepped apart from the others.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from collections import defaultdict
@@ -25,7 +27,7 @@ from strategies.optimizer_generic import GenericUpdate
 from strategies.optimizer_plan import numbers_of
 from strategies.optimizer_step import ATTRIBUTE, UNSCALES, installed
 from strategies.optimizer_update import FunctionalUpdate
-from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, perturb
+from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, perturb, worst_of
 from trainer.telemetry.events import AuditDifference
 
 EXACT, ROUGH = 5e-5, TENSOR_FLOOR
@@ -34,8 +36,23 @@ lower precision inside. Where a beta of 0.999 is a tensor in single precision, 1
 ROUNDINGS = 4
 """Roundings that the stored value itself may be off after each step."""
 
-Differences = dict[str, Tensor]
+MAX_ELEMENTS = 1 << 20
+"""Of one parameter of the sample."""
+MAX_GROUPS = 8
+"""Parameter groups that a sample is taken of, evenly spaced."""
+SAMPLES = 4
+"""Steps from copies one rounding off by which the tolerance is widened before a difference counts."""
+MAX_TOLERANCE = 0.5
+"""Relative to the update, beyond which a comparison says nothing: weights of few bits that hardly move."""
+FORMS = ("foreach", "fused", "capturable", "differentiable")
+SEED = 2**31 - 101
+
+KINDS = {"weights": "update of", "optimizer_state": "optimizer state", "buffers": "buffer"}
+
+Distances = dict[str, Tensor]
 """``(tensors,)`` by kind: norms of the differences."""
+State = dict[str, Any]
+"""What the optimizer keeps for one parameter, and its ``weight``."""
 
 
 @dataclass(slots=True)
@@ -79,9 +96,8 @@ class StateComparison:
         self._names: dict[Tensor, str] = {
             parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad
         }
-        self._buffers = dict(module.named_buffers())
         self._module = module
-        self._starts = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        self._starts = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._before: dict[Tensor, Tensor] = {}
         self._moved: dict[Tensor, float] = dict.fromkeys(self._names, 0.0)
         self._items: dict[str, list[_Item]] = {}
@@ -89,7 +105,7 @@ class StateComparison:
         self._next = 0
         self.rough = any(_rough(optimizer) for optimizer in optimizers)
         """Whether an optimizer may work in a lower precision than that of the weights."""
-        self.noise: list[Differences] = []
+        self.noise: list[Distances] = []
 
     @property
     def updated(self) -> int:
@@ -108,8 +124,8 @@ class StateComparison:
         self._next = 0
 
     @torch.no_grad()
-    def give(self, changed: Callable[[list[Tensor]], None] | None = None) -> None:
-        """Replace the gradients that an optimizer is about to take by those of the reference."""
+    def give(self, changed: Callable[[list[Tensor]], None] | None = None) -> dict[Tensor, Tensor]:
+        """Replace the gradients that an optimizer is about to take by those of the reference; returns these."""
         taken = self._taken[self._next] if self._next < len(self._taken) else {}
         self._next += 1
         given = []
@@ -121,18 +137,18 @@ class StateComparison:
                 given.append(parameter.grad)
         if changed is not None:
             changed(given)
+        return taken
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """The reference's ``optimizer`` is about to step."""
-        for parameter in _parameters(optimizer):
-            if parameter in self._names:
-                self._before[parameter] = parameter.detach().clone()
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._before |= {parameter: parameter.detach().clone() for parameter in given if parameter in self._names}
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has."""
-        for parameter in _parameters(optimizer):
+        """The reference's ``optimizer`` has stepped."""
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             if parameter in self._before:
                 self._moved[parameter] += _size(parameter.detach() - self._before.pop(parameter))
 
@@ -150,33 +166,33 @@ class StateComparison:
                 for key, value in state.items() if parameter in self._names else ():
                     if isinstance(value, Tensor) and value.numel():
                         name, kept = f"{key} of {self._names[parameter]}", self._copy(value)
-                        read = _reader(optimizer, parameter, key)
-                        states.append(_Item(name, read, kept, _size(kept), update))
+                        states.append(_Item(name, _reader(optimizer, parameter, key), kept, _size(kept), update))
         buffers = []
         for name, buffer in self._module.named_buffers():
             before = self._starts.get(name)
-            comparable = before is not None and before.shape == buffer.shape and buffer.numel()
-            moved = _size(_apart(buffer, before)) if comparable and before is not None else _size(buffer)
             if buffer.numel():
-                buffers.append(_Item(name, self._buffer(name), self._copy(buffer), moved, rounding))
+                moved = buffer if before is None or before.shape != buffer.shape else _apart(buffer, before)
+                read = functools.partial(self._buffer, name)
+                buffers.append(_Item(name, read, self._copy(buffer), _size(moved), rounding))
         self._items = {"weights": weights, "optimizer_state": states, "buffers": buffers}
 
     @torch.no_grad()
-    def end(self) -> Differences:
+    def end(self) -> Distances:
         """The distance of what another arm's steps left."""
         found = {}
         for kind, items in self._items.items():
-            sizes = []
-            for item in items:
-                value = item.read()
-                same = value is not None and value.shape == item.kept.shape
-                sizes.append(_size(_apart(value, item.kept)) if same and value is not None else float("inf"))
+            values = [item.read() for item in items]
+            sizes = [
+                _size(_apart(value, item.kept)) if value is not None and value.shape == item.kept.shape else math.inf
+                for value, item in zip(values, items, strict=True)
+            ]
             found[kind] = torch.tensor(sizes, dtype=torch.float64)
         return found
 
-    def verdict(self, seen: Differences, multiple: float, kinds: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    def verdict(self, seen: Distances, multiple: float, kinds: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         """What is beyond its tolerance, in words, and the figures, of ``kinds``; ``noise`` is what is allowed."""
-        complaints, figures = [], {}
+        complaints: list[str] = []
+        figures: dict[str, Any] = {}
         for kind in kinds:
             items = self._items[kind]
             if not items:
@@ -184,30 +200,14 @@ class StateComparison:
             moved = torch.tensor([item.moved for item in items], dtype=torch.float64).clamp(min=1e-300)
             noise = torch.stack([one[kind] for one in self.noise]).amax(0) / moved
             noise = noise.clamp(min=float(noise.nanmedian()))
-            own = torch.tensor(
-                [item.tolerance + self._steps * item.rounding / max(item.moved, 1e-300) for item in items]
-            )
-            allowed, apart = torch.maximum(own, multiple * noise), seen[kind] / moved
-            beyond = (apart / allowed).nan_to_num(nan=float("inf"), posinf=float("inf"))
-            beyond[seen[kind] == 0] = 0.0
-            worst = int(beyond.argmax())
-            figures[kind] = {
-                "worst": items[worst].name,
-                "difference": float(apart[worst]),
-                "tolerance": float(allowed[worst]),
-                "tensors": len(items),
-                "beyond": int((beyond > 1).sum()),
-            }
-            if beyond[worst] > 1:
-                what = {"weights": "update of", "optimizer_state": "optimizer state", "buffers": "buffer"}[kind]
-                complaints.append(
-                    f"{what} {items[worst].name!r} {float(apart[worst]):.2e} of eager's away from it, tolerance "
-                    f"{float(allowed[worst]):.2e} ({figures[kind]['beyond']} of {len(items)} are beyond theirs)"
-                )
+            own = [item.tolerance + self._steps * item.rounding / max(item.moved, 1e-300) for item in items]
+            allowed, apart = torch.maximum(torch.tensor(own), multiple * noise), seen[kind] / moved
+            complaint, figures[kind] = worst_of(KINDS[kind], [item.name for item in items], apart, allowed)
+            complaints += complaint
         return complaints, figures
 
-    def _buffer(self, name: str) -> Callable[[], Tensor | None]:
-        return lambda: dict(self._module.named_buffers()).get(name)
+    def _buffer(self, name: str) -> Tensor | None:
+        return dict(self._module.named_buffers()).get(name)
 
 
 def _reader(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Callable[[], Tensor | None]:
@@ -221,10 +221,6 @@ def _reader(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Ca
 def _rough(optimizer: torch.optim.Optimizer) -> bool:
     on_device = any(group.get("capturable") for group in optimizer.param_groups)  # its bias corrections are single
     return formula_of(optimizer) is None or on_device or isinstance(installed(optimizer), GenericUpdate)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
@@ -241,20 +237,6 @@ def _size(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(_wide(tensor.detach())))
 
 
-MOST_ELEMENTS = 1 << 20
-"""Of one parameter of the sample."""
-MOST_GROUPS = 8
-"""Parameter groups that a sample is taken of, evenly spaced."""
-SAMPLES = 4
-"""Steps from copies one rounding off by which the tolerance is widened before a difference counts."""
-LARGEST_TOLERANCE = 0.5
-"""Relative to the update, beyond which a comparison says nothing: weights of few bits that hardly move."""
-FORMS = ("foreach", "fused", "capturable", "differentiable")
-SEED = 2**31 - 101
-
-State = dict[str, Any]
-
-
 class UpdateSample:
     """Of each parameter group the smallest parameter and one of middle size.
 
@@ -269,16 +251,15 @@ class UpdateSample:
         """Why nothing is compared, or None."""
         self.parameters: list[nn.Parameter] = [] if self.reason else list(_chosen(optimizer))
         """The sample."""
-        self._before: list[tuple[Tensor, State]] = []
+        self._before: list[State] = []
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy weights and state, as they are before the step."""
-        states = [self._optimizer.state.get(parameter, {}) for parameter in self.parameters]
-        self._before = [
-            (parameter.detach().clone(), _copied(state))
-            for parameter, state in zip(self.parameters, states, strict=True)
-        ]
+        self._before = [_copied(self._now(parameter)) for parameter in self.parameters]
+
+    def _now(self, parameter: nn.Parameter) -> State:
+        return {"weight": parameter.detach(), **self._optimizer.state.get(parameter, {})}
 
     @torch.no_grad()
     def compare(self, gradients: Sequence[Tensor | None]) -> list[AuditDifference]:
@@ -291,25 +272,21 @@ class UpdateSample:
         ]
         expected = self._stepped(before, used)
         found = []
-        noise: list[list[tuple[Tensor, State]]] = []
+        noise: list[list[State]] = []
         for place, parameter in enumerate(self.parameters):
-            if used[place] is None:
-                continue
-            now = {"weight": parameter.detach(), **self._optimizer.state.get(parameter, {})}
-            then, start = _named(expected[place]), _named(before[place])
-            for name, reference in then.items():
+            now = self._now(parameter)
+            for name, reference in {} if used[place] is None else expected[place].items():
                 if not isinstance(reference, Tensor) or not isinstance(now.get(name), Tensor):
                     continue
                 if not math.isfinite(_norm(reference)):
                     continue  # a training that has diverged under eager too
-                began = start.get(name)
-                scale, tolerance = self._allowed(reference, began if isinstance(began, Tensor) else None)
+                scale, tolerance = self._allowed(reference, before[place].get(name))
                 difference = _norm(now[name].to(reference.device) - reference) / scale
                 if not difference <= tolerance:
                     noise = noise or [self._one_rounding_off(before, used, seed) for seed in range(SAMPLES)]
-                    widest = max(_norm(_named(one[place])[name] - reference) / scale for one in noise)
+                    widest = max(_norm(one[place][name] - reference) / scale for one in noise)
                     tolerance = max(tolerance, self._multiple * widest)
-                if tolerance <= LARGEST_TOLERANCE:
+                if tolerance <= MAX_TOLERANCE:
                     what = self._names[id(parameter)] + ("" if name == "weight" else f" ({name})")
                     found.append(AuditDifference(what=what, difference=difference, tolerance=tolerance))
         return found
@@ -319,47 +296,45 @@ class UpdateSample:
         # Clipping may have happened within the compiled update, which leaves the gradients as they were.
         return gradient * update.scale_on(gradient.device) if isinstance(update, FunctionalUpdate) else gradient.clone()
 
-    def _stepped(self, before: list[tuple[Tensor, State]], gradients: Sequence[Tensor | None]) -> list[Any]:
+    def _stepped(self, before: list[State], gradients: Sequence[Tensor | None]) -> list[State]:
         """Weights and states after a step of torch's own, tensor by tensor."""
         optimizer = self._optimizer
-        copies = [weight.clone() for weight, _ in before]
+        states = [_copied(held) for held in before]
+        weights: list[Tensor] = [held.pop("weight") for held in states]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
         places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         groups: list[dict[str, Any]] = []
-        state: defaultdict[Tensor, State] = defaultdict(dict)
-        for mine, gradient, (_, held) in zip(copies, gradients, before, strict=True):
-            mine.grad = gradient
-            if held:
-                state[mine] = _copied(held)
         for group in optimizer.param_groups:
-            members = [copies[places[id(one)]] for one in group["params"] if id(one) in places]
+            members = [weights[places[id(one)]] for one in group["params"] if id(one) in places]
             if members:
                 plain = {form: False for form in FORMS if form in group}
                 groups.append({**numbers_of(group), **plain, "params": members})
-        twin = object.__new__(type(optimizer))
+        other = object.__new__(type(optimizer))
         hidden = ("step", ATTRIBUTE, UNSCALES, "grad_scale", "found_inf")
-        vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in hidden})
-        twin.param_groups, twin.state = groups, state
-        inspect.unwrap(type(optimizer).step)(twin)
-        return [(mine, state[mine]) for mine in copies]
+        vars(other).update({name: value for name, value in vars(optimizer).items() if name not in hidden})
+        other.param_groups = groups
+        kept = {weight: held for weight, held in zip(weights, states, strict=True) if held}
+        other.state = state = defaultdict(dict, kept)
+        inspect.unwrap(type(optimizer).step)(other)
+        return [{"weight": weight, **state[weight]} for weight in weights]
 
-    def _one_rounding_off(
-        self, before: list[tuple[Tensor, State]], gradients: Sequence[Tensor | None], seed: int
-    ) -> list[Any]:
-        moved = [(weight.clone(), _copied(state)) for weight, state in before]
+    def _one_rounding_off(self, before: list[State], gradients: Sequence[Tensor | None], seed: int) -> list[State]:
+        moved = [_copied(held) for held in before]
         given = [None if gradient is None else gradient.clone() for gradient in gradients]
-        for weight, state in moved:
-            tensors = [value for name, value in state.items() if _is_floating(value) and name != "step"]
-            perturb([weight, *tensors], self._unit(weight), SEED + seed)
+        for held in moved:
+            tensors = [value for name, value in held.items() if _is_floating(value) and name != "step"]
+            perturb(tensors, self._unit(held["weight"]), SEED + seed)
         for gradient in given:
             if gradient is not None:
                 perturb([gradient], max(self._unit(gradient), self._own_unit), SEED + 50 + seed)
         return self._stepped(moved, given)
 
-    def _allowed(self, reference: Tensor, start: Tensor | None) -> tuple[float, float]:
+    def _allowed(self, reference: Tensor, start: Any) -> tuple[float, float]:
         """What differences are relative to, and how large they may be at least: rounding, of the values that are
         stored and of the sums that lead to them."""
         size = _norm(reference)
-        change = size if start is None else _norm(reference - start.to(reference.device))
+        change = _norm(reference - start.to(reference.device)) if isinstance(start, Tensor) else size
         stored = 8 * self._unit(reference)
         if not change:
             return size or 1.0, stored
@@ -396,9 +371,9 @@ def _why_not(optimizer: Any) -> str | None:
 
 def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     groups = optimizer.param_groups
-    for group in groups[:: max(1, -(-len(groups) // MOST_GROUPS))]:
+    for group in groups[:: max(1, -(-len(groups) // MAX_GROUPS))]:
         made = [one for one in group["params"] if one.requires_grad and not is_lazy(one)]
-        fitting = [one for one in made if 0 < one.numel() <= MOST_ELEMENTS]
+        fitting = [one for one in made if 0 < one.numel() <= MAX_ELEMENTS]
         ordered = sorted((one for one in fitting if one.is_floating_point()), key=Tensor.numel)
         chosen = {id(one): one for one in (*ordered[:1], *ordered[len(ordered) // 2 :][:1])}
         yield from chosen.values()
@@ -406,11 +381,6 @@ def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 def _copied(state: Mapping[str, Any]) -> State:
     return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}
-
-
-def _named(kept: tuple[Tensor, State]) -> dict[str, Any]:
-    weight, state = kept
-    return {"weight": weight, **state}
 
 
 def _is_floating(value: Any) -> bool:

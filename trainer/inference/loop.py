@@ -30,6 +30,7 @@ from trainer.inference.batches import Batches
 from trainer.inference.callback import CompileForInference
 from trainer.inference.parity import compare_outputs
 from trainer.interrupt import StopRequest
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes
 from trainer.reasons import one_line
 from trainer.run_modes import Inference
@@ -66,11 +67,10 @@ class InferenceLoop:
         self._program = self._compile.begin_inference(trainer)
         self._guards = Guards(
             dataclasses.replace(self._guarding, on_compile_error="fail"),  # _attempt rolls back
-            trainer,
+            LightningLoop(trainer),
             self._program,
             cast(Telemetry, self._telemetry),  # of which it reads the compiler alone, after the first batch
             self._compile.record,
-            cuda_graphs=False,
             chances=1,
         )
         step = f"{self._mode.step}_step"
@@ -198,7 +198,7 @@ class InferenceLoop:
         if compiled and not captured and (parity != "off" or self._guarding.on_slower == "eager"):
             self._telemetry.phase = "timing eager"
             with self._within_memory("watchdog"):
-                sample = take_sample(self._trainer, program, lambda: self._run(batch))
+                sample = take_sample(LightningLoop(self._trainer), program, lambda: self._run(batch))
                 slower = self._trainer.strategy.reduce_boolean_decision(sample.slower, all=False)
                 program.report["watchdog"] = {"before_the_first_step": sample.facts(), "slower": slower}
                 if slower:

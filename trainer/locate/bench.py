@@ -26,6 +26,7 @@ from trainer.locate.capture import Captured, captured
 from trainer.locate.observe import Observer
 from trainer.locate.tree import holds
 from trainer.locate.trial import OPTIMIZER, Node, Outcome, Site, Trial
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes, why_not
 from trainer.reasons import one_line
 from trainer.telemetry import hardware
@@ -72,7 +73,7 @@ class Bench:
         uncompile(program)
         self._observer = Observer(trainer, program, passes, cuda_graphs=cuda_graphs)
         self._optimizer = any(installed(optimizer) is not None for optimizer in program.optimizers)
-        self._snapshot = Snapshot(trainer, self._batches)
+        self._snapshot = Snapshot(LightningLoop(trainer), self._batches)
         called = self._called()
         self.site = Site(
             regions=[_node(program.module.get_submodule(path), path, called) for path in paths],

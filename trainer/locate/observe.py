@@ -130,7 +130,7 @@ class Observer:
     def _differs(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
         for number, batch in zip(trial.batches, batches, strict=True):
             self._batch = number
-            gate = ParityGate("on", self._trainer, self._program, self._passes, snapshot)
+            gate = ParityGate("on", self._passes, self._program, snapshot)
             try:
                 gate.run(batch)
             except ParityError as error:

@@ -205,7 +205,7 @@ class LightningLoop:
     def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
         from trainer.guards.snapshot import Snapshot
 
-        return Snapshot(self._trainer, batch, weights=weights)
+        return Snapshot(self, batch, weights=weights)
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         if self._manual is not None:
@@ -232,7 +232,11 @@ class LightningLoop:
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        return results.from_training_step_output(self._training_step(arguments), self.micro_batches).loss
+        model: Any = self._trainer.strategy.model
+        with contextlib.ExitStack() as kept:
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
+                kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
+            return results.from_training_step_output(self._training_step(arguments), self.micro_batches).loss
 
     def optimize(self) -> None:
         loss = torch.zeros((), device=self.device)
@@ -429,6 +433,7 @@ class LightningMicroBatch:
         self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
         self._progress: Any = None
         self.batch, self.index = arguments["batch"], index
+        self.arguments: Mapping[str, Any] = arguments
         self.begins = index % trainer.accumulate_grad_batches == 0
         self.ends = not trainer.fit_loop._should_accumulate()
 
