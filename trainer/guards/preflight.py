@@ -175,23 +175,23 @@ class Preflight:
     def _warm(self, batch: Any, restore: Callable[[], None], rollback: Rollback) -> None:
         padding = self._program.padding
         assert padding is not None
-        wanted = list(shapes(padding))
-        for number, shape in enumerate(wanted, 1):
+        wanted = [(f"{kind} {rows} x {edge}", kind, rows, edge) for kind, rows, edge in shapes(padding)]
+        for number, (name, kind, rows, edge) in enumerate(wanted, 1):
             self._telemetry.phase = f"warming {len(wanted)} shapes {number}/{len(wanted)}"
-            resized = padding.resized(batch, shape.rows, shape.edge)
+            resized = padding.resized(batch, rows, edge)
 
-            def one_pass(resized: Any = resized, training: bool = shape.training) -> None:
+            def one_pass(resized: Any = resized, training: bool = kind == "training") -> None:
                 for _ in range(self._passes):
                     if training:
                         self._loop.train(resized, together=False)
                     else:
                         self._loop.evaluate(resized)
 
-            rollback.attempt(f"warming {shape}", one_pass, restore)
+            rollback.attempt(f"warming {name}", one_pass, restore)
             if self._loop.manual:  # so many optimizer steps in a row on made-up batches lead anywhere
                 restore()
         self.warmed = True
-        self._report("warming", {"shapes": [str(shape) for shape in wanted]})
+        self._report("warming", {"shapes": [name for name, *_ in wanted]})
 
     def _within_memory(self, what: str, run: Callable[[], Value]) -> Value | None:
         """An eager step may need more memory than a compiled one, which is no reason to end the run."""
@@ -232,27 +232,15 @@ class Preflight:
 # ---- every shape of batch compiled before the first step, and after it a lock on the compiler --------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """One shape of batch in training or validation."""
-
-    rows: int
-    edge: int
-    training: bool
-
-    def __str__(self) -> str:
-        return f"{'training' if self.training else 'validation'} {self.rows} x {self.edge}"
-
-
-def shapes(padding: Padding) -> Iterator[Shape]:
-    """Every shape that the loaders will bring, smaller last batches included; longest first, so that what memory the
-    run needs is known at once."""
+def shapes(padding: Padding) -> Iterator[tuple[str, int, int]]:
+    """Every shape that the loaders will bring, ``(training or validation, rows, edge)``, smaller last batches included;
+    longest first, so that what memory the run needs is known at once."""
     for edge, sizes in sorted(padding.batch_sizes.items(), reverse=True):
         for rows in sizes:
-            yield Shape(rows=rows, edge=edge, training=True)
+            yield "training", rows, edge
     for rows in padding.validation_batch_sizes:
         for edge in sorted(padding.edges, reverse=True):
-            yield Shape(rows=rows, edge=edge, training=False)
+            yield "validation", rows, edge
 
 
 class RecompileError(RuntimeError):

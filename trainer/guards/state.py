@@ -8,12 +8,11 @@ here that would drown in the noise of gradients. While training, a few parameter
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,20 +58,11 @@ State = dict[str, Any]
 class _Item:
     """A tensor that is compared."""
 
-    name: str
-    read: Callable[[], Tensor | None]
+    key: tuple[int, str]
     kept: Tensor
     moved: float
     tolerance: float
     """Relative to ``moved``, how far the steps moved it."""
-    rounding: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        epsilon = torch.finfo(self.kept.dtype).eps if self.kept.dtype.is_floating_point else 0.0
-        self.rounding = ROUNDINGS * epsilon * _size(self.kept)
-        self.tolerance *= max(1.0, epsilon / 2.0**-23)
-        if not self.moved:  # nothing but rounding
-            self.moved, self.tolerance = _size(self.kept), 0.0
 
 
 class StateComparison:
@@ -99,7 +89,7 @@ class StateComparison:
         self._module = module
         self._starts = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._before: dict[Tensor, Tensor] = {}
-        self._moved: dict[Tensor, float] = dict.fromkeys(self._names, 0.0)
+        self._moved: dict[str, float] = dict.fromkeys(self._names.values(), 0.0)
         self._items: dict[str, list[_Item]] = {}
         self._taken: list[dict[Tensor, Tensor]] = []
         self._next = 0
@@ -150,38 +140,48 @@ class StateComparison:
         """The reference's ``optimizer`` has stepped."""
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             if parameter in self._before:
-                self._moved[parameter] += _size(parameter.detach() - self._before.pop(parameter))
+                self._moved[self._names[parameter]] += _size(parameter.detach() - self._before.pop(parameter))
+
+    def _current(self) -> dict[str, dict[tuple[int, str], Tensor]]:
+        """By kind, the tensors that are compared, by the number of their optimizer and their name."""
+        return {
+            "weights": {(0, name): parameter.detach() for parameter, name in self._names.items()},
+            "optimizer_state": {
+                (number, f"{key} of {self._names[parameter]}"): value
+                for number, optimizer in enumerate(self._optimizers)
+                for parameter, state in optimizer.state.items()
+                if parameter in self._names
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.numel()
+            },
+            "buffers": {(0, name): buffer for name, buffer in self._module.named_buffers() if buffer.numel()},
+        }
 
     @torch.no_grad()
     def end_reference(self) -> None:
         """Keep what the reference's steps left."""
-        update, rounding = ROUGH if self.rough else EXACT, max(TENSOR_FLOOR, 16 * self._unit)
-        weights = [
-            _Item(name, parameter.detach, self._copy(parameter), self._moved[parameter], update)
-            for parameter, name in self._names.items()
-        ]
-        states = []
-        for optimizer in self._optimizers:
-            for parameter, state in list(optimizer.state.items()):
-                for key, value in state.items() if parameter in self._names else ():
-                    if isinstance(value, Tensor) and value.numel():
-                        name, kept = f"{key} of {self._names[parameter]}", self._copy(value)
-                        states.append(_Item(name, _reader(optimizer, parameter, key), kept, _size(kept), update))
-        buffers = []
-        for name, buffer in self._module.named_buffers():
-            before = self._starts.get(name)
-            if buffer.numel():
-                moved = buffer if before is None or before.shape != buffer.shape else _apart(buffer, before)
-                read = functools.partial(self._buffer, name)
-                buffers.append(_Item(name, read, self._copy(buffer), _size(moved), rounding))
-        self._items = {"weights": weights, "optimizer_state": states, "buffers": buffers}
+        for kind, tensors in self._current().items():
+            self._items[kind] = [self._item(kind, key, tensor) for key, tensor in tensors.items()]
+
+    def _item(self, kind: str, key: tuple[int, str], tensor: Tensor) -> _Item:
+        start = self._starts.get(key[1]) if kind == "buffers" else None
+        change = tensor if start is None or start.shape != tensor.shape else _apart(tensor, start)
+        moved = self._moved[key[1]] if kind == "weights" else _size(change)
+        tolerance = max(TENSOR_FLOOR, 16 * self._unit) if kind == "buffers" else ROUGH if self.rough else EXACT
+        epsilon = torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+        tolerance *= max(1.0, epsilon / 2.0**-23)
+        size = _size(tensor)
+        if not moved:  # nothing but rounding
+            moved, tolerance = size, 0.0
+        tolerance += self._steps * ROUNDINGS * epsilon * size / max(moved, 1e-300)
+        return _Item(key, self._copy(tensor), moved, tolerance)
 
     @torch.no_grad()
     def end(self) -> Distances:
         """The distance of what another arm's steps left."""
-        found = {}
+        found, current = {}, self._current()
         for kind, items in self._items.items():
-            values = [item.read() for item in items]
+            values = [current[kind].get(item.key) for item in items]
             sizes = [
                 _size(_apart(value, item.kept)) if value is not None and value.shape == item.kept.shape else math.inf
                 for value, item in zip(values, items, strict=True)
@@ -200,22 +200,11 @@ class StateComparison:
             moved = torch.tensor([item.moved for item in items], dtype=torch.float64).clamp(min=1e-300)
             noise = torch.stack([one[kind] for one in self.noise]).amax(0) / moved
             noise = noise.clamp(min=float(noise.nanmedian()))
-            own = [item.tolerance + self._steps * item.rounding / max(item.moved, 1e-300) for item in items]
-            allowed, apart = torch.maximum(torch.tensor(own), multiple * noise), seen[kind] / moved
-            complaint, figures[kind] = worst_of(KINDS[kind], [item.name for item in items], apart, allowed)
+            own = torch.tensor([item.tolerance for item in items])
+            allowed, apart = torch.maximum(own, multiple * noise), seen[kind] / moved
+            complaint, figures[kind] = worst_of(KINDS[kind], [item.key[1] for item in items], apart, allowed)
             complaints += complaint
         return complaints, figures
-
-    def _buffer(self, name: str) -> Tensor | None:
-        return dict(self._module.named_buffers()).get(name)
-
-
-def _reader(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Callable[[], Tensor | None]:
-    def read() -> Tensor | None:
-        value = optimizer.state.get(parameter, {}).get(key)
-        return value if isinstance(value, Tensor) else None
-
-    return read
 
 
 def _rough(optimizer: torch.optim.Optimizer) -> bool:
