@@ -11,11 +11,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.compile_errors import is_compile_error
-from strategies.inplace import give_up, outermost
+from strategies.errors import is_compile_error, one_line
+from strategies.regions import give_up, outermost
 from trainer.eager import eager
 from trainer.parity.comparison import ParityError
-from trainer.reasons import one_line
 from trainer.rehearsal import Guarding, Rehearsal
 from trainer.rollback import Rollback
 from trainer.telemetry.events import Event

@@ -15,8 +15,8 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program, Stage
-from strategies.as_capturing import as_capturing
-from strategies.compile_errors import is_out_of_memory
+from strategies.errors import is_out_of_memory
+from strategies.torch_patches import as_capturing
 from trainer.eager import eager
 from trainer.findings import Findings, sample_of
 from trainer.parity.comparison import ParityError

@@ -4,7 +4,7 @@
 its first step. What eager can run and compiled cannot is the compiler's fault; nothing is guessed from error classes
 except in the middle of training, where there is no second try.
 
-Code that was compiled as often as torch allows (``strategies.inplace.RECOMPILE_LIMIT``) is no failure: its kind of
+Code that was compiled as often as torch allows (``strategies.regions.RECOMPILE_LIMIT``) is no failure: its kind of
 region runs eager from then on, on the process where it happened. Others need not follow: what a region computes and
 the order in which gradients and collectives come are the same, compiled or not.
 """
@@ -21,12 +21,11 @@ from torch import nn
 
 from strategies import Program, Stage
 from strategies.base import Region
-from strategies.compile_errors import is_double_backward, is_out_of_memory, is_recompile_limit
-from strategies.inplace import compiled_only, give_up, guard_calls
+from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
 from strategies.optimizer_step import installed, uninstall
+from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.eager import eager
 from trainer.explain.guards import guard_of, read_recompile
-from trainer.reasons import one_line
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 

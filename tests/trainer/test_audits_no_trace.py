@@ -247,7 +247,7 @@ def test_what_is_not_audited_says_why(tmp_path: Path) -> None:
 
 
 def test_record_summary_and_tensorboard_tell_of_them(tmp_path: Path) -> None:
-    from trainer.rows import summary
+    from trainer.console import summary
 
     record = train(tmp_path, strategy="regional")
     assert record.audits is not None

@@ -15,18 +15,17 @@ import torch
 from torch import nn
 
 from strategies import Modular, Program, Stage, Strategy
-from strategies.blocks import fixed_sizes
-from strategies.inplace import compile_in_place, uncompile
+from strategies.errors import one_line
 from strategies.modular import Part
 from strategies.optimizer_step import installed
 from strategies.options import ModuleRequest
+from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.eager import own_step
 from trainer.locate.capture import Captured, captured
 from trainer.locate.observe import Observer
 from trainer.locate.tree import holds
 from trainer.locate.trial import OPTIMIZER, Node, Outcome, Site, Trial
 from trainer.passes import Passes, why_not
-from trainer.reasons import one_line
 from trainer.snapshot import Snapshot
 from trainer.telemetry import hardware
 

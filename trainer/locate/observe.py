@@ -16,14 +16,13 @@ import lightning as L
 import torch
 
 from strategies import Program
-from strategies.compile_errors import is_recompile_limit
+from strategies.errors import is_recompile_limit, one_line
 from trainer.eager import eager
 from trainer.explain import source
 from trainer.locate.trial import Outcome, Trial
 from trainer.parity.comparison import ParityError
 from trainer.parity.gate import ParityGate
 from trainer.passes import Passes
-from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.snapshot import Snapshot
 from trainer.telemetry.compiler import CompilerWatch

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from strategies import Program
+from strategies.errors import one_line
 from strategies.optimizer_step import installed
 from trainer.parity import draws, forward
 from trainer.parity.audit_schedule import Schedule
@@ -27,7 +28,6 @@ from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, distan
 from trainer.parity.saved import SavedCheckpoints, replaced
 from trainer.parity.update_sample import UpdateSample
 from trainer.passes import Passes, why_not
-from trainer.reasons import one_line
 from trainer.snapshot import Snapshot, drew_random_numbers
 from trainer.telemetry import memory
 from trainer.telemetry.events import AuditDifference, AuditFacts
