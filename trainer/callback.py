@@ -22,20 +22,20 @@ from strategies.compose import apply, begin, check, compiler_settings, end, labe
 from strategies.prepare import Preparation
 from strategies.regions import give_up
 from trainer.atomic import finite
-from trainer.guards import CompiledNothing, Guards, refuse_accumulation
+from trainer.guards.audits import Audits
+from trainer.guards.compare import ParityError
+from trainer.guards.guards import CompiledNothing, Guards, refuse_accumulation
+from trainer.guards.parity import ReplayParity
+from trainer.guards.preflight import Guarding
+from trainer.guards.rollback import optimizer_to_eager
+from trainer.guards.slowdown import Sample
 from trainer.loading.loaders import pad_loaders
 from trainer.loops.lightning import LightningLoop
-from trainer.parity.audits import Audits
-from trainer.parity.comparison import ParityError
-from trainer.parity.replay import ReplayParity
-from trainer.rehearsal import Guarding
-from trainer.rollback import optimizer_to_eager
 from trainer.settings import profile_complaints
 from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.watchdog import Sample
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.steps import StepCapture
@@ -62,7 +62,7 @@ class Compile(L.Callback):
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity``, ``trainer.warming``.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards.guards``.
     """
 
     def __init__(

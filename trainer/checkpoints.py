@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.atomic import written_whole
-from trainer.nonfinite import FiniteLosses
+from trainer.guards.nonfinite import FiniteLosses
 from trainer.process import Interrupted, StopRequest
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")

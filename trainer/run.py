@@ -21,7 +21,7 @@ from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, summary, tell
 from trainer.described import described
 from trainer.folders import claim
-from trainer.nonfinite import FiniteLosses, NonFiniteLoss
+from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.settings import Config, Inference
 from trainer.telemetry import hardware

@@ -16,7 +16,7 @@ from tests.trainer import guarded
 from tests.trainer.lightning_modules import fit
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 
 FAULT: dict[str, Any] = {"on": False, "buffers": ()}
 LONG = {"max_steps": 17, "max_epochs": -1}

@@ -19,7 +19,7 @@ from tests.trainer.clock import CLOCK
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.build import Fp16Mixed
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 
 
 class End(L.Callback):

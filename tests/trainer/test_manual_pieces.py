@@ -19,12 +19,11 @@ from strategies.loop import Span
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
-from trainer.parity.comparison import Comparison
-from trainer.parity.draws import region_draws
-from trainer.parity.sight import Displaced, Sight, around_steps
+from trainer.guards.compare import Comparison, Displaced, StepRecorder, around_steps
+from trainer.guards.draws import region_draws
+from trainer.guards.slowdown import take_sample
+from trainer.guards.snapshot import Snapshot
 from trainer.passes import Passes, why_not
-from trainer.snapshot import Snapshot
-from trainer.watchdog import take_sample
 
 UNIT = 2.0**-24
 
@@ -145,7 +144,7 @@ def test_weights_are_one_rounding_off_but_for_the_optimizers_step() -> None:
     parameters = [*layer.parameters(), *clamped.parameters()]
     exact = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    sight, at_step = Sight(parameters), []
+    sight, at_step = StepRecorder(parameters), []
 
     def as_stepped(optimizer: torch.optim.Optimizer) -> None:
         at_step.append([parameter.detach().clone() for parameter in layer.parameters()])

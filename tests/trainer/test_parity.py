@@ -19,7 +19,7 @@ from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.parity.comparison import Differences, Judge, ParityError, perturb, rounding_unit
+from trainer.guards.compare import Differences, Judge, ParityError, perturb, rounding_unit
 
 
 def refused(backend: str, tmp_path: Path, parity: str = "on", module: Blocks | None = None) -> tuple[str, Any]:

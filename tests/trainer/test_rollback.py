@@ -19,7 +19,7 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.rollback import CompileFailed, Rollback
+from trainer.guards.rollback import CompileFailed, Rollback
 
 
 class Odd(nn.Module):

@@ -19,9 +19,9 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.auto import candidates, chooser, trial
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
-from trainer.rehearsal import Rehearsal
-from trainer.rollback import CompileFailed
+from trainer.guards.compare import ParityError
+from trainer.guards.preflight import Rehearsal
+from trainer.guards.rollback import CompileFailed
 
 
 class ReadsInLoop(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks, fit
-from trainer.snapshot import Snapshot
+from trainer.guards.snapshot import Snapshot
 
 
 @dataclasses.dataclass

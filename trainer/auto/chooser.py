@@ -21,11 +21,11 @@ from trainer.auto.program_key import program_facts
 from trainer.auto.remembered import Remembered, directory
 from trainer.auto.trial import Trials
 from trainer.auto.words import say
-from trainer.findings import shapes_of
+from trainer.guards.preflight import shapes_of
+from trainer.guards.slowdown import Sample
 from trainer.loops.lightning import LightningLoop
 from trainer.passes import SkippedStep, why_not
 from trainer.telemetry.telemetry import Telemetry
-from trainer.watchdog import Sample
 
 ENDLESS = 1_000_000
 """Steps that are planned for a run whose length nobody knows."""

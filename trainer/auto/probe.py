@@ -10,8 +10,8 @@ import lightning as L
 import torch
 
 from strategies.cuda_graph.capture import CudaEngine
+from trainer.guards.slowdown import seconds_of
 from trainer.passes import Passes
-from trainer.timed import seconds_of
 
 LEAST_STEPS, MOST_STEPS = 2, 8
 MOST_SECONDS, MOST_SHARE = 0.25, 0.005

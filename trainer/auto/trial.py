@@ -20,12 +20,12 @@ from trainer.auto.candidates import Candidate
 from trainer.auto.estimates import GAPS, Estimates
 from trainer.auto.measured import EAGER, Module
 from trainer.auto.probe import captured_seconds, device_work, step_seconds
-from trainer.eager import eager
+from trainer.guards.rollback import eager
+from trainer.guards.slowdown import seconds_of
+from trainer.guards.snapshot import Snapshot
 from trainer.passes import Passes, SkippedStep
-from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
-from trainer.timed import seconds_of
 
 NO_MEMORY = "it needs more memory than there is"
 

@@ -29,10 +29,10 @@ from trainer.explain.backends import prepared, strict
 from trainer.explain.compiler import quiet_compiler
 from trainer.explain.explanation import Explanation
 from trainer.explain.watching import Watching
+from trainer.guards.rollback import throwaway, throwaway_trainer
 from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
-from trainer.throwaway import throwaway, throwaway_trainer
 
 VALIDATION_BATCHES = 2
 MOST_STEPS = 1_000_000_000

@@ -11,11 +11,11 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from strategies import Program
 from trainer.callback import Compile
-from trainer.eager import eager
 from trainer.explain.batches import TIMED_BATCHES, ChosenBatches
 from trainer.explain.compiler import CompilerLook
 from trainer.explain.explanation import Coverage
 from trainer.explain.profiling import StepProfile
+from trainer.guards.rollback import eager
 from trainer.passes import Passes
 from trainer.telemetry.telling import Teller
 

@@ -16,9 +16,9 @@ from trainer.build import batch_counter, callback_arguments, lightning_trainer, 
 from trainer.callback import Compile, ended_in_eager
 from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
 from trainer.console import ProgressView, announce
+from trainer.guards.preflight import Guarding
 from trainer.inference.loop import InferenceLoop, loader_name
 from trainer.process import StopRequest
-from trainer.rehearsal import Guarding
 from trainer.run import Job
 from trainer.settings import Config, Inference
 from trainer.telemetry.events import AuditFacts

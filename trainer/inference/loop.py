@@ -29,20 +29,20 @@ from strategies.cuda_graph.capture import StateChanges
 from strategies.cuda_graph.steps import observed
 from strategies.errors import is_compile_error, is_out_of_memory, one_line
 from strategies.regions import give_up
-from trainer.guards import Guards
+from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
+from trainer.guards.guards import Guards
+from trainer.guards.preflight import REPLAYED_FROM
+from trainer.guards.slowdown import take_sample
+from trainer.guards.snapshot import drew_random_numbers, random_state, set_random_state
 from trainer.loops.lightning import LightningLoop
-from trainer.parity.comparison import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
 from trainer.process import StopRequest
-from trainer.rehearsal import REPLAYED_FROM
 from trainer.settings import Inference
-from trainer.snapshot import drew_random_numbers, random_state, set_random_state
 from trainer.telemetry import memory
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
 from trainer.telemetry.profile_steps import profile_calls
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
-from trainer.watchdog import take_sample
 
 if TYPE_CHECKING:
     from trainer.inference.job import CompileForInference

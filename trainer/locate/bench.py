@@ -20,13 +20,13 @@ from strategies.modular import Part
 from strategies.optimizer_step import installed
 from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
-from trainer.eager import own_step
+from trainer.guards.rollback import own_step
+from trainer.guards.snapshot import Snapshot
 from trainer.locate.capture import Captured, captured
 from trainer.locate.observe import Observer
 from trainer.locate.tree import holds
 from trainer.locate.trial import OPTIMIZER, Node, Outcome, Site, Trial
 from trainer.passes import Passes, why_not
-from trainer.snapshot import Snapshot
 from trainer.telemetry import hardware
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))

@@ -17,19 +17,18 @@ import torch
 
 from strategies import Program
 from strategies.errors import is_recompile_limit, one_line
-from trainer.eager import eager
 from trainer.explain import source
+from trainer.guards.compare import ParityError
+from trainer.guards.parity import ParityGate
+from trainer.guards.preflight import REPLAYED_FROM
+from trainer.guards.rollback import eager
+from trainer.guards.slowdown import MARGIN, seconds_of
+from trainer.guards.snapshot import Snapshot
 from trainer.locate.trial import Outcome, Trial
-from trainer.parity.comparison import ParityError
-from trainer.parity.gate import ParityGate
 from trainer.passes import Passes
-from trainer.rehearsal import REPLAYED_FROM
-from trainer.snapshot import Snapshot
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number as figure
-from trainer.timed import seconds_of
-from trainer.watchdog import MARGIN
 
 SETTLING_STEPS, AGAIN_STEPS = 3, 3
 """Steps on every batch until nothing should compile any more (a float attribute becomes symbolic in the second), and

@@ -203,7 +203,7 @@ class LightningLoop:
                 model.reducer._reset_state()
 
     def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
-        from trainer.snapshot import Snapshot
+        from trainer.guards.snapshot import Snapshot
 
         return Snapshot(self._trainer, batch, weights=weights)
 

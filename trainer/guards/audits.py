@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from strategies import Program
 from strategies.errors import one_line
 from strategies.optimizer_step import installed
-from trainer.parity import draws, forward
-from trainer.parity.audit_schedule import Schedule
-from trainer.parity.comparison import Judge, ParityError, perturb, rounding_unit
-from trainer.parity.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
-from trainer.parity.saved import SavedCheckpoints, replaced
-from trainer.parity.update_sample import UpdateSample
+from trainer.guards import draws, forward
+from trainer.guards.compare import Judge, ParityError, perturb, rounding_unit
+from trainer.guards.forward import EagerForward, EagerSeen, Seen, copied, distances, floating_buffers, no_noise
+from trainer.guards.preflight import shapes_of
+from trainer.guards.snapshot import Snapshot, drew_random_numbers
+from trainer.guards.state import UpdateSample
 from trainer.passes import Passes, why_not
-from trainer.snapshot import Snapshot, drew_random_numbers
 from trainer.telemetry import memory
 from trainer.telemetry.events import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
@@ -398,3 +400,108 @@ class Audits:
         worst = max(self._shares, default=math.inf)
         scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
         self._pages.scalars(scalars, self._number)
+
+
+ALWAYS = 8
+"""Optimizer steps up to which audits double, whatever they cost."""
+SHAPES, SHAPES_WITHIN = 8, 64
+"""Shapes of batch whose first step is audited too, and the optimizer steps within which they are looked for."""
+SHARE = 0.005
+"""Of the run's seconds, at most, that all audits together may take."""
+
+
+class Schedule:
+    """Counts optimizer steps and says which are due; the first process decides for all."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._first = trainer.global_step
+        self.steps = 0
+        """Optimizer steps begun in this training, the one under way included."""
+        self._next = 1.0
+        self._began = self._started = 0.0
+        self._before = (0, 0.0, 0.0)
+        self._shapes: set[str] = set()
+
+    def due(self, batch: Any, *, later: bool = False) -> bool:
+        """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off."""
+        self.steps += 1
+        if later:
+            return False
+        new = self._is_new(batch)
+        if self.steps < self._next and not new:
+            return False
+        self._started = time.perf_counter()
+        self._began = self._began or self._started
+        return True
+
+    def _is_new(self, batch: Any) -> bool:
+        """Whether the batch is the first of its shape, on one device: several may be given different shapes."""
+        if self.steps > SHAPES_WITHIN or len(self._shapes) >= SHAPES or self._trainer.world_size > 1:
+            return False
+        before = len(self._shapes)
+        self._shapes.add(shapes_of(batch))
+        return len(self._shapes) > max(1, before)
+
+    def stop(self) -> None:
+        """No further step is due."""
+        self._next, self._shapes = math.inf, {str(number) for number in range(SHAPES)}
+
+    def next(self, spent: float) -> None:
+        """An audit is over, all of them have taken ``spent`` seconds; every process calls this."""
+        steps, now = self.steps, time.perf_counter()
+        last, at, before = self._before
+        self._before = steps, now, spent
+        if steps < ALWAYS:
+            self._next = 1 << steps.bit_length()
+            return
+        cost, step_seconds = spent - before, max(1e-9, (self._started - at) / max(1, steps - last))
+        left, remaining = SHARE * (now - self._began) - spent, self._planned() - steps
+        if 0 <= remaining < math.inf:
+            left += SHARE * remaining * step_seconds
+            # Evenly over what remains, but sooner at first: most of what goes wrong goes wrong early.
+            gap = min(steps, remaining * cost / left) if left > cost else math.inf
+        else:
+            gap = max(steps, (cost - left) / SHARE / step_seconds)
+        self._next = self._trainer.strategy.broadcast(steps + max(ALWAYS, gap))
+
+    def _planned(self) -> float:
+        """Optimizer steps of this training; infinite where nobody knows."""
+        try:
+            planned = self._trainer.estimated_stepping_batches
+        except MisconfigurationException:  # accumulation changes from epoch to epoch
+            return math.inf
+        return planned - self._first if planned > 0 else math.inf
+
+
+class SavedCheckpoints(contextlib.ExitStack):
+    """Inside, notes each checkpoint that ``trainer`` writes, and the one that it was resumed from."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._steps = {} if trainer.ckpt_path is None else {str(trainer.ckpt_path): trainer.global_step}
+        self._save = self.enter_context(replaced(trainer, "save_checkpoint", self._save_and_note))
+
+    def last(self, step: int) -> str | None:
+        """Path and step of the last one written at or before ``step`` that is still there."""
+        there = [(saved, path) for path, saved in self._steps.items() if saved <= step and Path(path).exists()]
+        return f"{max(there)[1]} (step {max(there)[0]})" if there else None
+
+    def _save_and_note(self, filepath: Any, *arguments: Any, **named: Any) -> None:
+        self._save(filepath, *arguments, **named)
+        self._steps[str(filepath)] = self._trainer.global_step
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Inside, ``owner.name`` is ``function``; yields what it was."""
+    original, own = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield original
+    finally:
+        if own is None:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, own)

@@ -8,16 +8,17 @@ hand: other batches, a slow loader or a busy machine must not pass for a slow co
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
 
 from strategies import Program
-from trainer.eager import eager
+from trainer.guards.rollback import eager
 from trainer.telemetry.telemetry import Telemetry
-from trainer.timed import seconds_of
 
 STEADY_STEPS = 20
 """Steady steps after which the comparison is made."""
@@ -104,3 +105,18 @@ class Watchdog:
     def steady_seconds(self) -> float:
         """Median of the steady steps so far."""
         return float(self._telemetry.meter.figures()["steady_step_seconds_median"])
+
+
+def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
+    """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    _wait(device)
+    return (time.perf_counter() - began) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -15,24 +15,29 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from strategies import Program
-from trainer.eager import eager
-from trainer.parity.comparison import (
+from trainer.guards.compare import (
     Comparison,
     Differences,
+    Displaced,
     Judge,
     ParityError,
+    StepRecorder,
+    around_steps,
     gradient_of,
+    parameters_of,
     perturb,
     rounding_unit,
 )
-from trainer.parity.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
-from trainer.parity.evaluation import Evaluation
-from trainer.parity.sight import Displaced, Sight, around_steps, parameters_of
-from trainer.parity.state import StateComparison
+from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
+from trainer.guards.forward import Evaluation
+from trainer.guards.rollback import eager
+from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
+from trainer.guards.state import StateComparison
 from trainer.passes import Passes
-from trainer.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
+from trainer.telemetry import memory
 
 STEPS = 3
 SHAKE = 0.25
@@ -219,7 +224,7 @@ class ParityGate:
                 displaced.__enter__()
             self._passes.step(batch, inspect)
             return
-        sight = Sight(parameters)
+        sight = StepRecorder(parameters)
         before: list[Any] = [sight.see_step, lambda optimizer: about_to_step(parameters_of(optimizer))]
         after: list[Any] = []
         if displaced is not None:
@@ -291,7 +296,7 @@ class ParityGate:
         torch.manual_seed(SEED + seed)
         seen: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         if self._passes.manual:
-            sight = Sight(self._parameters)
+            sight = StepRecorder(self._parameters)
             with around_steps(self._trainer.optimizers, before=[sight.see_step], after=[]):
                 returned = self._passes.step(batch, sight.see_loss)
             seen.append((sight.losses(returned), sight.gradients()))
@@ -311,3 +316,91 @@ class ParityGate:
 
     def _anywhere(self, found: bool) -> bool:
         return self._trainer.strategy.reduce_boolean_decision(found, all=False)
+
+
+SAMPLES = 3
+"""Further runs by which the tolerance is calibrated once a replay is not equal at first sight."""
+
+
+class ReplayParity:
+    """Compares the first replay of the first graph (``mode`` ``on``) or of every graph (``strict``)."""
+
+    def __init__(self, mode: str, trainer: L.Trainer, program: Program) -> None:
+        assert program.device is not None
+        self._mode, self._trainer, self._device = mode, trainer, program.device
+        self._unit = rounding_unit(program.precision, program.device)
+        self.facts: dict[str, Any] = {"mode": mode, "verdict": "none compared", "compared": []}
+        self._name = ""
+        self._peak = 0
+        self._reference: tuple[Snapshot, Comparison, Callable[[], Any], Any] | None = None
+
+    def wants(self, name: str) -> bool:
+        """Whether the graph ``name`` is to be compared."""
+        self._name = name
+        return self._mode == "strict" or not self.facts["compared"]
+
+    def reference(self, run: Callable[[], Any], batch: Any) -> None:
+        """Run the step as it is and take everything back; a step without a loss has nothing to compare."""
+        self._peak = memory.peak_bytes(self._device)
+        snapshot = Snapshot(self._trainer, batch)
+        try:
+            comparison = Comparison(self._trainer.lightning_module, snapshot.of, buffers=True)
+            loss = _loss(run())
+            if loss is not None:
+                comparison.see_reference(loss)
+                comparison.end_reference()
+                self._reference = snapshot, comparison, run, batch
+        except torch.OutOfMemoryError:
+            self.facts["verdict"] = "skipped, there is no memory for a second copy of the state"
+        finally:
+            snapshot.restore(same_plan=True)
+
+    def compare(self, results: Any) -> None:
+        """Compare what the replay left. Raises ParityError."""
+        if self._reference is None:
+            return
+        (snapshot, comparison, run, batch), self._reference = self._reference, None
+        loss = _loss(results)
+        assert loss is not None
+        comparison.see(loss)
+        seen = comparison.end()
+        judge = Judge(self._mode, self._unit, [_nothing(seen)])
+        complaints, figures = judge.verdict(seen, comparison)
+        if complaints:
+            replayed = Snapshot(self._trainer, batch)
+            for _ in range(SAMPLES):
+                snapshot.restore(same_plan=True)
+                again = _loss(run())
+                comparison.see(loss if again is None else again)
+                judge.noise.append(comparison.end())
+            replayed.restore(same_plan=True)
+            complaints, figures = judge.verdict(seen, comparison)
+        del snapshot, comparison
+        memory.resume(self._device, self._peak)
+        self.facts["compared"].append(self._name)
+        self.facts.update(
+            verdict="failed" if complaints else "passed", calibration_steps=len(judge.noise) - 1, **figures
+        )
+        if complaints:
+            raise ParityError(
+                f"parity={self._mode}: the replay of {self._name} is not the step it was captured from: "
+                f"{'; '.join(complaints)}. Leave cuda_graph out; parity=off goes on in spite of it",
+                self.facts,
+            )
+
+
+def _loss(results: Any) -> Tensor | None:
+    """The loss in what a captured step returns: its outputs and what it logged."""
+    outputs, *_ = results
+    loss = outputs.get("loss")
+    return loss.detach() if isinstance(loss, Tensor) else None
+
+
+def _nothing(like: Differences) -> Differences:
+    """No noise at all."""
+    return Differences(
+        loss=0.0,
+        gradient_norm=0.0,
+        gradients=torch.zeros_like(like.gradients),
+        weights=torch.zeros_like(like.weights),
+    )

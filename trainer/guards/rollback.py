@@ -11,7 +11,9 @@ the order in which gradients and collectives come are the same, compiled or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -19,13 +21,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from strategies import Program, Stage
+from strategies import Program, Stage, Strategy
 from strategies.base import Region
+from strategies.compose import eager
 from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
 from strategies.optimizer_step import installed, uninstall
 from strategies.regions import compiled_only, give_up, guard_calls
-from trainer.eager import eager
 from trainer.explain.guards import guard_of, read_recompile
+from trainer.settings import Config
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 
@@ -251,3 +254,35 @@ class _UncompiledStep:
         with torch.compiler.set_stance("force_eager"):
             self._step()
         return loss
+
+
+def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:
+    """``config`` as it is looked at under ``strategies``; ``trainer_options`` are further ones of ``TrainerConfig``."""
+    settings = dataclasses.replace(
+        config.trainer, devices=1, strategy="auto", measure_peak=False, progress="none", **trainer_options
+    )
+    return dataclasses.replace(
+        config,
+        compile={strategy.name: strategy for strategy in strategies},
+        trainer=settings,
+        parity="off",
+        on_compile_error="fail",
+        on_slower="warn",
+        resume=None,
+        repeat=None,
+        profile="off",
+    )
+
+
+def throwaway_trainer(folder: str, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """Lightning's Trainer for any module, which writes nothing but what a module itself writes into ``folder``."""
+    return L.Trainer(
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=Path(folder),
+        num_sanity_val_steps=0,
+        **options,
+    )

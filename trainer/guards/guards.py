@@ -13,16 +13,14 @@ from torch.nn.parameter import is_lazy
 from strategies import Program
 from strategies.errors import is_compile_error, one_line
 from strategies.regions import give_up, outermost
-from trainer.eager import eager
-from trainer.parity.comparison import ParityError
-from trainer.rehearsal import Guarding, Rehearsal
-from trainer.rollback import Rollback
+from trainer.guards.compare import ParityError
+from trainer.guards.preflight import Guarding, Lock, Rehearsal
+from trainer.guards.rollback import Rollback, eager
+from trainer.guards.slowdown import Sample, Watchdog
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
-from trainer.warming import Lock
-from trainer.watchdog import Sample, Watchdog
 
 CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later, or a first batch without a loss, is no

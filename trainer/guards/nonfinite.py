@@ -6,7 +6,7 @@ checkpoint, which waits for the device itself, is written only once every loss b
 finite; so is the end of a training. A fault is found up to two such intervals after it happened, and named by its step.
 
 A gradient scaler leaves steps with infinite gradients out; their loss is finite, and they are no fault. The comparisons
-with eager (``trainer.parity``) take NaN where eager has NaN for equal: whether a loss is a number is asked here alone.
+with eager (see ``trainer.guards.parity``) take NaN where eager has NaN for equal: only here it is a fault.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from strategies import Program
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
 from strategies.options import file_of_backend
-from trainer.snapshot import drew_random_numbers, random_state
+from trainer.guards.snapshot import drew_random_numbers, random_state
 
 FEW, MANY = 4, 16
 """Steps of each arm that are looked at first, and before a difference counts."""

@@ -7,28 +7,31 @@ numbers are put back. The loader is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import datetime
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from strategies import Program, Stage
 from strategies.errors import is_out_of_memory
+from strategies.padding import Padding
 from strategies.torch_patches import as_capturing
-from trainer.eager import eager
-from trainer.findings import Findings, sample_of
-from trainer.parity.comparison import ParityError
-from trainer.parity.gate import ParityGate
+from trainer.guards.compare import ParityError
+from trainer.guards.parity import ParityGate
+from trainer.guards.rollback import Rollback, eager
+from trainer.guards.slowdown import Sample, take_sample
+from trainer.guards.snapshot import Snapshot
 from trainer.passes import Passes, SkippedStep, why_not
-from trainer.rollback import Rollback
 from trainer.settings import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
-from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
+from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.telemetry import Telemetry
-from trainer.warming import shapes
-from trainer.watchdog import Sample, take_sample
 
 REPLAYED_FROM = 3
 """Passes until Inductor's CUDA graphs are replayed: one to warm up, one to record, one to replay."""
@@ -258,3 +261,124 @@ class Rehearsal:
 
     def _free(self) -> None:
         memory.give_back(self._trainer.strategy.root_device)
+
+
+class RecompileError(RuntimeError):
+    """Something was compiled after all shapes had been warmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One shape of batch in training or validation."""
+
+    rows: int
+    edge: int
+    training: bool
+
+    def __str__(self) -> str:
+        return f"{'training' if self.training else 'validation'} {self.rows} x {self.edge}"
+
+
+def shapes(padding: Padding) -> Iterator[Shape]:
+    """Every shape that the loaders will bring, smaller last batches included; longest first, so that what memory the
+    run needs is known at once."""
+    for edge, sizes in sorted(padding.batch_sizes.items(), reverse=True):
+        for rows in sizes:
+            yield Shape(rows=rows, edge=edge, training=True)
+    for rows in padding.validation_batch_sizes:
+        for edge in sorted(padding.edges, reverse=True):
+            yield Shape(rows=rows, edge=edge, training=False)
+
+
+class Lock:
+    """After warming and the first optimizer step, whatever is compiled is an error or a warning.
+
+    Args:
+        on_recompile: ``fail`` or ``warn``.
+        name: Name of the strategy that asked for it.
+    """
+
+    def __init__(self, on_recompile: str, name: str, program: Program, watch: CompilerWatch) -> None:
+        self._fails, self._name = on_recompile == "fail", name
+        self._program, self._watch = program, watch
+        self._compilations: int | None = None
+        self._known = 0
+        self._said: set[str] = set()
+
+    def close(self) -> None:
+        """From here on nothing should be compiled."""
+        self._watch.collect()
+        self._compilations, self._known = self._watch.compilations, len(self._watch.events)
+
+    def look(self, describe: Callable[[], str]) -> None:
+        """Compare, after a batch; ``describe`` says which one. Raises RecompileError under ``on_recompile=fail``."""
+        if self._compilations is None or self._watch.compilations == self._compilations:
+            return
+        known = self._known
+        self.close()
+        recompiles = [event for event in self._watch.events[known:] if event.kind == "recompile"]
+        reason = "; ".join(f"{event.reason} ({event.location})" for event in recompiles) or "code that had never run"
+        line = f"compiled again after all shapes were warmed, {describe()}: {reason}"
+        facts: dict[str, Any] = self._program.report.setdefault("warming", {})
+        facts["recompiles_after"] = facts.get("recompiles_after", 0) + 1
+        if self._fails:
+            raise RecompileError(f"compile.{self._name}.on_recompile=fail: {line}")
+        if reason not in self._said:
+            self._said.add(reason)
+            self._program.notes.append(f"{self._name}: {line}")
+            rank_zero_warn(f"compile.{self._name}.on_recompile=warn: {line}")
+
+
+class Findings:
+    """The findings about one program and its first batch.
+
+    Args:
+        program: Whose ``findings`` are read and added to.
+        watch: Says whether all graphs came from the cache; made after the first pass has compiled everything.
+        batch: Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
+    """
+
+    def __init__(self, program: Program, watch: CompilerWatch, batch: Any) -> None:
+        self._program, self._watch, self._shapes = program, watch, shapes_of(batch)
+
+    def of_earlier_runs(self, everywhere: Callable[[bool], bool]) -> dict[str, Any] | None:
+        """Facts of parity and watchdog, if the comparison passed and nothing of this run was compiled anew.
+
+        Each process has a cache of its own, and comparing takes steps that all of them take together: None unless
+        ``everywhere``, which every process calls with its own answer, says yes.
+        """
+        found = self._own()
+        return found if everywhere(found is not None) else None
+
+    def _own(self) -> dict[str, Any] | None:
+        figures = self._watch.figures()
+        found = self._program.findings.get(self._shapes)
+        if found is None or figures["cache"] != "warm" or set(found) != {"parity", "watchdog"}:
+            return None
+        return found if found["parity"].get("verdict") == "passed" else None
+
+    def keep(self) -> None:
+        """Leave what this run reported to later ones."""
+        parity, watchdog = self._program.report.get("parity"), self._program.report.get("watchdog")
+        if parity is None or watchdog is None or parity["verdict"] != "passed" or not _finite([parity, watchdog]):
+            return
+        compared = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
+        self._program.findings[self._shapes] = {"parity": {**parity, "compared": compared}, "watchdog": dict(watchdog)}
+
+
+def sample_of(facts: dict[str, Any]) -> Sample:
+    """The seconds of steps of the run that took them."""
+    taken = facts["before_the_first_step"]
+    return Sample(eager_seconds=taken["eager_seconds"], compiled_seconds=taken["compiled_seconds"])
+
+
+def shapes_of(batch: Any) -> str:
+    """Types and shapes of the tensors of a batch, in order."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return " ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+
+
+def _finite(value: Any) -> bool:
+    """Whether all numbers in it are: the signature of a bundle allows no others."""
+    leaves = pytree.tree_leaves(value)
+    return all(math.isfinite(leaf) for leaf in leaves if isinstance(leaf, float))
