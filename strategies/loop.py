@@ -237,6 +237,9 @@ class Loop(Protocol):
     def why_not_capture(self) -> Iterable[str]:
         """What the loop does on the host in every step, which no CUDA graph repeats."""
 
+    def unreadable(self) -> Mapping[type, str]:
+        """Types of the loop whose objects a captured step must not read, with the reason."""
+
     def constants(self) -> Hashable:
         """What a step takes by value from the loop (clipping, accumulation), so that a graph holds for it alone."""
 

@@ -6,8 +6,9 @@ optimizer call it as before. The closure runs before the update and is not compi
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -101,3 +102,20 @@ def _call_first(update: Update) -> None:
 
 def _has_gradients(update: Any) -> bool:
     return any(parameter.grad is not None for group in update.optimizer.param_groups for parameter in group["params"])
+
+
+@contextlib.contextmanager
+def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
+    attributes = vars(optimizer)
+    if ATTRIBUTE not in attributes:
+        yield
+        return
+    kept, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
+    _, before = kept
+    if before is not None:
+        attributes["step"] = before
+    try:
+        yield
+    finally:
+        attributes[ATTRIBUTE], attributes["step"] = kept, step

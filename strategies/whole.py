@@ -25,8 +25,7 @@ class Whole(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError when the module has nothing with parameters to compile."""
-        from strategies.blocks import expand_blocks, never_called
-        from strategies.inplace import compile_in_place
+        from strategies.regions import compile_in_place, expand_blocks, never_called
 
         paths = program.whole
         if not paths:

@@ -160,7 +160,7 @@ def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
 
 
 def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
-    from trainer.guards import audits, forward
+    from trainer.guards.guards import audits, forward
     from trainer.telemetry import telemetry
 
     taken: list[float] = []
@@ -247,7 +247,7 @@ def test_what_is_not_audited_says_why(tmp_path: Path) -> None:
 
 
 def test_record_summary_and_tensorboard_tell_of_them(tmp_path: Path) -> None:
-    from trainer.rows import summary
+    from trainer.console import summary
 
     record = train(tmp_path, strategy="regional")
     assert record.audits is not None

@@ -21,7 +21,7 @@ from tests.trainer.two_processes import said_by_two
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
-from trainer.interrupt import StopRequest
+from trainer.process import StopRequest
 from trainer.telemetry.record import RunRecord
 
 training_step = Captioner.training_step

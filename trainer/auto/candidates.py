@@ -12,7 +12,7 @@ from torch import nn
 from strategies import STRATEGIES, Program, Strategy
 from strategies.base import Region
 from strategies.compose import compiler_settings
-from strategies.inplace import uncompile
+from strategies.regions import uncompile
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import lightning as L
 from strategies import STRATEGIES, Program, Strategy
 from strategies.artifact_fingerprint import facts_of, fingerprint_of
 from strategies.auto import Auto
+from strategies.errors import one_line
 from strategies.prepare import is_prepared
 from trainer.auto.candidates import Candidate, prepare
 from trainer.auto.decision import best, next_trial
@@ -22,9 +23,8 @@ from trainer.auto.trial import Trials
 from trainer.auto.words import say
 from trainer.guards.preflight import shapes_of
 from trainer.guards.slowdown import Sample
-from trainer.host_effects import reasons_against
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import SkippedStep, why_not
-from trainer.reasons import one_line
 from trainer.telemetry.telemetry import Telemetry
 
 ENDLESS = 1_000_000
@@ -130,7 +130,9 @@ class Chooser:
         if any(strategy.captures_step for strategy in program.strategies):
             return "always"
         wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and trainer.world_size == 1
-        reasons = [*reasons_against(trainer)] or self._trials.reasons_against_capture(batch) if wanted else []
+        reasons = list(LightningLoop(trainer).why_not_capture()) if wanted else []
+        if wanted and not reasons:
+            reasons = self._trials.reasons_against_capture(batch)
         if reasons:
             program.notes.append(f"auto: no step is captured: {reasons[0]}")
         return "maybe" if wanted and not reasons else "no"

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from strategies.graph_engine import CudaEngine
+from strategies.cuda_graph.capture import CudaEngine
 from trainer.guards.slowdown import seconds_of
 from trainer.passes import Passes
 

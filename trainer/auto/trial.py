@@ -12,20 +12,19 @@ import lightning as L
 import torch
 
 from strategies import Program
-from strategies.compile_errors import is_out_of_memory
-from strategies.graph_engine import first_line
+from strategies.compose import eager
+from strategies.cuda_graph.capture import first_line
+from strategies.cuda_graph.steps import observed
+from strategies.errors import is_out_of_memory, one_line
 from strategies.prepare import Preparation, is_prepared
 from trainer.auto.candidates import Candidate
 from trainer.auto.estimates import GAPS, Estimates
 from trainer.auto.measured import EAGER, Module
 from trainer.auto.probe import captured_seconds, device_work, step_seconds
-from trainer.guards.rollback import eager
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
-from trainer.host_effects import observed
 from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes, SkippedStep
-from trainer.reasons import one_line
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
 
@@ -77,7 +76,7 @@ class Trials:
             try:
                 with eager(self._program), torch.no_grad(), contextlib.suppress(Exception):
                     self._passes.forward(batch)  # what only the first step does, it has done then
-                return observed(self._trainer, self._program, batch, lambda: self._passes.forward(batch)).problems
+                return observed(self._passes, self._program, batch, lambda: self._passes.forward(batch)).problems
             finally:
                 snapshot.restore()
 

@@ -10,12 +10,12 @@ import lightning as L
 from lightning.pytorch.trainer.states import RunningStage
 
 from strategies import Program
+from strategies.compose import eager
 from trainer.callback import Compile
 from trainer.explain.batches import TIMED_BATCHES, ChosenBatches
 from trainer.explain.compiler import CompilerLook
 from trainer.explain.explanation import Coverage
 from trainer.explain.profiling import StepProfile
-from trainer.guards.rollback import eager
 from trainer.passes import Passes
 from trainer.telemetry.telling import Teller
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from strategies import Program
+from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer_step import installed
 from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
@@ -38,7 +39,6 @@ from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.guards.state import UpdateSample
 from trainer.loops.lightning import replaced
-from trainer.reasons import one_line
 from trainer.telemetry import memory
 from trainer.telemetry.events import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry

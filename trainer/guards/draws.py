@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Program
-from strategies.backend_source import file_of_backend
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate
+from strategies.options import file_of_backend
 from trainer.guards.snapshot import drew_random_numbers, random_state
 
 FEW, MANY = 4, 16

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program
+from strategies.compose import eager
 from strategies.loop import Loop
 from trainer.guards.compare import LOSS_FLOOR, Differences, Displaced, Judge, distance
 from trainer.guards.draws import region_draws
-from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot, random_state
 
 EVALUATIONS = 5

@@ -11,14 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.compile_errors import is_compile_error
-from strategies.inplace import give_up, outermost
+from strategies.compose import eager
+from strategies.errors import is_compile_error, one_line
 from strategies.loop import Loop
+from strategies.regions import give_up, outermost
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import Guarding, Lock, Preflight
-from trainer.guards.rollback import Rollback, eager
+from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, Slowdown
-from trainer.reasons import one_line
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
 from trainer.telemetry.record import RunRecord

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from strategies import Program
+from strategies.compose import eager
 from strategies.loop import Loop
 from trainer.guards.compare import (
     Comparison,
@@ -34,7 +35,6 @@ from trainer.guards.compare import (
 )
 from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
 from trainer.guards.forward import Evaluation
-from trainer.guards.rollback import eager
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 from trainer.guards.state import StateComparison
 from trainer.telemetry import memory

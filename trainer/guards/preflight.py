@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies import Program, Stage
-from strategies.as_capturing import as_capturing
-from strategies.compile_errors import is_out_of_memory
+from strategies.compose import eager
+from strategies.errors import is_out_of_memory
 from strategies.loop import Loop, SkippedStep
 from strategies.padding import Padding
+from strategies.torch_patches import as_capturing
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
-from trainer.guards.rollback import Rollback, eager
+from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, take_sample
 from trainer.guards.snapshot import Snapshot
 from trainer.settings import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY

@@ -4,16 +4,15 @@
 its first step. What eager can run and compiled cannot is the compiler's fault; nothing is guessed from error classes
 except in the middle of training, where there is no second try.
 
-Code that was compiled as often as torch allows (``strategies.inplace.RECOMPILE_LIMIT``) is no failure: its kind of
+Code that was compiled as often as torch allows (``strategies.regions.RECOMPILE_LIMIT``) is no failure: its kind of
 region runs eager from then on, on the process where it happened. Others need not follow: what a region computes and
 the order in which gradients and collectives come are the same, compiled or not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from strategies import Program, Stage, Strategy
-from strategies.as_capturing import as_capturing
 from strategies.base import Region
-from strategies.compile_errors import is_double_backward, is_out_of_memory, is_recompile_limit
-from strategies.inplace import compiled_only, give_up, guard_calls
+from strategies.compose import eager
+from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
 from strategies.loop import Loop
-from strategies.optimizer_step import ATTRIBUTE, installed, uninstall
+from strategies.optimizer_step import installed, uninstall
+from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.explain.guards import guard_of, read_recompile
-from trainer.reasons import one_line
 from trainer.settings import Config
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
@@ -252,32 +250,6 @@ class _UncompiledStep:
         with torch.compiler.set_stance("force_eager"):
             self._step()
         return loss
-
-
-@contextlib.contextmanager
-def eager(program: Program) -> Iterator[None]:
-    """Inside, modules and loss run uncompiled and optimizers take torch's own step; nothing is compiled, or lost."""
-    with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:
-        for optimizer in program.optimizers:
-            aside.enter_context(own_step(optimizer))
-        yield
-
-
-@contextlib.contextmanager
-def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
-    attributes = vars(optimizer)
-    if ATTRIBUTE not in attributes:
-        yield
-        return
-    ours, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
-    _, before = ours
-    if before is not None:
-        attributes["step"] = before
-    try:
-        yield
-    finally:
-        attributes[ATTRIBUTE], attributes["step"] = ours, step
 
 
 def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from strategies import Program
+from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.guards.rollback import eager
 from trainer.telemetry.telemetry import Telemetry
 
 STEADY_STEPS = 20

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from strategies.host_state import entries_of
-from strategies.host_values import origin_of, refill
+from strategies.cuda_graph.state import entries_of
+from strategies.cuda_graph.values import origin_of, refill
 from strategies.loop import Loop
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate

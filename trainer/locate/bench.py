@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from strategies import Modular, Program, Stage, Strategy
-from strategies.blocks import fixed_sizes
-from strategies.inplace import compile_in_place, uncompile
+from strategies.errors import one_line
 from strategies.modular import Part
-from strategies.optimizer_step import installed
+from strategies.optimizer_step import installed, own_step
 from strategies.options import ModuleRequest
-from trainer.guards.rollback import own_step
+from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.guards.snapshot import Snapshot
 from trainer.locate.capture import Captured, captured
 from trainer.locate.observe import Observer
@@ -28,7 +27,6 @@ from trainer.locate.tree import holds
 from trainer.locate.trial import OPTIMIZER, Node, Outcome, Site, Trial
 from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes, why_not
-from trainer.reasons import one_line
 from trainer.telemetry import hardware
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))

@@ -16,17 +16,16 @@ import lightning as L
 import torch
 
 from strategies import Program
-from strategies.compile_errors import is_recompile_limit
+from strategies.compose import eager
+from strategies.errors import is_recompile_limit, one_line
 from trainer.explain import source
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.preflight import REPLAYED_FROM
-from trainer.guards.rollback import eager
 from trainer.guards.slowdown import MARGIN, seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.locate.trial import Outcome, Trial
 from trainer.passes import Passes
-from trainer.reasons import one_line
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number as figure

@@ -16,15 +16,15 @@ from typing import Any, TypeVar, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from strategies.as_capturing import as_capturing
 from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
+from strategies.torch_patches import as_capturing
 from trainer.loops.manual import ManualSteps
 
 SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -284,6 +284,9 @@ class LightningLoop:
                     yield f"{type(callback).__name__}.{hook} is called on the host in every step"
         if self._trainer._detect_anomaly:
             yield "detect_anomaly reads every gradient on the host"
+
+    def unreadable(self) -> dict[type, str]:
+        return {Logger: "which a replay would not call: use self.log"}
 
     def constants(self) -> Hashable:
         trainer = self._trainer

@@ -13,15 +13,15 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from strategies.host_state import HostState, Names, Value, is_unchanged, same
-from strategies.host_values import (
+from strategies.cuda_graph.state import HostState, Names, Value, is_unchanged, same
+from strategies.cuda_graph.values import (
     LIGHTNING,
     HostValues,
     Unrepeatable,
@@ -51,9 +51,9 @@ class HostRecorder(HostValues):
     """
 
     def __init__(
-        self, device: torch.device, problem_types: dict[type, str] | None = None, ignored: frozenset[str] = frozenset()
+        self, device: torch.device, problem_types: Mapping[type, str], ignored: frozenset[str] = frozenset()
     ) -> None:
-        super().__init__(device, problem_types or {})
+        super().__init__(device, problem_types)
         self._ignored = ignored
         self._written: dict[tuple[int, str], tuple[Any, str, str, Any, str]] = {}
         self._codes: set[types.CodeType] = set()

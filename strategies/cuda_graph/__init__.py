@@ -57,8 +57,7 @@ class CudaGraph(Strategy):
         """Let the trainer run its steps through graphs. Raises ValueError where there is no CUDA device to train on."""
         import torch
 
-        from strategies.graph_engine import CudaEngine
-        from strategies.step_graphs import StepGraphs
+        from strategies.cuda_graph.capture import CudaEngine, StepGraphs
 
         assert program.device is not None
         if program.device.type != "cuda":

@@ -4,15 +4,25 @@ is. Before the first step is trained there is nothing to save, and the first one
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+from trainer.settings import TrainerConfig
+
 if TYPE_CHECKING:
     import lightning as L
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -137,3 +147,93 @@ class StopRequest:
             raise Interrupted(signum)
         name = signal.Signals(signum).name
         self._say(f"{name}: {self.promise}; once more stops at once")
+
+
+class _Lossy(io.FileIO):
+    """A file that drops what cannot be written: its disk is full, the reader of a pipe has left, or is slow where the
+    pipe does not wait for it."""
+
+    def write(self, data: Any) -> int:
+        """Write ``data``; it counts as written in any case."""
+        try:
+            written = super().write(data)
+        except OSError:
+            return len(data)
+        return len(data) if written is None else written
+
+
+class _Text(io.TextIOWrapper):
+    """A stream that drops what comes once it is closed: libraries print while the interpreter takes itself down, where
+    a ValueError within C++ aborts the process."""
+
+    def write(self, text: str) -> int:
+        """Write ``text``; it counts as written once the stream is closed."""
+        try:
+            return super().write(text)
+        except ValueError:
+            if not self.buffer.closed:
+                raise
+            return len(text)
+
+    def flush(self) -> None:
+        """Write out what is held back, unless the stream is closed."""
+        try:
+            super().flush()
+        except ValueError:
+            if not self.buffer.closed:
+                raise
+
+
+def keep_streams() -> None:
+    """From now on nothing raises because it prints, not even Python as it exits.
+
+    A closed stream leads to the null device. The next file that is opened would else get its number, and whatever
+    libraries and child processes print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null == number:
+                os.set_inheritable(number, True)
+            else:
+                os.dup2(null, number)
+                os.close(null)
+        stream = getattr(sys, name)
+        if name == "stdin" or stream is not getattr(sys, f"__{name}__"):
+            continue  # or somebody reads or captures it within this process
+        lossy = _Text(
+            io.BufferedWriter(_Lossy(number, "w", closefd=False)),
+            encoding=getattr(stream, "encoding", "utf-8"),
+            errors=getattr(stream, "errors", "backslashreplace"),
+            line_buffering=getattr(stream, "line_buffering", False),
+            write_through=getattr(stream, "write_through", False),
+        )
+        setattr(sys, name, lossy)
+
+
+LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+
+
+@contextlib.contextmanager
+def process_settings(config: TrainerConfig) -> Iterator[None]:
+    """Matrix precision for fp32 (TF32 on GPUs that have it), and quiet libraries, for the length of a run."""
+    matmul = torch.get_float32_matmul_precision()
+    levels = {name: logging.getLogger(name).level for name in LIGHTNING_LOGGERS}
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    for name in LIGHTNING_LOGGERS:  # its device banner and tips; the run's own heading says what matters
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Lightning's advice (more workers, a smaller logging interval) concerns choices made here on purpose.
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            # A resumed run writes into a directory of its own; its best checkpoint is judged anew there.
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+            # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could mend.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -2,7 +2,7 @@
 
 A CUDA graph calls no Python when it is replayed. Which kernels it holds, and with which numbers, was decided by what
 the call read on the host while it was captured. ``HostState`` holds these values and compares them before each replay;
-``strategies.host_recorder`` records them.
+``strategies.cuda_graph.recorder`` records them.
 """
 
 from __future__ import annotations

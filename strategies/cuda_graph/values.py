@@ -20,7 +20,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from strategies.host_state import CONTAINERS, PLAIN, Names, Value, entries_of
+from strategies.cuda_graph.state import CONTAINERS, PLAIN, Names, Value, entries_of
 
 MAX_ENTRIES = 100_000
 """Longest container that is compared before every step."""
@@ -50,7 +50,7 @@ CONSTANT = (
 OBSERVED_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 """Torch's classes whose attributes decide what a step computes."""
 
-_OURS = tuple(f"{Path(__file__).parent.parent / package}/" for package in ("strategies", "trainer"))
+_OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("strategies", "trainer"))
 _TORCH = f"{Path(torch.__file__).parent}/"
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
@@ -67,7 +67,7 @@ class HostValues:
         problem_types: Types that must not be read, with the reason.
     """
 
-    def __init__(self, device: torch.device, problem_types: dict[type, str]) -> None:
+    def __init__(self, device: torch.device, problem_types: Mapping[type, str]) -> None:
         self._device, self._problem_types = device, problem_types
         self._names: dict[int, Names] = {}
         self._contents: dict[int, tuple[Any, str, Any]] = {}

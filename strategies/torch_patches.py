@@ -1,14 +1,69 @@
-"""Faults of Inductor in some version of torch, kept away from runs until that version is no longer supported."""
+"""As capturing: code that asks whether it is being captured gets, before the capture, the answer it will get within.
+
+Libraries take another path in a capture. Transformers then builds the attention masks that it leaves out otherwise,
+because leaving one out takes reading a tensor on the host (``transformers.masking_utils``). The run before a capture
+has to take the capture's path: else the capture is the first to hand a compiled region a mask, and has to compile.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
+
+from strategies.prepare import is_prepared
+
+_graphs: Any = torch.cuda.graphs
+_asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing
+"""What ``torch.cuda.is_current_stream_capturing`` calls by this name, however the caller imported that function."""
+
+
+@contextlib.contextmanager
+def as_capturing(answer: bool = True) -> Iterator[None]:
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch and us; else it tells the truth."""
+    before = _graphs._cuda_isCurrentStreamCapturing
+    _graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
+    try:
+        yield
+    finally:
+        _graphs._cuda_isCurrentStreamCapturing = before
+
+
+def _capturing() -> bool:
+    # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one. So do our
+    # own packages: a compiled optimizer leaves the host's part of a step, counting it, out of a capture alone.
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    return _asked() if asker.startswith(("torch.", "strategies.", "trainer.")) else True
+
+
+@contextlib.contextmanager
+def embeddings_as_in_eager() -> Iterator[None]:
+    """Until the block ends, compiled graphs call eager's own kernel for the gradient of an embedding.
+
+    Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive: two
+    runs of the same compiled captioner ended at different losses, cold and warm, where two of eager's do not.
+
+    Where Inductor is not imported yet, there is nothing to do.
+    """
+    if not is_prepared():
+        yield
+        return
+    from torch._inductor import decomposition, lowering
+
+    gradient = torch.ops.aten.embedding_dense_backward
+    lowering.make_fallback(gradient, warn=False, override_decomp=True)
+    tables: list[dict[Any, Any]] = [decomposition.decompositions, decomposition.fast_random_decomps()]
+    taken = [(table, table.pop(gradient.default, None)) for table in tables]
+    try:
+        yield
+    finally:
+        for table, rule in taken:
+            if rule is not None:
+                table[gradient.default] = rule
 
 
 @contextlib.contextmanager
