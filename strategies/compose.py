@@ -47,8 +47,8 @@ def check(strategies: Sequence[Strategy]) -> None:
 
 
 @contextlib.contextmanager
-def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Set ``torch._dynamo.config`` values for the length of a run and restore them after it."""
+def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True) -> Iterator[None]:
+    """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
     import torch._dynamo.config as config
 
     from strategies.torch_patches import embeddings_as_in_eager, faults_avoided
@@ -57,7 +57,7 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     try:
         for name, value in settings.items():
             setattr(config, name, value)
-        with faults_avoided(), embeddings_as_in_eager():
+        with faults_avoided(), embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext():
             yield
     finally:
         for name, value in before.items():

@@ -97,6 +97,7 @@ class Modular(Strategy):
         if any(part.how == "regional" for part in compiled.values()):
             # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
             program.settings["optimize_ddp"] = False
+        program.eager_embeddings &= all(part.embedding_gradient == "eager" for part in compiled.values())
         if planned.left_eager:
             left = ", ".join(planned.left_eager)
             program.notes.append(f"modular: no part names these declared submodules, so they stay eager: {left}")

@@ -50,6 +50,7 @@ class Regional(ModuleOptions):
                 "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
                 "compile.regional.parts"
             )
+        program.eager_embeddings &= self.embedding_gradient == "eager"
         kinds = fixed_sizes(program, paths, self.dynamic)
         if kinds:
             program.notes.append(

@@ -1,9 +1,4 @@
-"""As capturing: code that asks whether it is being captured gets, before the capture, the answer it will get within.
-
-Libraries take another path in a capture. Transformers then builds the attention masks that it leaves out otherwise,
-because leaving one out takes reading a tensor on the host (``transformers.masking_utils``). The run before a capture
-has to take the capture's path: else the capture is the first to hand a compiled region a mask, and has to compile.
-"""
+"""What is changed in torch while a run lasts, and restored after it; each with the versions that it is for."""
 
 from __future__ import annotations
 
@@ -24,7 +19,13 @@ _asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing
 
 @contextlib.contextmanager
 def as_capturing(answer: bool = True) -> Iterator[None]:
-    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch and us; else it tells the truth."""
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch and us; else it tells the truth.
+
+    Libraries take another path in a capture. Transformers then builds the attention masks that it leaves out otherwise,
+    because leaving one out takes reading a tensor on the host (``transformers.masking_utils``). The run before a
+    capture has to take the capture's path: else the capture is the first to hand a compiled region a mask, and has to
+    compile. All versions of torch: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/cuda/graphs.py.
+    """
     before = _graphs._cuda_isCurrentStreamCapturing
     _graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
     try:
@@ -45,7 +46,9 @@ def embeddings_as_in_eager() -> Iterator[None]:
     """Until the block ends, compiled graphs call eager's own kernel for the gradient of an embedding.
 
     Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive: two
-    runs of the same compiled captioner ended at different losses, cold and warm, where two of eager's do not.
+    runs of the same compiled captioner ended at different losses, cold and warm, where two of eager's do not. All
+    versions of torch so far:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/decomposition.py (embedding_dense_backward).
 
     Where Inductor is not imported yet, there is nothing to do.
     """
@@ -55,15 +58,25 @@ def embeddings_as_in_eager() -> Iterator[None]:
     from torch._inductor import decomposition, lowering
 
     gradient = torch.ops.aten.embedding_dense_backward
+    keys = [gradient, *(getattr(gradient, name) for name in gradient.overloads())]
+    decompositions: list[dict[Any, Any]] = [decomposition.decompositions, decomposition.fast_random_decomps()]
+    tables = [*decompositions, lowering.lowerings]
+    sets: list[Any] = [lowering.fallbacks, lowering.needs_realized_inputs]
+    entries = [{key: table[key] for key in keys if key in table} for table in tables]
+    members = [{key for key in keys if key in each} for each in sets]
     lowering.make_fallback(gradient, warn=False, override_decomp=True)
-    tables: list[dict[Any, Any]] = [decomposition.decompositions, decomposition.fast_random_decomps()]
-    taken = [(table, table.pop(gradient.default, None)) for table in tables]
+    for table in decompositions:
+        table.pop(gradient.default, None)
     try:
         yield
     finally:
-        for table, rule in taken:
-            if rule is not None:
-                table[gradient.default] = rule
+        for table, kept in zip(tables, entries, strict=True):
+            for key in keys:
+                table.pop(key, None)
+            table.update(kept)
+        for each, there in zip(sets, members, strict=True):
+            for key in set(keys) - there:
+                each.discard(key)
 
 
 @contextlib.contextmanager

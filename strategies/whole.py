@@ -27,6 +27,7 @@ class Whole(ModuleOptions):
         """Compile in place. Raises ValueError when the module has nothing with parameters to compile."""
         from strategies.regions import compile_in_place, expand_blocks, never_called
 
+        program.eager_embeddings &= self.embedding_gradient == "eager"
         paths = program.whole
         if not paths:
             paths = tuple(

@@ -146,7 +146,9 @@ class Compile(L.Callback):
         self._cuda_graphs = self.program.uses_cuda_graphs
         if self._cuda_graphs:
             refuse_accumulation(trainer)
-        self._settings.enter_context(compiler_settings(self.program.settings))
+        self._settings.enter_context(
+            compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
+        )
         if self.program.padding is not None:
             pad_loaders(trainer, self.program)
         if stage == "fit":

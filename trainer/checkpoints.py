@@ -18,12 +18,12 @@ import lightning as L
 import numpy
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.atomic import written_whole
 from trainer.guards.nonfinite import FiniteLosses
+from trainer.loops.lightning import is_subprocess_launcher
 from trainer.process import Interrupted, StopRequest
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
@@ -142,8 +142,8 @@ class Checkpoints(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one
         never ends."""
-        launcher = trainer.strategy.launcher
-        if not isinstance(exception, Interrupted) or not isinstance(launcher, _SubprocessScriptLauncher):
+        launcher: Any = trainer.strategy.launcher
+        if not isinstance(exception, Interrupted) or not is_subprocess_launcher(launcher):
             return
         others = launcher.procs[:]
         launcher.procs.clear()  # whose watch would kill this process as well, before its record is written

@@ -174,7 +174,7 @@ class LightningLoop:
         # A manual step tells it when an optimizer step begins, and not when that ends with an error.
         trainer.profiler = PassThroughProfiler()
         try:
-            with self._logging(_log_nothing, _log_nothing):
+            with replaced(self._module, "log", _log_nothing), replaced(self._module, "log_dict", _log_nothing):
                 yield
         finally:
             for name, value in kept.items():
@@ -322,8 +322,12 @@ class LightningLoop:
             for name, value in dictionary.items():
                 log(name, value, *arguments, **options)
 
-        with self._logging(log, log_dict):
+        # Not by ``vars``: whoever observes the step would take that for a read of all attributes.
+        self._module.log, self._module.log_dict = log, log_dict  # type: ignore[method-assign]
+        try:
             yield calls
+        finally:
+            del self._module.log, self._module.log_dict
 
     def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
         for logged, value in calls:
@@ -414,11 +418,6 @@ class LightningLoop:
     def _mark(self) -> None:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-
-    @contextlib.contextmanager
-    def _logging(self, log: Callable[..., None], log_dict: Callable[..., None]) -> Iterator[None]:
-        with replaced(self._module, "log", log), replaced(self._module, "log_dict", log_dict):
-            yield
 
 
 class LightningMicroBatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +19,12 @@ from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, Skipped
 Value = TypeVar("Value")
 
 
+@dataclass(slots=True)
 class Progress:
     """What the loop counts."""
 
-    steps = 0
-    batches = 0
+    steps: int = 0
+    batches: int = 0
 
 
 class PlainLoop:
