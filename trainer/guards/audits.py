@@ -57,6 +57,8 @@ SHAPES, SHAPES_WITHIN = 8, 64
 SHARE = 0.005
 """Of the run's seconds, at most, that all audits together may take."""
 
+NO_STEP = "the run ended before its first step, or training_step takes an iterator of batches"
+
 Gradients = Callable[[], Sequence[Tensor | None] | None]
 
 
@@ -108,7 +110,7 @@ class Audits:
         self._shares: list[float] = []
         self._settles: bool | None = None
         why_not = "the module optimizes by hand" if loop.manual else loop.why_not_apart()
-        self.facts = AuditFacts(verdict="not audited", reason=why_not or "the run ended before its first step")
+        self.facts = AuditFacts(verdict="not audited", reason=why_not or NO_STEP)
         if why_not is not None:
             return
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
