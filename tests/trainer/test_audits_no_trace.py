@@ -160,7 +160,7 @@ def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
 
 
 def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
-    from trainer.guards.guards import audits, forward
+    from trainer.guards.forward import EagerForward
     from trainer.telemetry import telemetry
 
     taken: list[float] = []
@@ -172,7 +172,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
         def perf_counter(cls) -> float:
             return cls.now
 
-    look = forward.EagerForward.run
+    look = EagerForward.run
 
     def slow(self: Any, arguments: Any) -> Any:
         Clock.now += 0.2
@@ -185,8 +185,8 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(telemetry, "time", Clock)
-        patch.setattr(audits, "time", Clock)
-        patch.setattr(forward.EagerForward, "run", slow)
+        patch.setattr("trainer.guards.schedule.time", Clock)
+        patch.setattr(EagerForward, "run", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
     assert record.audits.steps[:5] == [1, 2, 4, 8, 16]

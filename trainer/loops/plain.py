@@ -248,6 +248,7 @@ class PlainMicroBatch:
 
     def __init__(self, loop: PlainLoop, batch: Any, index: int, run: RunMicroBatch | None = None) -> None:
         self._loop, self.batch, self.index, self._original = loop, batch, index, run
+        self.arguments: Mapping[str, Any] = {"batch": batch, "batch_idx": index}
         self.begins = index % loop.micro_batches == 0
         self.ends = (index + 1) % loop.micro_batches == 0
         self._steps = loop.steps_done
