@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.cuda_graph.capture import CannotCapture
+from strategies.base import CannotCapture
 from strategies.hyperparameters import DeviceScalar
 from strategies.optimizer_step import installed
 from strategies.optimizer_update import FunctionalUpdate

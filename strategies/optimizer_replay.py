@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from strategies.cuda_graph.capture import Engine, first_line
+from strategies.graph_engine import Engine, first_line
 
 MOST_GRAPHS = 4
 """Graphs that are kept; the one that has not been used for longest gives way."""

@@ -12,6 +12,7 @@ from strategies import STRATEGIES, Program, Strategy
 from strategies.artifact_fingerprint import facts_of, fingerprint_of
 from strategies.auto import Auto
 from strategies.errors import one_line
+from strategies.loop import SkippedStep
 from strategies.prepare import is_prepared
 from trainer.auto.candidates import Candidate, prepare
 from trainer.auto.decision import best, next_trial
@@ -23,8 +24,7 @@ from trainer.auto.trial import Trials
 from trainer.auto.words import say
 from trainer.guards.preflight import shapes_of
 from trainer.guards.slowdown import Sample
-from trainer.loops.lightning import LightningLoop
-from trainer.passes import SkippedStep, why_not
+from trainer.loops.lightning import LightningLoop, why_not
 from trainer.telemetry.telemetry import Telemetry
 
 ENDLESS = 1_000_000

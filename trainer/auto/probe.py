@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import torch
 
-from strategies.cuda_graph.capture import CudaEngine
+from strategies.graph_engine import CudaEngine
 from trainer.guards.slowdown import seconds_of
-from trainer.passes import Passes
+from trainer.loops.lightning import LightningLoop
 
 LEAST_STEPS, MOST_STEPS = 2, 8
 MOST_SECONDS, MOST_SHARE = 0.25, 0.005
@@ -57,7 +57,7 @@ def device_work(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: f
     return Work(seconds, exact)
 
 
-def captured_seconds(trainer: L.Trainer, passes: Passes, batch: Any) -> float:
+def captured_seconds(trainer: L.Trainer, passes: LightningLoop, batch: Any) -> float:
     """Seconds of an optimizer step replayed from CUDA graphs, on one device.
 
     Forward and backward are captured for it, which costs about a step of the host and their memory once more, given

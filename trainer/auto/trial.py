@@ -13,9 +13,10 @@ import torch
 
 from strategies import Program
 from strategies.compose import eager
-from strategies.cuda_graph.capture import first_line
 from strategies.cuda_graph.steps import observed
 from strategies.errors import is_out_of_memory, one_line
+from strategies.graph_engine import first_line
+from strategies.loop import SkippedStep
 from strategies.prepare import Preparation, is_prepared
 from trainer.auto.candidates import Candidate
 from trainer.auto.estimates import GAPS, Estimates
@@ -24,7 +25,6 @@ from trainer.auto.probe import captured_seconds, device_work, step_seconds
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
-from trainer.passes import Passes, SkippedStep
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
 
@@ -49,7 +49,7 @@ class Trials:
     ) -> None:
         self._candidates, self._trainer, self._program = candidates, trainer, program
         self._telemetry, self._settings = telemetry, settings
-        self._passes = Passes(trainer, cuda_graphs=False)
+        self._passes = LightningLoop(trainer, cuda_graphs=False)
         self._worn: Candidate | None = None
         self._snapshot: Snapshot | None = None
         self.tried: list[str] = []
