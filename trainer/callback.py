@@ -23,6 +23,7 @@ from strategies.compose import apply, begin, check, compiler_settings, end, labe
 from strategies.prepare import Preparation
 from strategies.regions import give_up
 from trainer.atomic import finite
+from trainer.choices import profile_complaints
 from trainer.guards.audits import Audits, SavedCheckpoints
 from trainer.guards.compare import ParityError
 from trainer.guards.guards import CompiledNothing, Guards, refuse_accumulation
@@ -32,7 +33,6 @@ from trainer.guards.rollback import optimizer_to_eager
 from trainer.guards.slowdown import Sample
 from trainer.loading.loaders import pad_loaders
 from trainer.loops.lightning import LightningLoop
-from trainer.settings import profile_complaints
 from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry

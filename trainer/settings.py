@@ -12,6 +12,7 @@ from typing import ClassVar
 from strategies.base import Strategy
 from strategies.compose import ordered
 from tasks.base import Task
+from trainer.choices import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY, profile_complaints
 
 PRECISIONS = (
     "auto",
@@ -26,14 +27,7 @@ PRECISIONS = (
 )
 PROGRESS = ("auto", "live", "plain", "none")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-PARITY = ("on", "off", "strict")
-ON_COMPILE_ERROR = ("fail", "eager")
-ON_SLOWER = ("warn", "eager")
-ON_DIFFERENCE = ("fail", "eager")
 ON_NONFINITE_LOSS = ("fail", "warn")
-PROFILE = ("off", "on")
-MOST_PROFILE_STEPS = 100
-"""Each step adds thousands of events to a trace, and a viewer has to load them all."""
 REPEAT = ("cold", "warm")
 
 STEPS = ("predict", "validation")
@@ -249,11 +243,3 @@ class Config:
                     f"compile.{name}: captures predict steps alone, a validation step adds up on the host; use "
                     "run.step=predict, or CUDA graphs of Inductor's with compile.whole.mode=reduce-overhead"
                 )
-
-
-def profile_complaints(profile: str, steps: int) -> list[str]:
-    """What is wrong with the two options of the profiler, a line each."""
-    complaints = [] if profile in PROFILE else [f"profile={profile!r} is not one of {PROFILE}"]
-    if not 1 <= steps <= MOST_PROFILE_STEPS:
-        complaints.append(f"profile_steps={steps} must be at least 1 and at most {MOST_PROFILE_STEPS}")
-    return complaints

@@ -23,12 +23,12 @@ from strategies.errors import is_out_of_memory
 from strategies.loop import Loop, SkippedStep
 from strategies.padding import Padding
 from strategies.torch_patches import as_capturing
+from trainer.choices import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, take_sample
 from trainer.guards.snapshot import Snapshot
-from trainer.settings import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
 from trainer.telemetry import memory
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.telemetry import Telemetry
