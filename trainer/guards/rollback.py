@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -29,9 +29,11 @@ from strategies.loop import Loop
 from strategies.optimizer_step import installed, uninstall
 from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.explain.guards import guard_of, read_recompile
-from trainer.settings import Config
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
+
+if TYPE_CHECKING:
+    from trainer.settings import Config
 
 BECAUSE = "on_compile_error=eager"
 
