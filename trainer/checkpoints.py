@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.atomic import written_whole
 from trainer.guards.nonfinite import FiniteLosses
-from trainer.loops.lightning import is_subprocess_launcher
 from trainer.process import Interrupted, StopRequest
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
@@ -142,11 +141,11 @@ class Checkpoints(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one
         never ends."""
-        launcher: Any = trainer.strategy.launcher
-        if not isinstance(exception, Interrupted) or not is_subprocess_launcher(launcher):
+        started: list[Any] = getattr(trainer.strategy.launcher, "procs", [])
+        others = [process for process in started if isinstance(process, subprocess.Popen)]
+        if not isinstance(exception, Interrupted) or not others:
             return
-        others = launcher.procs[:]
-        launcher.procs.clear()  # whose watch would kill this process as well, before its record is written
+        started.clear()  # whose watch would kill this process as well, before its record is written
         for process in others:
             process.send_signal(exception.signum)
         deadline = time.monotonic() + OTHERS_SECONDS

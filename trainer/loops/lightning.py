@@ -8,7 +8,6 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytor
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -26,6 +26,7 @@ from torch import Tensor
 from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
 from strategies.torch_patches import as_capturing
 from trainer.loops.manual import ManualSteps
+from trainer.loops.micro_batch import LightningMicroBatch
 
 SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Hooks within a step; a replay would not call them."""
@@ -101,8 +102,6 @@ class LightningLoop:
 
     @property
     def steps_planned(self) -> int | None:
-        from lightning.fabric.utilities.exceptions import MisconfigurationException
-
         try:
             planned = self._trainer.estimated_stepping_batches
         except MisconfigurationException:  # a loader without a length
@@ -418,72 +417,6 @@ class LightningLoop:
     def _mark(self) -> None:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-
-
-class LightningMicroBatch:
-    """One call of ``_AutomaticOptimization.run``; see ``MicroBatch``."""
-
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        optimizer: torch.optim.Optimizer,
-        index: int,
-        arguments: OrderedDict[str, Any],
-        original: Callable[..., Any],
-    ) -> None:
-        self._trainer, self._optimizer, self._arguments, self._original = trainer, optimizer, arguments, original
-        self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._progress: Any = None
-        self.batch, self.index = arguments["batch"], index
-        self.arguments: Mapping[str, Any] = arguments
-        self.begins = index % trainer.accumulate_grad_batches == 0
-        self.ends = not trainer.fit_loop._should_accumulate()
-
-    def run(self, batch: Any) -> dict[str, Any]:
-        return cast(dict[str, Any], self._original(self._optimizer, self.index, self._given(batch)))
-
-    def forward_backward(self, batch: Any) -> dict[str, Any]:
-        closure = self._automatic._make_closure(self._given(batch), self._optimizer, self.index)
-        closure()
-        return closure.consume_result().asdict()
-
-    def forward(self, batch: Any, index: Any) -> None:
-        given = {**self._arguments, "batch": batch}
-        if "batch_idx" in given:
-            given["batch_idx"] = index
-        self._trainer.strategy.training_step(*given.values())
-
-    def optimize(self, outputs: Mapping[str, Any]) -> None:
-        self._automatic._optimizer_step(self.index, lambda: outputs["loss"])
-
-    def count(self, *, whole: bool) -> None:
-        progress = self._automatic.optim_progress.optimizer
-        if self.begins:
-            progress.zero_grad.increment_ready()
-            progress.zero_grad.increment_started()
-            progress.zero_grad.increment_completed()
-        if whole:
-            progress.step.increment_ready()
-            progress.step.increment_completed()
-
-    def uncount(self) -> None:
-        if self._progress is not None:
-            self._automatic.optim_progress.optimizer = self._progress
-
-    def _given(self, batch: Any) -> OrderedDict[str, Any]:
-        if batch is self.batch:
-            return self._arguments
-        self._progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
-        return type(self._arguments)({**self._arguments, "batch": batch})
-
-
-def is_subprocess_launcher(launcher: object) -> bool:
-    """Whether Lightning started the other processes of the run, as its own children."""
-    try:
-        from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-    except ImportError:  # renamed
-        return hasattr(launcher, "procs")
-    return isinstance(launcher, _SubprocessScriptLauncher)
 
 
 @contextlib.contextmanager
