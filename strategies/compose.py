@@ -70,11 +70,14 @@ def eager(program: Program) -> Iterator[None]:
     compiled, or lost."""
     import torch
 
+    from strategies.optimizer_step import own_step
     from strategies.torch_patches import as_capturing
 
     with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:
         for strategy in program.strategies:
             aside.enter_context(strategy.aside(program))
+        for optimizer in program.optimizers:  # also of a strategy from outside that does not step aside itself
+            aside.enter_context(own_step(optimizer))
         yield
 
 

@@ -224,7 +224,7 @@ def test_what_is_not_audited_says_why(tmp_path: Path) -> None:
     from tests.trainer.manual_modules import Accumulates
 
     _, record, _ = audited(Accumulates(), tmp_path, regional("eager"))
-    assert (record.audits.verdict, record.audits.reason) == ("not audited", "the module optimizes by hand")
+    assert (record.audits.verdict, record.audits.reason) == ("not audited", "manual optimization")
 
     class Custom(torch.optim.SGD):
         pass

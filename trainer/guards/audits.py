@@ -101,7 +101,7 @@ class Audits:
         self._never: dict[str, str] = {}
         self._shares: list[float] = []
         self._settles: bool | None = None
-        why_not = "the module optimizes by hand" if loop.manual else loop.why_not_apart()
+        why_not = "manual optimization" if loop.manual else loop.why_not_apart()
         self.facts = AuditFacts(verdict="not audited", reason=why_not or NO_STEP)
         if why_not is not None:
             return

@@ -142,7 +142,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Judge:
-    """Keeps eager's own noise and says what is beyond it."""
+    """Keeps eager's own noise and finds what is beyond it."""
 
     mode: str
     unit: float
@@ -180,7 +180,7 @@ class Judge:
             ("loss", seen.loss, self.loss_tolerance(), comparison.loss),
             ("gradient norm", seen.gradient_norm, self.norm_tolerance(), comparison.gradient_norm),
         ):
-            if reference is None:  # a step by hand that shows no loss
+            if reference is None:  # a step under manual optimization that shows no loss
                 continue
             figures[name.replace(" ", "_")] = {"eager": reference, "difference": apart, "tolerance": tolerance}
             if not apart <= tolerance:
@@ -310,11 +310,9 @@ class Displaced:
     """Weights that are one rounding off wherever the model looks at them, and exact wherever an optimizer steps.
 
     The calibration asks how far the rounding of forward and backward carries. It must not ask how far the stored
-    weights round: an update may be smaller than their last digit, and from another weight it would then come out as
-    another one. In a step by hand, forwards and backwards come before, between and after the optimizers' steps. So a
-    weight is put right just before its optimizer changes it, a moment at which no graph can need it any more, and
-    displaced anew just after. What comes second then sees what the noise has made of what came first, as it does in the
-    compiled step.
+    weights round: an update may be smaller than their last digit. Under manual optimization, forwards and backwards
+    come before, between and after the optimizers' steps. So a weight is put right just before its optimizer changes it,
+    when no graph can need it any more, and displaced anew just after.
 
     A weight is put right by adding what was taken from it. If nobody has touched it since, this is exact: of two
     floating-point numbers within a factor of two, the difference is one too (Sterbenz). If ``training_step`` has

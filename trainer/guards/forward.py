@@ -223,7 +223,7 @@ class Evaluation:
         self._loop, self._program, self._snapshot, self._judge, self._seed = loop, program, snapshot, judge, seed
 
     def run(self, batch: Any, says_nothing: float) -> tuple[list[str], dict[str, Any]]:
-        """Complaints and facts; ``reason`` among these says why nothing was compared."""
+        """Complaints and facts; ``reason`` among these is why nothing was compared."""
         reasons = []
         steps = [
             *(["validation_step"] if self._loop.validates else []),
@@ -241,7 +241,7 @@ class Evaluation:
                 reasons.append(f"{step}, compiled: {why or 'not possible in another process'}")
                 continue
             return self._judged(batch, step, reference, seen, says_nothing)
-        return [], {"reason": "; ".join(reasons) or "the module optimizes by hand and has no validation"}
+        return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
 
     def _judged(
         self, batch: Any, step: str, reference: dict[str, float], seen: dict[str, float], says_nothing: float

@@ -42,7 +42,7 @@ from trainer.telemetry import memory
 STEPS = 3
 SHAKE = 0.25
 """By how much weights are moved before the second and the third step, relative."""
-LEAST_RATE, RATE_FACTOR = 0.01, 10
+MIN_RATE, RATE_FACTOR = 0.01, 10
 """The learning rate of the last update: weight decay is then beyond the rounding of single-precision weights."""
 LATER_SLACK = 16.0
 """Times the first step's least tolerances that those of later steps are. Eager rounds each operation and fused kernels
@@ -234,9 +234,9 @@ class ParityGate:
         for group in [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]:
             rate = group.get("lr")
             if isinstance(rate, Tensor):
-                rate.fill_(max(LEAST_RATE, RATE_FACTOR * float(rate)))
+                rate.fill_(max(MIN_RATE, RATE_FACTOR * float(rate)))
             elif isinstance(rate, float | int):
-                group["lr"] = max(LEAST_RATE, RATE_FACTOR * float(rate))
+                group["lr"] = max(MIN_RATE, RATE_FACTOR * float(rate))
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class ReplayParity:
 
     Before a step is captured it runs once without a graph, and everything is put back; its first replay then has to
     leave the same loss, gradients, weights and buffers. Both run the same kernels, so that they are equal to the last
-    bit where no kernel adds up in an order of its own; where they are not, further runs say how far such a step is from
-    itself.
+    bit where no kernel adds up in an order of its own; where they are not, further runs show how far such a step is
+    from itself.
     """
 
     def __init__(self, mode: str, loop: Loop, program: Program) -> None:

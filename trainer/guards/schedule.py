@@ -18,7 +18,7 @@ SHARE = 0.005
 
 
 class Schedule:
-    """Counts optimizer steps and says which are due; the first process decides for all."""
+    """Counts optimizer steps and decides which are due; the first process decides for all."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop

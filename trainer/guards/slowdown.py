@@ -1,4 +1,4 @@
-"""Slowdown: a compiled run that is slower than eager says so, or continues in eager.
+"""Slowdown: a compiled run that is slower than eager is reported, or continues in eager.
 
 Before the first step a few steps of eager and of the compiled program are timed by turns on the same batch, and kept.
 Once there are enough steady steps and they are slower than that eager sample, both are timed again on the batch at

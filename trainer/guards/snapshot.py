@@ -99,7 +99,7 @@ class Snapshot:
         for _, gradient in gradients:
             self._keep(gradient, "a gradient")
         for counter in loop.counters():  # of optimizer steps and zeroed gradients; checkpoints hold them
-            self._keep(counter, "progress")
+            self._keep(vars(counter), "progress")
         self._keep(batch, "the batch")
         if weights and loop.scaler is not None:
             self._keep(vars(loop.scaler), "the scaler")
