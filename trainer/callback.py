@@ -24,7 +24,7 @@ from strategies.prepare import Preparation
 from trainer.auto.chooser import Chooser
 from trainer.filled_record import fill_in
 from trainer.guards import CompiledNothing, Guards, refuse_accumulation
-from trainer.loading.loaders import pad_loaders
+from trainer.loading import pad_loaders
 from trainer.parity.audits import Audits
 from trainer.parity.comparison import ParityError
 from trainer.rehearsal import Guarding

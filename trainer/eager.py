@@ -9,7 +9,7 @@ import torch
 
 from strategies import Program
 from strategies.as_capturing import as_capturing
-from strategies.optimizer_step import ATTRIBUTE
+from strategies.optimizer.step import ATTRIBUTE
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 
 from strategies import Program, Stage
-from strategies.optimizer_step import installed
+from strategies.optimizer.step import installed
 from trainer.atomic import finite
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry

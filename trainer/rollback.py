@@ -23,7 +23,7 @@ from strategies import Program, Stage
 from strategies.base import Region
 from strategies.compile_errors import is_double_backward, is_out_of_memory, is_recompile_limit
 from strategies.inplace import compiled_only, give_up, guard_calls
-from strategies.optimizer_step import installed, uninstall
+from strategies.optimizer.step import installed, uninstall
 from trainer.eager import eager
 from trainer.explain.guards import guard_of, read_recompile
 from trainer.reasons import one_line

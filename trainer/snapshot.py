@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from strategies.optimizer_step import installed
-from strategies.optimizer_update import FunctionalUpdate
+from strategies.optimizer.functional import FunctionalUpdate
+from strategies.optimizer.step import installed
 from trainer.held import Held, copied, held_by, held_by_module, is_iterator, items_of, nothing, outside_of, restorer
 
 OFFLOAD_SHARE = 0.1

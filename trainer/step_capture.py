@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from strategies import Program
 from strategies.graph_engine import CannotCapture, NotYet
-from strategies.graphed_optimizer import GraphedStep, graphed
 from strategies.host_state import HostState, Value
+from strategies.optimizer.graphs import GraphedStep, graphed
 from strategies.step_graphs import Observation, StateChanges, StepGraphs
 from trainer.host_effects import Logged, Unused, Used, observed, optimizer_state, reasons_against
 from trainer.parity.replay import ReplayParity

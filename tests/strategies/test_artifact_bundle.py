@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.artifact_bundle import LIBRARIES, TORCH, Bundle, read_libraries, write_libraries
+from strategies.cached.store import LIBRARIES, TORCH, Bundle, read_libraries, write_libraries
 
 
 def archive(*members: tuple[str, bytes], kind: bytes = tarfile.REGTYPE, torch: bool = True) -> bytes:

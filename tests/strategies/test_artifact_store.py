@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from strategies import artifact_store
-from strategies.artifact_signature import signature_of
-from strategies.artifact_store import ArtifactStore, Refused
+from strategies.cached import store as artifact_store
+from strategies.cached.store import ArtifactStore, Refused, signature_of
 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"fedcba9876543210"

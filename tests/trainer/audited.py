@@ -10,7 +10,7 @@ import lightning as L
 
 from strategies import Program, Regional, Strategy
 from strategies.base import Stage
-from strategies.optimizer_step import install
+from strategies.optimizer.step import install
 from strategies.step_graphs import StepGraphs
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import fit

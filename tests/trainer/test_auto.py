@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from strategies import STRATEGIES, CudaGraph, Program, Regional, Whole
-from strategies.artifact_fingerprint import fingerprint_of
 from strategies.auto import Auto
+from strategies.cached.session import fingerprint_of
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
-from trainer.auto import candidates, chooser, estimates, trial
-from trainer.auto.probe import Work
-from trainer.auto.program_key import program_facts
+from trainer.auto import chooser, estimates, trial
+from trainer.auto import trial as candidates
+from trainer.auto.remembered import program_facts
+from trainer.auto.trial import Work
 from trainer.callback import Compile
 
 MANY = "compile.auto.planned_steps=1000000000"

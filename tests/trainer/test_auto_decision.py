@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import CAPTURE_SECONDS, IMPORT_SECONDS, Estimates
-from trainer.auto.measured import EAGER, Module
+from trainer.auto.estimates import CAPTURE_SECONDS, EAGER, IMPORT_SECONDS, Estimates, Module, best, next_trial, say
 from trainer.auto.remembered import Remembered, directory
-from trainer.auto.words import say
 
 MARGIN = 0.02
 

@@ -9,17 +9,12 @@ from typing import Any
 import lightning as L
 
 from strategies import STRATEGIES, Program, Strategy
-from strategies.artifact_fingerprint import facts_of, fingerprint_of
 from strategies.auto import Auto
+from strategies.cached.session import facts_of, fingerprint_of
 from strategies.prepare import is_prepared
-from trainer.auto.candidates import Candidate, prepare
-from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import IMPORT_SECONDS, Estimates
-from trainer.auto.measured import EAGER, Module, Row
-from trainer.auto.program_key import program_facts
-from trainer.auto.remembered import Remembered, directory
-from trainer.auto.trial import Trials
-from trainer.auto.words import say
+from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row, best, next_trial, say
+from trainer.auto.remembered import Remembered, directory, program_facts
+from trainer.auto.trial import Candidate, Trials, prepare
 from trainer.findings import shapes_of
 from trainer.host_effects import reasons_against
 from trainer.passes import SkippedStep, why_not

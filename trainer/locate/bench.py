@@ -18,7 +18,7 @@ from strategies import Modular, Program, Stage, Strategy
 from strategies.blocks import fixed_sizes
 from strategies.inplace import compile_in_place, uncompile
 from strategies.modular import Part
-from strategies.optimizer_step import installed
+from strategies.optimizer.step import installed
 from strategies.options import ModuleRequest
 from trainer.eager import own_step
 from trainer.locate.capture import Captured, captured

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from strategies import Program
-from strategies.optimizer_step import installed
+from strategies.optimizer.step import installed
 from trainer.parity import draws, forward
 from trainer.parity.audit_schedule import Schedule
 from trainer.parity.comparison import Judge, ParityError, perturb, rounding_unit

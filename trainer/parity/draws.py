@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from strategies import Program
 from strategies.backend_source import file_of_backend
-from strategies.optimizer_step import installed
-from strategies.optimizer_update import FunctionalUpdate
+from strategies.optimizer.functional import FunctionalUpdate
+from strategies.optimizer.step import installed
 from trainer.snapshot import drew_random_numbers, random_state
 
 FEW, MANY = 4, 16

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.optimizer_formulas import formula_of
-from strategies.optimizer_generic import GenericUpdate
-from strategies.optimizer_step import installed
+from strategies.optimizer.formulas import formula_of
+from strategies.optimizer.step import GenericUpdate, installed
 from trainer.parity.comparison import TENSOR_FLOOR, gradient_of
 
 EXACT, ROUGH = 5e-5, TENSOR_FLOOR

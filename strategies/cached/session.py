@@ -5,19 +5,36 @@ Nothing that goes wrong here ends the run: it goes on cold, and ``notes`` and ``
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import copy
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
 import re
+import shutil
+import tempfile
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.artifact_bundle import Bundle, read_libraries, write_libraries
-from strategies.artifact_deadline import told, within
-from strategies.artifact_directory import own_directory
-from strategies.artifact_store import ArtifactStore, Loaded, Refused
+from strategies.cached.store import ArtifactStore, Bundle, Loaded, Refused, distrust_of, read_libraries, write_libraries
+from strategies.credentials import hidden
+from strategies.environment import environment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from strategies.base import Program
+
 
 MIB = 1 << 20
 NAMED = 5
@@ -242,3 +259,239 @@ def _read_counters() -> dict[str, int]:
             count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
         ),
     }
+
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Do ``work``; raises what it raises, or TimeoutError when it takes longer than ``seconds`` (it then goes on in
+    the background, where nobody waits for it)."""
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=do, name="artifact-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def told(error: BaseException) -> str:
+    """Class and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {hidden(lines[0])[:300]}" if lines else type(error).__name__
+
+
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@contextlib.contextmanager
+def own_directory(notes: list[str]) -> Iterator[Path]:
+    """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
+
+    Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
+    It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
+    this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
+    """
+    # Private to torch, on all versions supported; there is no public way to ask for either.
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.utils import clear_caches
+    from torch.compiler._cache import CacheArtifactManager
+
+    usual: str | None = cache_dir()
+    if reason := distrust_of(os.path.realpath(str(usual))):
+        usual = None
+        notes.append(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
+    directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
+    atexit.register(_remove, directory, os.getpid())
+    # The artifacts of an earlier run of this process would be saved along; saved a second time, they would hide the new
+    # ones (of two sections of one kind, CacheArtifactManager.deserialize keeps the last).
+    with CacheArtifactManager.with_fresh_cache():
+        clear_caches()
+        try:
+            variables = dict(zip(VARIABLES, (str(directory), str(directory / "triton")), strict=True))
+            with environment(variables), tuning_in(directory):
+                yield directory
+        finally:
+            clear_caches()
+
+
+def _remove(directory: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a process that was forked from the one that made it
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+REVISION = 2
+"""Raised when strategies let the compiler make something else of the same program: artifacts of before are stale."""
+
+
+def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
+    """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing."""
+    import torch
+
+    return {
+        "revision": REVISION,
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda or torch.version.hip,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
+        "device": device_facts(program.device or torch.device("cpu")),
+        "precision": program.precision,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "strategies": [strategy.facts() for strategy in program.strategies if strategy.name != leave_out],
+        "model": model_digest(program.module),
+    }
+
+
+def fingerprint_of(facts: dict[str, Any]) -> str:
+    """SHA-256, in hexadecimal digits, of ``facts``."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What compiled code depends on. Inductor's keys hold the index of the device; C++ is built for the very CPU."""
+    import torch
+
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return {"name": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}", "index": index}
+    return {"name": f"{device.type} {device.index or 0}", **cpu_facts()}
+
+
+def cpu_facts() -> dict[str, str]:
+    """Model and instruction sets of the processor; a library built for others may end the process."""
+    import torch
+
+    facts = {"isa": torch.backends.cpu.get_cpu_capability(), "processor": platform.processor()}
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = dict(line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines() if ":" in line)
+        named = {name.strip().lower(): value.strip() for name, value in lines.items()}
+        facts["processor"] = named["model name"] if "model name" in named else facts["processor"]
+        flags = " ".join(named[name] for name in ("flags", "features") if name in named)
+        facts["flags"] = hashlib.sha256(flags.encode()).hexdigest()[:16]
+    return facts
+
+
+def model_digest(module: nn.Module) -> str:
+    """SHA-256, in hexadecimal digits, of the tree: classes, and shape, type and gradient flag of each tensor."""
+    digest = hashlib.sha256()
+    for path, child in module.named_modules():
+        digest.update(f"{path}:{type(child).__module__}.{type(child).__qualname__}\n".encode())
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for path, tensor in tensors:
+            text = f"{kind} {path}:{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n"
+            digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def tuning_in(directory: Path) -> Iterator[None]:
+    """Until the block ends, what was tuned is looked for, and kept, in the cache directory ``directory``."""
+    # Private to torch, on all versions supported; there is no public way to move a kernel.
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    tuner: Any = CachingAutotuner
+    forgets = not hasattr(tuner, "_could_rblock_scale")
+    recheck, scale = tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock
+
+    @functools.wraps(recheck)
+    def recheck_here(kernel: Any, reload_kernel_from_src: Callable[[], Any]) -> None:
+        _move(kernel, directory)
+        configs = _configs(kernel)
+        recheck(kernel, reload_kernel_from_src)
+        if forgets:
+            _take(kernel, configs, reload_kernel_from_src)
+
+    @functools.wraps(scale)
+    def scale_and_keep(kernel: Any) -> None:
+        configs = _configs(kernel)
+        scale(kernel)
+        if len(configs) == 1 < len(kernel.compile_results) and kernel.save_cache_hook is None:
+            cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
+            kernel.save_cache_hook = cache and cache.save
+
+    tuner.recheck_autotune_cache = recheck_here
+    if forgets:
+        tuner._dynamic_scale_rblock = scale_and_keep
+    try:
+        yield
+    finally:
+        tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock = recheck, scale
+
+
+def _move(kernel: Any, directory: Path) -> None:
+    """Let ``kernel`` look beside a file in ``directory``; whether that exists does not matter."""
+
+    def moved(file: str) -> str:
+        return str(directory.joinpath(*Path(file).parts[-2:]))
+
+    if kernel.filename is not None:
+        kernel.filename = moved(kernel.filename)
+    # Where a new choice would be kept: a directory of another run, which is not to be made anew.
+    cache = getattr(kernel.save_cache_hook, "__self__", None)
+    if cache is not None and cache.local_cache is not None:
+        store, file = cache.local_cache
+        cache.local_cache = store, moved(file)
+
+
+def _cache(kernel: Any, configs: list[Any]) -> Any:
+    """Torch's cache of the choice among ``configs``; None where it keeps none."""
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch._inductor.runtime.triton_heuristics import hash_configs
+
+    return (
+        AutotuneCache.create(kernel.inductor_meta, kernel.filename, hash_configs(configs)) if kernel.filename else None
+    )
+
+
+def _take(kernel: Any, configs: list[Any], reload_kernel_from_src: Callable[[], Any]) -> None:
+    """Leave ``kernel`` the configuration that was chosen, compiled anew where it had been made while tuning."""
+    cache = _cache(kernel, configs)
+    best = None if cache is None else cache._read()
+    if (
+        best is None
+        or best.get("configs_hash") != cache.configs_hash
+        or not _settings(configs[0]).keys() <= best.keys()
+    ):
+        return
+    chosen = [result for result in kernel.compile_results if _settings(result.config).items() <= best.items()]
+    if not chosen:
+        config = copy.deepcopy(configs[0])
+        config.kwargs.update({name: best[name] for name in config.kwargs})
+        config.num_warps, config.num_stages = best["num_warps"], best["num_stages"]
+        if kernel.fn.fn is None:
+            kernel.fn = reload_kernel_from_src().fn
+        chosen = [kernel._precompile_config(config)]
+    kernel.compile_results = chosen[:1]
+    # Chosen among all there were: torch would make one more out of it, and time the two.
+    kernel.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
+
+
+def _configs(kernel: Any) -> list[Any]:
+    return [result.config for result in kernel.compile_results]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What torch keeps of a configuration."""
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

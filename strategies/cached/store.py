@@ -11,19 +11,23 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import hmac
+import io
 import json
 import os
 import re
+import shlex
+import stat
+import tarfile
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-
-from strategies.artifact_signature import KEY_VARIABLE, distrust_of, refusal, signature_of
 
 SCHEMA = 1
 NAME = re.compile(r"(?P<name>[0-9a-f]{32}-(?P<sha256>[0-9a-f]{64}))\.(?P<kind>json|bundle|used)")
@@ -256,8 +260,8 @@ def _base(path: str) -> str:
 
 def _modified(info: dict[str, Any]) -> float:
     """Modification time from a listing, which each file system names differently."""
-    for field in filter(info.__contains__, ("mtime", "LastModified", "last_modified", "updated", "created")):
-        value = info[field]
+    for name in filter(info.__contains__, ("mtime", "LastModified", "last_modified", "updated", "created")):
+        value = info[name]
         if isinstance(value, str):
             value = datetime.datetime.fromisoformat(value)
         if isinstance(value, datetime.datetime):
@@ -265,3 +269,169 @@ def _modified(info: dict[str, Any]) -> float:
         if isinstance(value, (int, float)):
             return float(value)
     return 0.0
+
+
+KEY_VARIABLE = "CRUCIBLE_CACHE_KEY"
+"""Environment variable that holds the key; a key file comes before it."""
+SHORTEST_KEY = 16
+"""Bytes that a key must have."""
+PURPOSE = b"crucible artifacts 1\n"
+"""Signed along, so that no other use of the same key yields a signature of ours."""
+
+
+def read_key(option: str, key_file: str | None) -> bytes | None:
+    """The key from ``key_file``, else from ``KEY_VARIABLE``; None where neither is given.
+
+    Raises ValueError, naming ``option`` or the variable, for a key that cannot be read, is too short, or that other
+    users can read (whoever knows it signs code that others run) or replace.
+    """
+    if key_file is None:
+        given, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").encode()
+        if not key:
+            return None
+    else:
+        given, path = f"{option}={key_file!r}", Path(key_file).expanduser()
+        try:
+            with path.open("rb") as file:
+                status, key = os.fstat(file.fileno()), file.read().strip()
+        except OSError as error:
+            raise ValueError(f"{given}: {error.strerror}") from error
+        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+            raise ValueError(f"{given}: it belongs to another user; copy it, or set {KEY_VARIABLE}")
+        if hasattr(os, "getuid") and status.st_mode & 0o077:
+            raise ValueError(f"{given}: other users may read or write it; chmod go= {shlex.quote(key_file)}")
+    if len(key) < SHORTEST_KEY:
+        raise ValueError(f"{given}: a key of {len(key)} bytes is too short, at least {SHORTEST_KEY} are needed")
+    return key
+
+
+def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
+    """HMAC-SHA256, in hexadecimal digits, over everything in ``manifest`` but its signature."""
+    signed = {name: value for name, value in manifest.items() if name != "signature"}
+    text = json.dumps(signed, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hmac.new(key, PURPOSE + text.encode(), hashlib.sha256).hexdigest()
+
+
+def refusal(manifest: Mapping[str, Any], key: bytes | None, distrust: str | None) -> str | None:
+    """Why what ``manifest`` describes must not be loaded; None when it may be.
+
+    Args:
+        manifest: As stored, with a ``signature`` that is None where nobody signed.
+        key: The user's key, if there is one.
+        distrust: Why the place itself vouches for nothing; None where only the user can write there.
+    """
+    signature = manifest["signature"]
+    if signature is not None and key is not None:
+        right = isinstance(signature, str) and hmac.compare_digest(
+            signature.encode(), signature_of(manifest, key).encode()
+        )
+        return None if right else "its signature does not match the key"
+    if distrust is None:
+        return None
+    if key is None:
+        return f"no key to check it with (set {KEY_VARIABLE}), and {distrust}"
+    return f"it is not signed, and {distrust}"
+
+
+def distrust_of(path: str) -> str | None:
+    """Why others could have written the local file or directory ``path``; None when only this user can.
+
+    Raises OSError when it cannot be looked at.
+    """
+    if not hasattr(os, "getuid"):
+        return "this system does not say who may write there"
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a link"
+    if status.st_uid != os.getuid():
+        return f"{path} belongs to another user"
+    if status.st_mode & 0o022:
+        return f"other users may write {path} (chmod go-w)"
+    return None
+
+
+TORCH = "torch.artifacts"
+"""Member with torch's artifacts."""
+LIBRARIES = "libraries"
+"""Folder of the members that are shared libraries."""
+LIBRARY_SUFFIXES = (".so", ".so.load_ok")
+"""Files worth keeping; the second one is Inductor's mark that a probe of the vector instructions succeeded."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Bundle:
+    """What a bundle holds."""
+
+    torch: bytes
+    """Torch's artifacts, empty when there are none."""
+    libraries: dict[str, bytes] = field(default_factory=dict)
+    """Shared libraries by their path in the cache directory."""
+
+    def pack(self) -> bytes:
+        """The archive: the same content gives the same bytes."""
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            members = {TORCH: self.torch, **{f"{LIBRARIES}/{path}": data for path, data in self.libraries.items()}}
+            for name in sorted(members):
+                member = tarfile.TarInfo(name)  # owner, time and mode stay the defaults
+                member.size = len(members[name])
+                archive.addfile(member, io.BytesIO(members[name]))
+        return buffer.getvalue()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Bundle:
+        """Read an archive. Raises ValueError for anything that ``pack`` would not have written."""
+        bundle = cls(torch=b"")
+        seen: set[str] = set()
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+                for member in archive:
+                    if not member.isreg() or member.name in seen:
+                        raise ValueError(f"not a bundle: {member.name!r} is no plain file, or is there twice")
+                    seen.add(member.name)
+                    file = archive.extractfile(member)
+                    assert file is not None, "a regular file"
+                    if member.name == TORCH:
+                        bundle.torch = file.read()
+                    else:
+                        bundle.libraries[_library_path(member.name)] = file.read()
+        except (tarfile.TarError, EOFError) as error:
+            raise ValueError(f"not a bundle: {error}") from error
+        if TORCH not in seen:
+            raise ValueError(f"not a bundle: {TORCH!r} is missing")
+        return bundle
+
+
+def _library_path(name: str) -> str:
+    """The path of a library inside the cache directory. Raises ValueError for one that would leave it."""
+    path = PurePosixPath(name)
+    if (
+        path.is_absolute()
+        or str(path) != name  # "a//b", "./a"
+        or ".." in path.parts
+        or "\\" in name
+        or ":" in name
+        or "\0" in name
+        or len(path.parts) < 2
+        or path.parts[0] != LIBRARIES
+        or not name.endswith(LIBRARY_SUFFIXES)
+    ):
+        raise ValueError(f"not a bundle: {name!r} is no path of a library")
+    return str(path.relative_to(LIBRARIES))
+
+
+def read_libraries(directory: Path) -> dict[str, bytes]:
+    """Shared libraries under ``directory`` by their path in it."""
+    return {
+        file.relative_to(directory).as_posix(): file.read_bytes()
+        for file in sorted(directory.rglob("*"))
+        if file.name.endswith(LIBRARY_SUFFIXES) and file.is_file() and not file.is_symlink()
+    }
+
+
+def write_libraries(libraries: Mapping[str, bytes], directory: Path) -> None:
+    """Put ``libraries`` where they were, under ``directory``, which must be this process's own."""
+    for path, data in libraries.items():
+        file = directory / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)

@@ -11,8 +11,8 @@ from strategies.base import Program, Stage, Strategy
 from strategies.credentials import refuse_credentials
 
 if TYPE_CHECKING:
-    from strategies.artifact_session import Session
-    from strategies.artifact_store import ArtifactStore
+    from strategies.cached.session import Session
+    from strategies.cached.store import ArtifactStore
 
 URL_VARIABLE = "CRUCIBLE_CACHE_URL"
 """Environment variable with the folder of a run that names none; a run that must start cold is given an empty one."""
@@ -83,7 +83,7 @@ class Cached(Strategy, HoldsSession):
         import fsspec
         from fsspec.utils import get_protocol
 
-        from strategies.artifact_signature import read_key
+        from strategies.cached.store import read_key
 
         if not self.url:
             refuse_credentials(os.environ.get(URL_VARIABLE), URL_VARIABLE)
@@ -100,9 +100,7 @@ class Cached(Strategy, HoldsSession):
 
     def apply(self, program: Program) -> None:
         """Fetch, verify and load, before the other strategies hand anything to the compiler."""
-        from strategies.artifact_deadline import told
-        from strategies.artifact_fingerprint import facts_of, fingerprint_of
-        from strategies.artifact_session import Session
+        from strategies.cached.session import Session, facts_of, fingerprint_of, told
 
         try:
             facts = facts_of(program, leave_out=self.name)
@@ -138,8 +136,7 @@ class Cached(Strategy, HoldsSession):
 
     def store(self) -> ArtifactStore:
         """Connect to the store. Raises ValueError for a key that cannot be used, and what the file system raises."""
-        from strategies.artifact_signature import read_key
-        from strategies.artifact_store import ArtifactStore
+        from strategies.cached.store import ArtifactStore, read_key
 
         key = read_key("compile.cached.key_file", self.key_file)
         return ArtifactStore(self._url(), key=key, storage_options=self.storage_options)
