@@ -1,34 +1,29 @@
 """One run's use of an artifact store: fetch and load before anything compiles, verify and store after training.
 
-Nothing that goes wrong here ends the run: it goes on cold, and ``notes`` and ``facts`` say why.
+Nothing that goes wrong here ends the run: it continues cold, and ``notes`` and ``facts`` say why.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import copy
-import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import re
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.cached.store import ArtifactStore, Bundle, Loaded, Refused, distrust_of, read_libraries, write_libraries
+from strategies.cached.directory import Bundle, own_directory, read_libraries, write_libraries
+from strategies.cached.store import ArtifactStore, Loaded, Refused
 from strategies.credentials import hidden
-from strategies.environment import environment
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MIB = 1 << 20
-NAMED = 5
+MAX_NAMED = 5
 """Compiled functions that a note names; the record has all of them."""
 
 
@@ -46,7 +41,7 @@ class Session:
 
     Args:
         make_store: Connects to the store; called once, within the time limit.
-        fingerprint, facts: Of the program, see ``artifact_fingerprint``.
+        facts: Of the program, see ``facts_of``.
         shown_url: URL for notes and record.
         timeout_seconds: Longest time that fetching, and storing, may take.
         max_bytes: Size above which the store is pruned; None while nothing may be written.
@@ -56,21 +51,25 @@ class Session:
         self,
         make_store: Callable[[], ArtifactStore],
         *,
-        fingerprint: str,
         facts: dict[str, Any],
         shown_url: str,
         timeout_seconds: float,
         max_bytes: float | None,
     ) -> None:
-        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": shown_url, "fingerprint": fingerprint}
+        self._fingerprint = fingerprint_of(facts)
+        self.facts: dict[str, Any] = {
+            "state": "cold",
+            "reason": None,
+            "url": shown_url,
+            "fingerprint": self._fingerprint,
+        }
         """What goes into the record."""
         self.notes: list[str] = []
         """Lines for the user; the owner takes them."""
         self.findings: dict[str, Any] = {}
-        """What the runs that stored the loaded bundles had found out, see ``Program.findings``."""
+        """Of the runs that stored the loaded bundles, see ``Program.findings``."""
         self._make_store, self._program_facts = make_store, facts
         self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
-        self._fingerprint = fingerprint
         self._loaded: list[tuple[Loaded, list[str]]] = []
         self._libraries: set[str] = set()
         self._stack = contextlib.ExitStack()
@@ -89,7 +88,7 @@ class Session:
                 self._load(loaded, refused)
             reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
         except Exception as error:
-            reason, refused = f"the store cannot be read: {told(error)}", []
+            reason, refused = f"the store cannot be read: {reason_of(error)}", []
         seconds = time.perf_counter() - began
         for loaded, _ in self._loaded:
             self.findings.update(loaded.manifest["findings"])
@@ -135,7 +134,7 @@ class Session:
                 raise ValueError("torch cannot read its artifacts")
             write_libraries(bundle.libraries, self._directory)
         except Exception as error:
-            refused.append(f"bundle {loaded.name[-12:]} refused: {told(error)}")
+            refused.append(f"bundle {loaded.name[-12:]} refused: {reason_of(error)}")
             return
         self._libraries |= set(bundle.libraries)
         self._loaded.append((loaded, loaded.manifest["artifacts"]))
@@ -152,8 +151,8 @@ class Session:
                 self._verify()
                 self._store(findings)
             except Exception as error:
-                self.facts["save_error"] = told(error)
-                self.notes.append(f"nothing stored: {told(error)} ({self._url})")
+                self.facts["save_error"] = reason_of(error)
+                self.notes.append(f"nothing stored: {reason_of(error)} ({self._url})")
 
     def _verify(self) -> None:
         now = {name: value - self._counters[name] for name, value in _read_counters().items()}
@@ -181,8 +180,8 @@ class Session:
                 'cannot cache that (TORCH_LOGS="torch._functorch._aot_autograd.autograd_cache" names the reasons)'
             )
         if self._loaded and (self._misses or now["bypasses"]):
-            more = f"; and {len(anew) - NAMED} more" if len(anew) > NAMED else ""
-            reason = "; ".join(anew[:NAMED]) + more or "torch does not say which"
+            more = f"; and {len(anew) - MAX_NAMED} more" if len(anew) > MAX_NAMED else ""
+            reason = "; ".join(anew[:MAX_NAMED]) + more or "torch does not say which"
             self.facts.update(state="partly", reason=reason)
             self.notes.append(
                 f"loaded {self.facts['artifacts_loaded']} artifacts but {self._misses + now['bypasses']} graphs "
@@ -261,75 +260,36 @@ def _read_counters() -> dict[str, int]:
     }
 
 
+# ---- a deadline ----------------------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Do ``work``; raises what it raises, or TimeoutError when it takes longer than ``seconds`` (it then goes on in
+    """Do ``work``; raises what it raises, or TimeoutError when it takes longer than ``seconds`` (it then continues in
     the background, where nobody waits for it)."""
-    result: list[T] = []
-    errors: list[BaseException] = []
+    done: Future[T] = Future()
 
     def do() -> None:
         try:
-            result.append(work())
+            done.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=do, name="artifact-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    # A daemon, which no executor's threads are: the process may end without it.
+    threading.Thread(target=do, name="artifact-store", daemon=True).start()
+    if not wait([done], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return result[0]
+    return done.result()
 
 
-def told(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Class and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {hidden(lines[0])[:300]}" if lines else type(error).__name__
 
 
-VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-
-
-@contextlib.contextmanager
-def own_directory(notes: list[str]) -> Iterator[Path]:
-    """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
-
-    Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
-    It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
-    this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
-    """
-    # Private to torch, on all versions supported; there is no public way to ask for either.
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-    from torch._inductor.utils import clear_caches
-    from torch.compiler._cache import CacheArtifactManager
-
-    usual: str | None = cache_dir()
-    if reason := distrust_of(os.path.realpath(str(usual))):
-        usual = None
-        notes.append(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
-    atexit.register(_remove, directory, os.getpid())
-    # The artifacts of an earlier run of this process would be saved along; saved a second time, they would hide the new
-    # ones (of two sections of one kind, CacheArtifactManager.deserialize keeps the last).
-    with CacheArtifactManager.with_fresh_cache():
-        clear_caches()
-        try:
-            variables = dict(zip(VARIABLES, (str(directory), str(directory / "triton")), strict=True))
-            with environment(variables), tuning_in(directory):
-                yield directory
-        finally:
-            clear_caches()
-
-
-def _remove(directory: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not in a process that was forked from the one that made it
-        shutil.rmtree(directory, ignore_errors=True)
-
+# ---- the fingerprint -------------------------------------------------------------------------------------------------
 
 REVISION = 2
 """Raised when strategies let the compiler make something else of the same program: artifacts of before are stale."""
@@ -403,95 +363,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@contextlib.contextmanager
-def tuning_in(directory: Path) -> Iterator[None]:
-    """Until the block ends, what was tuned is looked for, and kept, in the cache directory ``directory``."""
-    # Private to torch, on all versions supported; there is no public way to move a kernel.
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    tuner: Any = CachingAutotuner
-    forgets = not hasattr(tuner, "_could_rblock_scale")
-    recheck, scale = tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock
-
-    @functools.wraps(recheck)
-    def recheck_here(kernel: Any, reload_kernel_from_src: Callable[[], Any]) -> None:
-        _move(kernel, directory)
-        configs = _configs(kernel)
-        recheck(kernel, reload_kernel_from_src)
-        if forgets:
-            _take(kernel, configs, reload_kernel_from_src)
-
-    @functools.wraps(scale)
-    def scale_and_keep(kernel: Any) -> None:
-        configs = _configs(kernel)
-        scale(kernel)
-        if len(configs) == 1 < len(kernel.compile_results) and kernel.save_cache_hook is None:
-            cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
-            kernel.save_cache_hook = cache and cache.save
-
-    tuner.recheck_autotune_cache = recheck_here
-    if forgets:
-        tuner._dynamic_scale_rblock = scale_and_keep
-    try:
-        yield
-    finally:
-        tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock = recheck, scale
-
-
-def _move(kernel: Any, directory: Path) -> None:
-    """Let ``kernel`` look beside a file in ``directory``; whether that exists does not matter."""
-
-    def moved(file: str) -> str:
-        return str(directory.joinpath(*Path(file).parts[-2:]))
-
-    if kernel.filename is not None:
-        kernel.filename = moved(kernel.filename)
-    # Where a new choice would be kept: a directory of another run, which is not to be made anew.
-    cache = getattr(kernel.save_cache_hook, "__self__", None)
-    if cache is not None and cache.local_cache is not None:
-        store, file = cache.local_cache
-        cache.local_cache = store, moved(file)
-
-
-def _cache(kernel: Any, configs: list[Any]) -> Any:
-    """Torch's cache of the choice among ``configs``; None where it keeps none."""
-    from torch._inductor.runtime.autotune_cache import AutotuneCache
-    from torch._inductor.runtime.triton_heuristics import hash_configs
-
-    return (
-        AutotuneCache.create(kernel.inductor_meta, kernel.filename, hash_configs(configs)) if kernel.filename else None
-    )
-
-
-def _take(kernel: Any, configs: list[Any], reload_kernel_from_src: Callable[[], Any]) -> None:
-    """Leave ``kernel`` the configuration that was chosen, compiled anew where it had been made while tuning."""
-    cache = _cache(kernel, configs)
-    best = None if cache is None else cache._read()
-    if (
-        best is None
-        or best.get("configs_hash") != cache.configs_hash
-        or not _settings(configs[0]).keys() <= best.keys()
-    ):
-        return
-    chosen = [result for result in kernel.compile_results if _settings(result.config).items() <= best.items()]
-    if not chosen:
-        config = copy.deepcopy(configs[0])
-        config.kwargs.update({name: best[name] for name in config.kwargs})
-        config.num_warps, config.num_stages = best["num_warps"], best["num_stages"]
-        if kernel.fn.fn is None:
-            kernel.fn = reload_kernel_from_src().fn
-        chosen = [kernel._precompile_config(config)]
-    kernel.compile_results = chosen[:1]
-    # Chosen among all there were: torch would make one more out of it, and time the two.
-    kernel.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
-
-
-def _configs(kernel: Any) -> list[Any]:
-    return [result.config for result in kernel.compile_results]
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    """What torch keeps of a configuration."""
-    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

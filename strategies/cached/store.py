@@ -4,6 +4,9 @@ One flat folder. A bundle is ``<fingerprint>-<sha256>.bundle`` and, written afte
 (``.json``) that says what it holds and carries the signature; ``.used`` is empty and its age says when the bundle last
 served. Nothing is ever changed in place: two writers add two bundles and lose nothing, and a reader sees a bundle whole
 or not at all. A bundle that holds all of another one replaces it.
+
+Artifacts are executable data (torch unpickles them, libraries are loaded into the process): whoever can write them runs
+code as whoever loads them. So they are loaded only if they are signed (HMAC-SHA256) or lie where only the user writes.
 """
 
 from __future__ import annotations
@@ -12,28 +15,23 @@ import contextlib
 import datetime
 import hashlib
 import hmac
-import io
 import json
 import os
 import re
 import shlex
 import stat
-import tarfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 SCHEMA = 1
 NAME = re.compile(r"(?P<name>[0-9a-f]{32}-(?P<sha256>[0-9a-f]{64}))\.(?P<kind>json|bundle|used)")
 """Files of ours; nothing else in the folder is read or removed."""
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{64}\.\w+\.[0-9a-f]{32}")
-LARGEST_MANIFEST = 4 << 20
+MAX_MANIFEST_BYTES = 4 << 20
 """Bytes; a manifest is read before anything vouches for it."""
 ABANDONED_SECONDS = 3600.0
 """A bundle without a manifest, or a temporary file, is somebody's write under way; after this time it is left over."""
@@ -77,6 +75,9 @@ class ArtifactStore:
     """
 
     def __init__(self, url: str, *, key: bytes | None = None, storage_options: dict[str, Any] | None = None) -> None:
+        import fsspec  # here, because the doctor reads this module on machines where nothing is installed
+        from fsspec.implementations.local import LocalFileSystem
+
         self.fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
         self.local = type(self.fs) is LocalFileSystem
         self.root = os.path.realpath(root) if self.local else str(root).rstrip("/")
@@ -86,17 +87,20 @@ class ArtifactStore:
 
     def bundles(self) -> list[Stored]:
         """All bundles, the one used longest ago first; empty where the folder does not exist."""
-        bundles: dict[str, Stored] = {}
-        kinds: dict[str, set[str]] = {}
+        files: dict[str, dict[str, dict[str, Any]]] = {}
         for info in self._files():
             if match := NAME.fullmatch(_base(info["name"])):
-                stored = bundles.setdefault(match["name"], Stored(name=match["name"], size=0, used=0, complete=False))
-                stored.size += info["size"] or 0
-                stored.used = max(stored.used, _modified(info))
-                kinds.setdefault(match["name"], set()).add(match["kind"])
-        for name, stored in bundles.items():
-            stored.complete = {"json", "bundle"} <= kinds[name]
-        return sorted(bundles.values(), key=lambda stored: (stored.used, stored.name))
+                files.setdefault(match["name"], {})[match["kind"]] = info
+        bundles = [
+            Stored(
+                name=name,
+                size=sum(info["size"] or 0 for info in kinds.values()),
+                used=max(map(_modified, kinds.values())),
+                complete={"json", "bundle"} <= kinds.keys(),
+            )
+            for name, kinds in files.items()
+        ]
+        return sorted(bundles, key=lambda stored: (stored.used, stored.name))
 
     def names(self, fingerprint: str) -> list[str]:
         """Bundles that were written for ``fingerprint``, oldest use first."""
@@ -108,7 +112,7 @@ class ArtifactStore:
         """The manifest of a bundle, once it is known to be genuine. Raises Refused."""
         path = self._path(name, "json")
         try:
-            if self.fs.size(path) > LARGEST_MANIFEST:
+            if self.fs.size(path) > MAX_MANIFEST_BYTES:
                 raise Refused("its manifest is too large to be one")
             manifest = json.loads(self.fs.cat_file(path))
             sha256, size = manifest["sha256"], manifest["bytes"]
@@ -147,7 +151,7 @@ class ArtifactStore:
         if not self.local:
             return "the store is not a local folder"
         paths = [self.root, self._path(name, "json")]
-        with contextlib.suppress(FileNotFoundError):  # a missing bundle is told as such
+        with contextlib.suppress(FileNotFoundError):  # a missing bundle is reported as such
             return next(filter(None, map(distrust_of, [*paths, self._path(name, "bundle")])), None)
         return None
 
@@ -271,9 +275,11 @@ def _modified(info: dict[str, Any]) -> float:
     return 0.0
 
 
+# ---- whether it may be loaded ----------------------------------------------------------------------------------------
+
 KEY_VARIABLE = "CRUCIBLE_CACHE_KEY"
 """Environment variable that holds the key; a key file comes before it."""
-SHORTEST_KEY = 16
+MIN_KEY_BYTES = 16
 """Bytes that a key must have."""
 PURPOSE = b"crucible artifacts 1\n"
 """Signed along, so that no other use of the same key yields a signature of ours."""
@@ -300,8 +306,8 @@ def read_key(option: str, key_file: str | None) -> bytes | None:
             raise ValueError(f"{given}: it belongs to another user; copy it, or set {KEY_VARIABLE}")
         if hasattr(os, "getuid") and status.st_mode & 0o077:
             raise ValueError(f"{given}: other users may read or write it; chmod go= {shlex.quote(key_file)}")
-    if len(key) < SHORTEST_KEY:
-        raise ValueError(f"{given}: a key of {len(key)} bytes is too short, at least {SHORTEST_KEY} are needed")
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(f"{given}: a key of {len(key)} bytes is too short, at least {MIN_KEY_BYTES} are needed")
     return key
 
 
@@ -348,90 +354,3 @@ def distrust_of(path: str) -> str | None:
     if status.st_mode & 0o022:
         return f"other users may write {path} (chmod go-w)"
     return None
-
-
-TORCH = "torch.artifacts"
-"""Member with torch's artifacts."""
-LIBRARIES = "libraries"
-"""Folder of the members that are shared libraries."""
-LIBRARY_SUFFIXES = (".so", ".so.load_ok")
-"""Files worth keeping; the second one is Inductor's mark that a probe of the vector instructions succeeded."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Bundle:
-    """What a bundle holds."""
-
-    torch: bytes
-    """Torch's artifacts, empty when there are none."""
-    libraries: dict[str, bytes] = field(default_factory=dict)
-    """Shared libraries by their path in the cache directory."""
-
-    def pack(self) -> bytes:
-        """The archive: the same content gives the same bytes."""
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            members = {TORCH: self.torch, **{f"{LIBRARIES}/{path}": data for path, data in self.libraries.items()}}
-            for name in sorted(members):
-                member = tarfile.TarInfo(name)  # owner, time and mode stay the defaults
-                member.size = len(members[name])
-                archive.addfile(member, io.BytesIO(members[name]))
-        return buffer.getvalue()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Bundle:
-        """Read an archive. Raises ValueError for anything that ``pack`` would not have written."""
-        bundle = cls(torch=b"")
-        seen: set[str] = set()
-        try:
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-                for member in archive:
-                    if not member.isreg() or member.name in seen:
-                        raise ValueError(f"not a bundle: {member.name!r} is no plain file, or is there twice")
-                    seen.add(member.name)
-                    file = archive.extractfile(member)
-                    assert file is not None, "a regular file"
-                    if member.name == TORCH:
-                        bundle.torch = file.read()
-                    else:
-                        bundle.libraries[_library_path(member.name)] = file.read()
-        except (tarfile.TarError, EOFError) as error:
-            raise ValueError(f"not a bundle: {error}") from error
-        if TORCH not in seen:
-            raise ValueError(f"not a bundle: {TORCH!r} is missing")
-        return bundle
-
-
-def _library_path(name: str) -> str:
-    """The path of a library inside the cache directory. Raises ValueError for one that would leave it."""
-    path = PurePosixPath(name)
-    if (
-        path.is_absolute()
-        or str(path) != name  # "a//b", "./a"
-        or ".." in path.parts
-        or "\\" in name
-        or ":" in name
-        or "\0" in name
-        or len(path.parts) < 2
-        or path.parts[0] != LIBRARIES
-        or not name.endswith(LIBRARY_SUFFIXES)
-    ):
-        raise ValueError(f"not a bundle: {name!r} is no path of a library")
-    return str(path.relative_to(LIBRARIES))
-
-
-def read_libraries(directory: Path) -> dict[str, bytes]:
-    """Shared libraries under ``directory`` by their path in it."""
-    return {
-        file.relative_to(directory).as_posix(): file.read_bytes()
-        for file in sorted(directory.rglob("*"))
-        if file.name.endswith(LIBRARY_SUFFIXES) and file.is_file() and not file.is_symlink()
-    }
-
-
-def write_libraries(libraries: Mapping[str, bytes], directory: Path) -> None:
-    """Put ``libraries`` where they were, under ``directory``, which must be this process's own."""
-    for path, data in libraries.items():
-        file = directory / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)

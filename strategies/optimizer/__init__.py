@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage
@@ -82,8 +83,7 @@ class Optimizer(CompileOptions):
                     "the device at each step to know whether they are finite"
                 )
             update = self._update(optimizer, program)
-            # Bound here, not looked up later: the next optimizer has an update of its own.
-            install(optimizer, update, after_first=lambda update=update: self._report(program, update.facts()))
+            install(optimizer, update, after_first=partial(self._report_first, program, update))
         if self.clip:
             fold_clipping(program.module)
 
@@ -158,6 +158,9 @@ class Optimizer(CompileOptions):
             report=lambda line: program.notes.append(f"optimizer: {line}"),
             wanted=lambda: program.step is None,  # else the whole step is captured, in which this one is replayed too
         )
+
+    def _report_first(self, program: Program, update: Update) -> None:
+        self._report(program, update.facts())
 
     def _report(self, program: Program, facts: dict[str, Any]) -> None:
         """One optimizer's facts; of several, their forms side by side and their figures added up."""

@@ -76,6 +76,22 @@ class Formula:
         """New parameters and states; ``g`` is the gradient, ``s`` the scalars."""
         raise NotImplementedError
 
+    def steps_in(self, state: Group) -> int:
+        """Steps made with the ``state`` of a parameter; of SGD, whether one was, which is all that matters."""
+        return int(state.get("step", 0) if self.counted else state.get("momentum_buffer") is not None)
+
+    def create_state(self, state: Group, parameter: Tensor, group: Group) -> None:
+        """Fill in what torch would create in the first step."""
+        if self.counted and "step" not in state:
+            on_device = group.get("capturable") or group.get("fused")
+            # As torch counts: in float32, unless the default type is float64 and the optimizer is not fused.
+            precise = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+            dtype = torch.float64 if precise else torch.float32
+            state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        for name in self.states(group):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
     def flags_of(self, group: Group) -> Group:
         return {name: group["momentum"] != 0 if name == "has_momentum" else bool(group[name]) for name in self.flags}
 
@@ -135,6 +151,12 @@ def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
     step = inspect.unwrap(type(optimizer).step)
     formulas = ((torch.optim.Adam, Adam), (torch.optim.AdamW, Adam), (torch.optim.SGD, SGD))
     return next((formula() for kind, formula in formulas if inspect.unwrap(kind.step) is step), None)
+
+
+def numbers_of(group: Group) -> Group:
+    """The group with numbers for the tensors that live on the host."""
+    # A learning rate may be a tensor on the host, which schedulers then fill.
+    return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()}
 
 
 def _update_chunk(

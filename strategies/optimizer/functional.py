@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from strategies.optimizer.formulas import Formula, Group, fresh_function
+from strategies.optimizer.formulas import Formula, Group, fresh_function, numbers_of
 from strategies.optimizer.step import DeviceScalar
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class FunctionalUpdate:
 
     def __call__(self) -> None:
         """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
-        gradients = self._prepare()
+        plan, gradients = self._prepare()
         max_norm, self.max_norm = self.max_norm, None
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if not capturing:
@@ -83,20 +83,20 @@ class FunctionalUpdate:
         self._scaled = max_norm is not None
 
         def launch() -> None:
-            self._launch(gradients, max_norm)
+            self._launch(plan, gradients, max_norm)
 
         replays = self.replays
         if replays is not None and not capturing and replays.active:
-            parameters = self._made.parameters
-            if replays.run((self._plans, max_norm, _addresses(gradients), _addresses(parameters)), launch):
+            addresses = tuple(map(Tensor.data_ptr, (*gradients, *plan.parameters)))
+            if replays.run((self._plans, max_norm, addresses), launch):
                 # For autograd, which would miss that saved weights were overwritten.
-                torch.autograd.graph.increment_version(parameters)
+                torch.autograd.graph.increment_version(plan.parameters)
                 return
         launch()
         self._launched += not capturing
 
-    def _prepare(self) -> list[Tensor]:
-        """See that gradients and groups are those the plan was made for, else make a new one; returns the gradients."""
+    def _prepare(self) -> tuple[Plan, list[Tensor]]:
+        """The plan, a new one unless gradients and groups are those it was made for, and the gradients."""
         if self._plan is not None and not self._planner.owns_state(self._plan):
             self.forget()
         gradients = None if self._plan is None else self._planner.gradients_for(self._plan)
@@ -105,11 +105,13 @@ class FunctionalUpdate:
             self._plan = self._planner.make()
             self._plans += 1
             gradients = [parameter.grad for parameter in self._plan.parameters if parameter.grad is not None]
-        return gradients
+        assert self._plan is not None
+        return self._plan, gradients
 
     def refresh(self) -> None:
         """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
-        plan = self._made
+        plan = self._plan
+        assert plan is not None, "a step was made"
         groups = [numbers_of(group) for group in self.optimizer.param_groups]
         for clock in plan.clocks:
             clock.steps += 1
@@ -121,9 +123,8 @@ class FunctionalUpdate:
             if count.steps.is_cpu:
                 count.add()
 
-    def _launch(self, gradients: list[Tensor], max_norm: float | None) -> None:
+    def _launch(self, plan: Plan, gradients: list[Tensor], max_norm: float | None) -> None:
         """The device's part: gradients to parameters and states. May be captured in a CUDA graph."""
-        plan = self._made
         if max_norm is not None and gradients:
             # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
             scale = torch.clamp(max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
@@ -155,11 +156,11 @@ class FunctionalUpdate:
 
     def recount(self, counted: list[int]) -> None:
         """Go back to ``counted``, as all state tensors have; the plan stays, and with it what was captured by it."""
-        if not counted:
+        if self._plan is None or not counted:
             return
-        for clock, steps in zip(self._made.clocks, counted, strict=True):
+        for clock, steps in zip(self._plan.clocks, counted, strict=True):
             clock.steps = steps
-        for count in self._made.counts:
+        for count in self._plan.counts:
             count.version = count.steps._version
 
     def forget(self) -> None:
@@ -192,18 +193,9 @@ class FunctionalUpdate:
             "graphs": len(self._planner.functions),
         }
 
-    @property
-    def _made(self) -> Plan:
-        assert self._plan is not None
-        return self._plan
-
     def _free_graphs(self) -> None:
         if self.replays is not None:
             self.replays.free()
-
-
-def _addresses(tensors: list[Tensor]) -> tuple[int, ...]:
-    return tuple(map(Tensor.data_ptr, tensors))
 
 
 # ---- the plan: which tensors are updated together, by which function, with which numbers -----------------------------
@@ -317,8 +309,12 @@ class Planner:
                 if parameter.grad is None:
                     idle.append(parameter)
                     continue
-                steps = self._steps(parameter)
-                self._create_state(parameter, group, states)
+                if parameter in self.clock_of:
+                    steps = self.clock_of[parameter].steps
+                else:
+                    steps = formula.steps_in(self._optimizer.state.get(parameter, {}))
+                if states or formula.counted:  # else torch makes no entry either
+                    formula.create_state(self._optimizer.state[parameter], parameter, group)
                 key = (index, parameter.device, parameter.dtype == torch.float64, steps)
                 if key not in clocks:
                     values = formula.scalars(numbers_of(group), steps + 1)
@@ -380,27 +376,6 @@ class Planner:
             scale=self.scales[device],
         )
 
-    def _steps(self, parameter: Tensor) -> int:
-        if parameter in self.clock_of:
-            return self.clock_of[parameter].steps
-        state = self._optimizer.state.get(parameter, {})
-        return int(state.get("step", 0) if self._formula.counted else state.get("momentum_buffer") is not None)
-
-    def _create_state(self, parameter: Tensor, group: Group, names: tuple[str, ...]) -> None:
-        counted = self._formula.counted
-        if not names and not counted:
-            return  # torch makes no entry either
-        state = self._optimizer.state[parameter]
-        if counted and "step" not in state:
-            on_device = group.get("capturable") or group.get("fused")
-            # As torch counts: in float32, unless the default type is float64 and the optimizer is not fused.
-            precise = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-            dtype = torch.float64 if precise else torch.float32
-            state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-        for name in names:
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
     def _pack_steps(self, parameters: list[Tensor], chunks: list[Chunk]) -> list[Count]:
         """Make the ``step`` tensors views of one, so that counting is one operation instead of one for each."""
         states = [self._optimizer.state[parameter] for parameter in parameters]
@@ -421,9 +396,3 @@ class Planner:
 def _layout(gradients: list[Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
     # By maps, which take half the time that a comprehension takes: this happens at every step.
     return list(map(Tensor.stride, gradients)), list(map(_dtype_of, gradients))
-
-
-def numbers_of(group: Group) -> Group:
-    """The group with numbers for the tensors that live on the host."""
-    # A learning rate may be a tensor on the host, which schedulers then fill.
-    return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()}

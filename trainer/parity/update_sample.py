@@ -19,7 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from strategies.optimizer.functional import FunctionalUpdate, numbers_of
+from strategies.optimizer.formulas import numbers_of
+from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import ATTRIBUTE, UNSCALES, installed
 from trainer.parity.comparison import TENSOR_FLOOR, UNITS, perturb
 from trainer.telemetry.events import AuditDifference
