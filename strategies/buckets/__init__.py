@@ -42,7 +42,7 @@ class Buckets(Strategy):
     method: str = "optimal"
     """``optimal`` (fewest padded positions for that count), or, to compare with, ``powers_of_two`` or ``quantiles``."""
     edges: list[int] | None = None
-    """Edges by hand, ascending, in positions; null = fitted to the lengths of the training data."""
+    """Given edges, ascending, in positions; null = fitted to the lengths of the training data."""
     limit: int | None = None
     """Most positions that the model takes; no edge is above it. null = no limit."""
     tokens_per_batch: int | None = None

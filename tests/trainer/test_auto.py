@@ -282,7 +282,7 @@ class ByHand(Blocks):
 def test_where_no_step_can_be_timed_it_says_so_and_trains_eager(tmp_path: Path) -> None:
     callback = Compile([Auto(remember=False)])
     fit(ByHand(), tmp_path, [callback])
-    assert "optimizes by hand" in callback.record.report["auto"]["reason"]
+    assert "manual optimization" in callback.record.report["auto"]["reason"]
     assert any("auto: eager, because" in note for note in callback.record.notes)
 
 

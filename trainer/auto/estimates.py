@@ -126,15 +126,7 @@ class Estimates:
     def _row(self, module: Module, captured: bool) -> Row:
         why = module.failed or (module.cannot_capture if captured and self.capture == "maybe" else None)
         if why:
-            return Row(
-                module=module.name,
-                captured=captured,
-                measured=False,
-                step_seconds=None,
-                cost_seconds=None,
-                total_seconds=None,
-                why=why,
-            )
+            return Row(module=module.name, captured=captured, measured=False, why=why)
         # Where all steps are to be captured, those that cannot be run as they are.
         replayed = captured and module.cannot_capture is None
         step = self._device_seconds(module) if replayed else self._step_seconds(module)
@@ -226,10 +218,10 @@ class Row:
     captured: bool
     measured: bool
     """Whether the step was timed, or is expected."""
-    step_seconds: float | None
-    cost_seconds: float | None
+    step_seconds: float | None = None
+    cost_seconds: float | None = None
     """What is still to be spent before its steady steps."""
-    total_seconds: float | None
+    total_seconds: float | None = None
     """Both, for the planned steps."""
     at_most: bool = False
     """Whether ``step_seconds`` is only known not to be exceeded."""
@@ -299,20 +291,17 @@ def _may_save(row: Row, leader: Row | None, margin: float) -> bool:
     return row.total_seconds is not None and row.total_seconds < (1 - margin) * leader.total_seconds
 
 
-UNITS = ((3600, "h"), (60, "min"))
-"""Seconds of a unit that is used from two of it on."""
-
-
-def say(estimates: Estimates, chosen: Row) -> str:
-    """The line, but for where its figures come from."""
+def decision_line(estimates: Estimates, chosen: Row) -> str:
+    """The decision for the user: the choice, its total time, and what it was chosen over."""
     rows = {row.name: row for row in estimates.rows()}
+    each = "" if chosen.step_seconds is None else f" of {chosen.step_seconds * 1e3:,.1f} ms"
     expected = f"{'at most' if chosen.at_most else 'about'} {_time(chosen.total_seconds)}"
-    told = [f"{expected} for {estimates.steps:,} steps{_each(chosen)}"]
-    plain = rows.get(EAGER)
-    if plain is not None and chosen.name != EAGER and plain.total_seconds is not None:
-        told.append(f"eager {_time(plain.total_seconds)}")
+    parts = [f"{expected} for {estimates.steps:,} steps{each}"]
+    eager = rows.get(EAGER)
+    if eager is not None and chosen.name != EAGER and eager.total_seconds is not None:
+        parts.append(f"eager {_time(eager.total_seconds)}")
     others = [row for row in rows.values() if row.name not in (chosen.name, EAGER)]
-    told += [
+    parts += [
         f"{row.name} {_time(row.total_seconds)}{'' if row.measured else ' expected, not tried'}"
         for row in others
         if row.total_seconds is not None
@@ -320,8 +309,16 @@ def say(estimates: Estimates, chosen: Row) -> str:
     for row in others:
         plain = rows.get(row.module)
         if row.why and not (row.captured and plain is not None and plain.why):  # for both in the same words
-            told.append(f"{row.name} is out: {row.why}")
-    return f"auto: {chosen.name}, {'; '.join(told)}"
+            parts.append(f"{row.name} is out: {row.why}")
+    return f"auto: {chosen.name}, {'; '.join(parts)}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def refuse_choice(strategies: Iterable[Strategy]) -> None:
@@ -331,19 +328,3 @@ def refuse_choice(strategies: Iterable[Strategy]) -> None:
             "compile=auto: only a run chooses; python -m trainer with the same arguments says what (`auto: ...`), name "
             "that here, as in compile=[regional,cuda_graph]"
         )
-
-
-def _each(row: Row) -> str:
-    return "" if row.step_seconds is None else f" of {row.step_seconds * 1e3:,.1f} ms"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "n/a"
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 120
-        else f"{seconds / 60:.1f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )

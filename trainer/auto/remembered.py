@@ -143,8 +143,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, functools.partial):
         return [_plain(each, depth + 1) for each in (value.func, value.args, value.keywords)]
     if isinstance(value, Mapping):
-        told = {str(key): _plain(each, depth + 1) for key, each in value.items() if key not in NO_TIME}
-        return dict(sorted(told.items()))
+        plain = {str(key): _plain(each, depth + 1) for key, each in value.items() if key not in NO_TIME}
+        return dict(sorted(plain.items()))
     if isinstance(value, (list, tuple)):
         return [_plain(each, depth + 1) for each in value]
     if isinstance(value, (set, frozenset)):

@@ -210,9 +210,9 @@ class Trials:
         memory.give_back(self._trainer.strategy.root_device)
 
 
-LEAST_STEPS, MOST_STEPS = 2, 8
-MOST_SECONDS, MOST_SHARE = 0.25, 0.005
-"""Timing one candidate takes no longer than this, in seconds and as a share of the planned run, or ``LEAST_STEPS``."""
+MIN_STEPS, MAX_STEPS = 2, 8
+MAX_SECONDS, MAX_SHARE = 0.25, 0.005
+"""Timing one candidate takes no longer than this, in seconds and as a share of the planned run, or ``MIN_STEPS``."""
 CALIBRATION_CYCLES = 2_000_000
 """About a thousandth of a second of a GPU's clock."""
 
@@ -222,8 +222,8 @@ def step_seconds(trainer: L.Trainer, step: Callable[[], Any], *, about: float, p
 
     ``step`` must have run before, the last time in ``about`` seconds.
     """
-    affordable = int(min(MOST_SECONDS, MOST_SHARE * planned_steps * about) / max(about, 1e-9))
-    steps = int(trainer.strategy.broadcast(max(LEAST_STEPS, min(MOST_STEPS, affordable))))
+    affordable = int(min(MAX_SECONDS, MAX_SHARE * planned_steps * about) / max(about, 1e-9))
+    steps = int(trainer.strategy.broadcast(max(MIN_STEPS, min(MAX_STEPS, affordable))))
     return float(trainer.strategy.broadcast(seconds_of(trainer.strategy.root_device, step, times=steps)))
 
 
@@ -276,7 +276,7 @@ def _replay_seconds(device: torch.device, micro_batch: Callable[[], Any]) -> flo
     engine.eager(micro_batch)
     torch.cuda.empty_cache()  # a graph has memory of its own
     replay, _ = engine.capture(micro_batch)
-    return seconds_of(device, replay, times=LEAST_STEPS)
+    return seconds_of(device, replay, times=MIN_STEPS)
 
 
 def _sleep_seconds(device: torch.device, cycles: int) -> float:
