@@ -56,7 +56,7 @@ class Session:
         timeout_seconds: float,
         max_bytes: float | None,
     ) -> None:
-        self._fingerprint = fingerprint_of(facts)
+        self._fingerprint, self._url = fingerprint_of(facts), shown_url
         self.facts: dict[str, Any] = {
             "state": "cold",
             "reason": None,
@@ -70,7 +70,7 @@ class Session:
         """Of the runs that stored the loaded bundles, see ``Program.findings``."""
         self._make_store, self._program_facts = make_store, facts
         self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
-        self._loaded: list[tuple[Loaded, list[str]]] = []
+        self._loaded: list[Loaded] = []
         self._libraries: set[str] = set()
         self._stack = contextlib.ExitStack()
 
@@ -90,10 +90,10 @@ class Session:
         except Exception as error:
             reason, refused = f"the store cannot be read: {reason_of(error)}", []
         seconds = time.perf_counter() - began
-        for loaded, _ in self._loaded:
+        for loaded in self._loaded:
             self.findings.update(loaded.manifest["findings"])
-        names = {name for _, artifacts in self._loaded for name in artifacts}
-        size = sum(len(loaded.data) for loaded, _ in self._loaded)
+        names = {name for loaded in self._loaded for name in loaded.manifest["artifacts"]}
+        size = sum(len(loaded.data) for loaded in self._loaded)
         self.facts.update(
             artifacts_loaded=len(names), bytes_loaded=size, load_seconds=round(seconds, 4), refused=refused
         )
@@ -137,7 +137,7 @@ class Session:
             refused.append(f"bundle {loaded.name[-12:]} refused: {reason_of(error)}")
             return
         self._libraries |= set(bundle.libraries)
-        self._loaded.append((loaded, loaded.manifest["artifacts"]))
+        self._loaded.append(loaded)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
@@ -225,14 +225,10 @@ class Session:
         name = store.save(
             data, fingerprint=self._fingerprint, facts=self._program_facts, artifacts=artifacts, findings=findings
         )
-        for loaded, held in self._loaded:
-            if loaded.name != name and set(held) <= set(artifacts):
+        for loaded in self._loaded:
+            if loaded.name != name and set(loaded.manifest["artifacts"]) <= set(artifacts):
                 store.remove(loaded.name)  # the new bundle holds all of it
         return len(store.evict(max_bytes=self._max_bytes or 0, keep=[name]))
-
-    @property
-    def _url(self) -> str:
-        return str(self.facts["url"])
 
 
 def compiled_anew(first: int) -> list[str]:
