@@ -3,6 +3,6 @@
 import sys
 
 if sys.argv[:1] == ["-m"]:  # Python is looking for the script to run, and has imported nothing for it
-    from trainer.import_path import working_directory_last
+    from trainer import working_directory_last
 
     working_directory_last()

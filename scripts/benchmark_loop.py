@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts import loop_arms
-from trainer.compose import compose
+from trainer.config import compose
+from trainer.process import process_settings
 from trainer.settings import Config
-from trainer.torch_settings import process_settings
 
 ARMS: dict[str, Callable[[loop_arms.Workload, int], list[float]]] = {
     "raw": loop_arms.raw,

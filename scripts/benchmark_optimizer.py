@@ -28,9 +28,9 @@ from rich.table import Table
 
 from scripts.hand_loop import optimizer_and_schedule, placed
 from strategies import Optimizer, Program
-from trainer.compose import compose
-from trainer.precision import device_of
-from trainer.torch_settings import process_settings
+from trainer.build import device_of
+from trainer.config import compose
+from trainer.process import process_settings
 
 FORMS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True, "fused": False},

@@ -25,9 +25,9 @@ from scripts.benchmark_strategies import ALWAYS
 from scripts.peers.cell import BACKENDS, REFUSED, flags
 from scripts.peers.names import OVERRIDE, PEERS, mark, refuse, refuse_workload
 from trainer import errors
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.described import described
-from trainer.streams import keep_streams
+from trainer.process import keep_streams
 from trainer.sweep.cell_environment import DIRECTORY
 from trainer.sweep.cell_process import goes_on, set_aside
 from trainer.sweep.ledger import Ledger, alone

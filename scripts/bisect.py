@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.streams import keep_streams
+from trainer.process import keep_streams
 
 if TYPE_CHECKING:
     from trainer.locate.report import Report
@@ -42,10 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     from trainer import errors
-    from trainer.interrupt import Interrupted, StopRequest
     from trainer.locate.remote import WorkerFailed
     from trainer.locate.report import REFUSED
     from trainer.locate.terminal import print_report
+    from trainer.process import Interrupted, StopRequest
 
     console = Console()
     try:

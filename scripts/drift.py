@@ -26,7 +26,7 @@ from trainer.evidence.baselines import BaselineRow
 from trainer.evidence.drifts import Tolerances, drift, measured
 from trainer.evidence.machines import fingerprint_of, this_fingerprint
 from trainer.evidence.runs import Run, find
-from trainer.streams import keep_streams
+from trainer.process import keep_streams
 from trainer.sweep.pool import Signals
 
 REFUSED = 2

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
     options, console = parse(arguments), Console(highlight=False, soft_wrap=True)
     from trainer import errors
-    from trainer.interrupt import Interrupted, StopRequest
+    from trainer.process import Interrupted, StopRequest
 
     try:
         with StopRequest(console.print) as stop:
@@ -80,7 +80,7 @@ def composed(overrides: list[str], *, config_dir: str | None) -> Config:
 
 def look(options: argparse.Namespace, config: Config, *, before_steps: Callable[[], None]) -> Explanation:
     """Run the steps and explain them."""
-    from trainer.interrupt import importing
+    from trainer.process import importing
 
     with importing():
         import torch

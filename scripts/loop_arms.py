@@ -23,11 +23,10 @@ import torch
 from scripts.hand_loop import HandLoop, placed
 from strategies import Program
 from strategies.compose import apply, compiler_settings
-from strategies.inplace import uncompile
-from trainer.build import build_trainer, compile_callback
+from strategies.regions import uncompile
+from trainer.build import build_trainer, compile_callback, device_of, precision_arguments, resolve_precision
 from trainer.checkpoints import Checkpoints
-from trainer.interrupt import StopRequest
-from trainer.precision import device_of, precision_arguments, resolve_precision
+from trainer.process import StopRequest
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry.clock import step_clock

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import benchmark_strategies, compare, report
-from trainer.streams import keep_streams
+from trainer.process import keep_streams
 from trainer.sweep.quoting import quoted
 
 EXAMPLES = """\

@@ -16,7 +16,7 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
     ``looks`` says who looks at what, for the message. Raises ValueError.
     """
     from strategies import Whole
-    from trainer.compose import compose
+    from trainer.config import compose
 
     config = compose(overrides, config_dir=config_dir)
     named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 def fill(overrides: list[str], *, config_dir: str | None = None, steps: int, console: Console) -> int:
     """Train ``steps`` steps and validate one batch in a temporary directory, only to compile and store."""
     from trainer import errors
-    from trainer.compose import compose
+    from trainer.config import compose
     from trainer.run import run
 
     try:

@@ -6,6 +6,7 @@ Importing this module must stay cheap (no torch): the command line imports every
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +16,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from strategies.cuda_graph.capture import StepGraphs
+    from strategies.loop import Loop
     from strategies.padding import Padding
-    from strategies.step_graphs import StepGraphs
+
+
+class CannotCapture(RuntimeError):
+    """A step that no CUDA graph can stand for; the message says why."""
 
 
 class Stage(enum.IntEnum):
@@ -80,6 +86,8 @@ class Program:
     """Lightning's name for the precision of the run."""
     optimizers: Sequence[torch.optim.Optimizer] = ()
     """Optimizers with their restored state; empty before ``begin``."""
+    loop: Loop | None = None
+    """What trains the module; known from ``begin`` on."""
     padding: Padding | None = None
     """Filled by a strategy of the SHAPES stage: how batches are grouped and padded."""
     dynamic: bool | None = None
@@ -94,6 +102,8 @@ class Program:
     """Filled by strategies: what was handed to the compiler."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Filled by strategies: ``torch._dynamo.config`` values needed while the run lasts, restored after it."""
+    eager_embeddings: bool = True
+    """Whether eager's kernel computes the gradients of embeddings, see ``ModuleRequest.embedding_gradient``."""
     eager_parts: dict[str, str] = field(default_factory=dict)
     """What was to be compiled and runs eager now (path of a region, or ``optimizer``), with the reason."""
     notes: list[str] = field(default_factory=list)
@@ -133,6 +143,10 @@ class Strategy:
     training_only: ClassVar[str | None] = None
     """Why it has nothing to do where nothing is trained, if so: with ``run=inference`` it is then an error."""
 
+    chooser: ClassVar[str | None] = None
+    """``module:Class`` of what chooses other strategies in the place of this one when the first batch is there, if it
+    stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""
+
     def facts(self) -> dict[str, Any]:
         """Name and parameters, for records and fingerprints."""
         return {"name": self.name, **asdict(self)}
@@ -165,6 +179,19 @@ class Strategy:
 
     def begin(self, program: Program) -> None:
         """Training is about to begin: ``program.optimizers`` are there, with their restored state."""
+
+    def is_compiled(self, program: Program) -> bool:
+        """Whether something that it put in the place of torch's own still runs compiled, beside the program's regions
+        and captured steps."""
+        return self.stage is Stage.OPTIMIZER and "optimizer" not in program.eager_parts
+
+    def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the program runs as if this strategy were not there, and afterwards as before: to compare with eager.
+
+        Compiled code is set aside for all strategies alike, by torch's stance; what else a strategy put in the place of
+        torch's own, it takes out of the way here.
+        """
+        return contextlib.nullcontext()
 
     def end(self, program: Program) -> None:
         """Training is over, finished or broken: keep what is worth keeping and undo what must not outlive the run."""

@@ -39,8 +39,7 @@ class Checkpointing(Strategy):
 
     def apply(self, program: Program) -> None:
         """Change the blocks in place. Raises ValueError, with candidates, when there are none."""
-        from strategies.blocks import expand_blocks, find_containers, require_submodules
-        from strategies.recompute import recompute
+        from strategies.regions import expand_blocks, find_containers, recompute, require_submodules
 
         containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
         if not containers and self.blocks is None:
@@ -64,7 +63,7 @@ class Checkpointing(Strategy):
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose blocks were given back."""
-        from strategies.recompute import recompute, recomputes
+        from strategies.regions import recompute, recomputes
 
         for path in program.report[self.name]["paths"]:
             block = program.module.get_submodule(path)
@@ -73,7 +72,7 @@ class Checkpointing(Strategy):
 
     def end(self, program: Program) -> None:
         """Give every block its own forward back."""
-        from strategies.recompute import keep_activations
+        from strategies.regions import keep_activations
 
         for path in program.report.get(self.name, {}).get("paths", ()):
             keep_activations(program.module.get_submodule(path))

@@ -47,22 +47,35 @@ def check(strategies: Sequence[Strategy]) -> None:
 
 
 @contextlib.contextmanager
-def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Set ``torch._dynamo.config`` values for the length of a run and restore them after it."""
+def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True) -> Iterator[None]:
+    """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
     import torch._dynamo.config as config
 
-    from strategies.inductor_embeddings import embeddings_as_in_eager
-    from strategies.inductor_faults import faults_avoided
+    from strategies.torch_patches import embeddings_as_in_eager, faults_avoided
 
     before = {name: getattr(config, name) for name in settings}
     try:
         for name, value in settings.items():
             setattr(config, name, value)
-        with faults_avoided(), embeddings_as_in_eager():
+        with faults_avoided(), embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext():
             yield
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def eager(program: Program) -> Iterator[None]:
+    """Inside, everything runs as it was written: modules uncompiled, optimizers with torch's own step; nothing is
+    compiled, or lost."""
+    import torch
+
+    from strategies.torch_patches import as_capturing
+
+    with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:
+        for strategy in program.strategies:
+            aside.enter_context(strategy.aside(program))
+        yield
 
 
 def apply(strategies: Iterable[Strategy], program: Program) -> None:

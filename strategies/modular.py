@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+from torch import nn
 
 from strategies.base import Program, Stage, Strategy
 from strategies.options import ModuleRequest, near
+from strategies.regions import expand_blocks, find_containers, never_called
 
 HOW = ("whole", "regional", "off")
 
@@ -76,9 +81,7 @@ class Modular(Strategy):
 
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError for a name that matches nothing and for parts that overlap."""
-        from strategies.blocks import fixed_sizes
-        from strategies.inplace import compile_in_place
-        from strategies.modular_parts import plan
+        from strategies.regions import compile_in_place, fixed_sizes
 
         planned = plan(program, {name: part.how for name, part in self.parts.items()})
         compiled = self._compiled()
@@ -94,6 +97,7 @@ class Modular(Strategy):
         if any(part.how == "regional" for part in compiled.values()):
             # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
             program.settings["optimize_ddp"] = False
+        program.eager_embeddings &= all(part.embedding_gradient == "eager" for part in compiled.values())
         if planned.left_eager:
             left = ", ".join(planned.left_eager)
             program.notes.append(f"modular: no part names these declared submodules, so they stay eager: {left}")
@@ -129,3 +133,155 @@ def _part(key: str, given: Any) -> Part:
             expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
             raise ValueError(f"{key}.{option}={value!r} is not {expected}")
     return Part(**given)
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What will be compiled for whom."""
+
+    regions: dict[str, str] = field(default_factory=dict)
+    """Part by the path of each submodule that will be compiled."""
+    left_eager: list[str] = field(default_factory=list)
+    """Declared paths that no part covers."""
+
+
+def plan(program: Program, parts: Mapping[str, str]) -> Plan:
+    """Regions of ``parts`` (how, by key).
+
+    Raises:
+        ValueError: A key that matches nothing or several declared names; parts of which one holds the other.
+    """
+    targets = {name: resolve(program, name) for name in parts}
+    off = {path: name for name, paths in targets.items() if parts[name] == "off" for path in paths}
+    result = Plan()
+    for name, how in parts.items():
+        if how == "off":
+            continue
+        regions = targets[name]
+        if how == "regional":
+            regions = [region for path in regions for region in _regions_within(program, path, name)]
+        else:
+            _require_called(program, regions, name)
+        spared = {path: owner for path in regions for outer, owner in off.items() if _holds(outer, path)}
+        if len(spared) == len(regions):
+            owners = ", ".join(map(repr, dict.fromkeys(spared.values())))
+            raise ValueError(f"compile.modular.parts: all of {name!r} is off because of {owners}; drop one of them")
+        for path in regions:
+            if path in spared:
+                continue
+            if result.regions.get(path, name) != name:
+                raise ValueError(
+                    f"compile.modular.parts: {result.regions[path]!r} and {name!r} both mean {path}; "
+                    "give it to one of them"
+                )
+            result.regions[path] = name
+    _refuse_nesting(result.regions, off)
+    covered = [*result.regions, *off]
+    for path in (*program.blocks, *program.parts):
+        if not any(_holds(outer, path) or _holds(path, outer) for outer in covered):
+            result.left_eager.append(path)
+    return result
+
+
+def resolve(program: Program, key: str) -> list[str]:
+    """Paths of the submodules that ``key`` means: a path, a name in the declared paths, or a path with wildcards."""
+    paths = [path for path, _ in program.module.named_modules() if path]
+    if key in paths:
+        return [key]
+    if any(sign in key for sign in "*?["):
+        matched = [path for path in paths if _matches(path, key)]
+        if matched:
+            return matched
+    elif named := _named(program, key):
+        if len(named) > 1:
+            raise ValueError(
+                f"compile.modular.parts.{key}: the task declares several submodules of this name: "
+                f"{', '.join(named)}; write one of these paths"
+            )
+        return named
+    names = declared_names(program)
+    # A name deep inside a path counts as near too: people write "attention", not "net.encoder.blocks.0.attention".
+    near = (
+        difflib.get_close_matches(key, [*names, *paths], n=3) or [path for path in paths if key in path.split(".")][:3]
+    )
+    raise ValueError(
+        f"compile.modular.parts.{key}: matches no submodule"
+        + (f"; near: {', '.join(near)}" if near else "")
+        + (f"; the task declares: {', '.join(names)}" if names else "; the module declares no names, write paths")
+    )
+
+
+def declared_names(program: Program) -> list[str]:
+    """Names within the paths that the task declares and that mean one submodule each, outermost first."""
+    paths = (*program.whole, *program.blocks, *program.parts)
+    names = dict.fromkeys(name for path in paths for name in path.split(".") if not name.isdigit())
+    return [name for name in names if len(_named(program, name)) == 1]
+
+
+def _named(program: Program, name: str) -> list[str]:
+    """Declared paths cut after their component ``name``."""
+    found: dict[str, None] = {}
+    for path in (*program.whole, *program.blocks, *program.parts):
+        components = path.split(".")
+        if name in components:
+            found[".".join(components[: components.index(name) + 1])] = None
+    return list(found)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    components, wanted = path.split("."), pattern.split(".")
+    return len(components) == len(wanted) and all(map(fnmatchcase, components, wanted))
+
+
+def _regions_within(program: Program, path: str, name: str) -> list[str]:
+    """Blocks and declared parts at or below ``path``; repeated blocks are found where the task declares none there."""
+    module = program.module
+    containers = [block for block in program.blocks if _holds(path, block)]
+    if not containers:
+        submodule: nn.Module = module.get_submodule(path)
+        containers = [_join(path, found.path) for found in find_containers(submodule)]
+        if containers:
+            program.notes.append(f"modular: {name}: found repeated blocks in {', '.join(containers)}")
+    if not containers:
+        raise ValueError(
+            f"compile.modular.parts.{name}: {path} holds no repeated blocks to compile regionally; "
+            f"set compile.modular.parts.{name}.how=whole"
+        )
+    blocks = expand_blocks(module, containers)
+    beside = [part for part in program.parts if _holds(path, part) and not any(_holds(block, part) for block in blocks)]
+    return [*blocks, *beside]
+
+
+def _require_called(program: Program, paths: Iterable[str], name: str) -> None:
+    """A list of modules is never called itself, so that compiling it would do nothing."""
+    for path in paths:
+        submodule = program.module.get_submodule(path)
+        if never_called(submodule):
+            raise ValueError(
+                f"compile.modular.parts.{name}: {path} is a {type(submodule).__name__}, which is never called itself; "
+                f"write {path}.* or set compile.modular.parts.{name}.how=regional"
+            )
+
+
+def _refuse_nesting(regions: Mapping[str, str], off: Mapping[str, str]) -> None:
+    """A compiled submodule takes in all that it calls: settings of a part inside it would do nothing."""
+    for inner, owner in (*regions.items(), *off.items()):
+        for outer in _parents(inner):
+            if outer in regions:
+                raise ValueError(
+                    f"compile.modular.parts: {owner!r} ({inner}) lies inside {regions[outer]!r} ({outer}), which is "
+                    f"compiled with all that it calls; drop one of them, or make {regions[outer]!r} regional"
+                )
+
+
+def _parents(path: str) -> Iterable[str]:
+    components = path.split(".")
+    return [".".join(components[:length]) for length in range(1, len(components))]
+
+
+def _holds(outer: str, path: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def _join(path: str, below: str) -> str:
+    return f"{path}.{below}" if below else path

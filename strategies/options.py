@@ -6,14 +6,23 @@ Torch is imported only inside methods, so that the command line can read these o
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from strategies.base import Strategy
 from strategies.toolchain import missing_for_inductor, switched_off
 
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ON_RECOMPILE_LIMIT = ("eager", "fail")
+EMBEDDING_GRADIENTS = ("eager", "inductor")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 KNOBS = {"combo_kernels": "combo_kernels", "coordinate_descent": "coordinate_descent_tuning"}
 """Fields that stand for one Inductor option each."""
@@ -109,12 +118,43 @@ class CompilerRequest:
         return arguments
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetedBackend:
+    """``backend`` of ``torch.compile`` that compiles under a budget.
+
+    Equal by value: blocks share compiled code only where their backends compare equal.
+    """
+
+    backend: str
+    """``inductor`` or the name of another backend that is built on AOTAutograd."""
+    budget: float
+    """Share of the activations to keep, 0 to 1; 1 is torch's default."""
+
+    def __call__(
+        self, graph: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        """Compile one graph; forward and backward are split here, even where the backward is lowered later."""
+        import torch._functorch.config as functorch_config
+        from torch._dynamo.backends.registry import lookup_backend
+
+        compiler: Callable[..., Any] = lookup_backend(self.backend)
+        # What torch.compile itself hands to Inductor as options is called config_patches there.
+        patches = {"config_patches": options} if options else {}
+        with functorch_config.patch(activation_memory_budget=self.budget):
+            compiled: Callable[..., Any] = compiler(graph, example_inputs, **patches)
+        return compiled
+
+
 @dataclass(kw_only=True, slots=True)
 class ModuleRequest(CompilerRequest):
     """Arguments for modules, which have a forward and a backward."""
 
     activation_memory_budget: float | None = None
     """Share of activations kept for the backward, 0 to 1; the rest is computed again. null = torch's own (1)."""
+    embedding_gradient: str = "eager"
+    """Who computes the gradient of an embedding. ``eager`` = eager's kernel, which adds in a fixed order, so that runs
+    of one program repeat; ``inductor`` = Inductor's, which adds with atomics in any order. One part that asks for
+    ``inductor`` decides for the whole run."""
     on_recompile_limit: str = "eager"
     """When one piece of code has been compiled 64 times: ``eager`` = its kind of region runs eager from then on, with a
     warning that names the guard that failed; ``fail`` = the run ends."""
@@ -124,6 +164,10 @@ class ModuleRequest(CompilerRequest):
         CompilerRequest.check_values(self, key)
         if self.on_recompile_limit not in ON_RECOMPILE_LIMIT:
             raise ValueError(f"{key}.on_recompile_limit={self.on_recompile_limit!r} is not one of {ON_RECOMPILE_LIMIT}")
+        if self.embedding_gradient not in EMBEDDING_GRADIENTS:
+            raise ValueError(
+                f"{key}.embedding_gradient={self.embedding_gradient!r} is not one of {EMBEDDING_GRADIENTS}"
+            )
         budget = self.activation_memory_budget
         if budget is None:
             return
@@ -144,8 +188,6 @@ class ModuleRequest(CompilerRequest):
         """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
         arguments = CompilerRequest.compile_arguments(self)
         if self.activation_memory_budget is not None:
-            from strategies.memory_budget import BudgetedBackend
-
             arguments["backend"] = BudgetedBackend(backend=self.backend, budget=self.activation_memory_budget)
         return arguments
 
@@ -191,3 +233,31 @@ def near(given: str, known: list[str]) -> str:
 
 def _nothing() -> None:
     """Stands for something to compile."""
+
+
+def file_of_backend(name: str) -> Path | None:
+    """The file that defines the backend called ``name``; None for those that come with torch.
+
+    Raises ValueError where the file cannot be told.
+    """
+    import torch
+    from torch._dynamo.backends.registry import lookup_backend
+
+    found: Any = lookup_backend(name)
+    while isinstance(found, functools.partial):
+        found = found.func
+    function = found if inspect.isroutine(found) else type(found)
+    for wanted in _functions(found, function):
+        module = inspect.getmodule(wanted)
+        file = getattr(module, "__file__", None)
+        if file is not None and not Path(file).is_relative_to(Path(torch.__file__).parent):
+            return Path(file)
+    if inspect.getmodule(function) is None:
+        raise ValueError(f"where backend {name!r} is defined cannot be told")
+    return None
+
+
+def _functions(found: Any, function: Any) -> list[Any]:
+    """The backend itself, and what torch's ``aot_autograd`` helper was given to build it from."""
+    parts = getattr(found, "kwargs", {})
+    return [function, *(part for part in parts.values() if inspect.isroutine(part))]

@@ -27,8 +27,7 @@ class Regional(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError, with candidates, when no block or part matches."""
-        from strategies.blocks import expand_blocks, find_containers, fixed_sizes, require_submodules
-        from strategies.inplace import compile_in_place
+        from strategies.regions import compile_in_place, expand_blocks, find_containers, fixed_sizes, require_submodules
 
         containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
         if not containers and self.blocks is None:
@@ -51,6 +50,7 @@ class Regional(ModuleOptions):
                 "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
                 "compile.regional.parts"
             )
+        program.eager_embeddings &= self.embedding_gradient == "eager"
         kinds = fixed_sizes(program, paths, self.dynamic)
         if kinds:
             program.notes.append(

@@ -25,9 +25,9 @@ class Whole(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         """Compile in place. Raises ValueError when the module has nothing with parameters to compile."""
-        from strategies.blocks import expand_blocks, never_called
-        from strategies.inplace import compile_in_place
+        from strategies.regions import compile_in_place, expand_blocks, never_called
 
+        program.eager_embeddings &= self.embedding_gradient == "eager"
         paths = program.whole
         if not paths:
             paths = tuple(

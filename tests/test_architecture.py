@@ -15,7 +15,7 @@ from strategies.base import Strategy
 from tasks import SCHEMAS, TASKS
 from tasks.base import Task
 from tests.conftest import ROOT
-from trainer.plugins import is_configuration
+from trainer.config import is_configuration
 from trainer.settings import Config, TrainerConfig
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")

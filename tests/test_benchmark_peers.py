@@ -13,7 +13,7 @@ from scripts.peers.names import PEERS
 from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.trainer.runs import SMALLEST
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import Run, find
 from trainer.telemetry.record import RunRecord

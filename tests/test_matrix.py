@@ -11,7 +11,7 @@ import pytest
 
 from scripts import matrix
 from trainer.cli import CONF
-from trainer.compose import compose
+from trainer.config import compose
 
 
 @pytest.mark.parametrize("row", matrix.ROWS, ids=lambda row: row.name)

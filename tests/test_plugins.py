@@ -17,7 +17,7 @@ STRATEGY = """
 from dataclasses import dataclass
 from typing import ClassVar
 from strategies.base import Stage, Strategy
-from trainer.plugins import register_strategy
+from trainer.config import register_strategy
 
 {decorator}
 class Mine(Strategy):

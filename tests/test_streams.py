@@ -12,12 +12,12 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.trainer.runs import SMALLEST, last_checkpoint
-from trainer.streams import _Text
+from trainer.process import _Text
 from trainer.telemetry.record import RunRecord
 
 PRINTS = """
 import atexit, os, sys
-from trainer.streams import keep_streams
+from trainer.process import keep_streams
 keep_streams()
 if sys.argv[1] == "full pipe":
     os.set_blocking(1, False), os.set_blocking(2, False)
@@ -53,7 +53,7 @@ def test_printing_raises_nothing(tmp_path: Path, streams: str) -> None:
 
 
 def test_what_can_be_printed_is_printed_as_ever() -> None:
-    code = 'from trainer.streams import keep_streams; keep_streams(); print("ä"); raise SystemExit("ö")'
+    code = 'from trainer.process import keep_streams; keep_streams(); print("ä"); raise SystemExit("ö")'
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert (done.stdout, done.stderr, done.returncode) == ("ä\n".encode("latin-1"), "ö\n".encode("latin-1"), 1)

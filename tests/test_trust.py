@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from strategies.cached.store import read_key
+from strategies.errors import one_line
 from tests.conftest import ROOT
 from tests.evidence.records import record
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.described import described
 from trainer.doctor.finding import OK, WARNING
 from trainer.doctor.places import place
 from trainer.evidence import baselines, tables
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import find
-from trainer.reasons import one_line
 from trainer.sweep.go_on import expanded
 from trainer.sweep.ledger import Ledger
 from trainer.telemetry.record import RunRecord

@@ -1,7 +1,7 @@
 """``python -m trainer task=captioning compile=regional``: the command line, see ``trainer.cli``."""
 
 if __name__ == "__main__":
-    from trainer.import_path import working_directory_last
+    from trainer import working_directory_last
 
     working_directory_last()  # before anything is imported that a file there could hide
     from trainer.cli import main

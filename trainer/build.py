@@ -11,17 +11,17 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from tasks.base import Task
 from tasks.checks import near
 from tasks.room import require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
-from trainer.inference.callback import CompileForInference
-from trainer.precision import precision_arguments
-from trainer.settings import Config
+from trainer.settings import Config, TrainerConfig
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
@@ -32,17 +32,10 @@ MACHINE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 
 def compile_callback(config: Config, record: RunRecord) -> Compile:
     """The callback that applies the strategies and measures a training, told what the task declares."""
-    return Compile(**_callback_arguments(config, record), count=batch_counter(config.task, config.task.training_flops))
+    return Compile(**callback_arguments(config, record), count=batch_counter(config.task, config.task.training_flops))
 
 
-def inference_callback(config: Config, record: RunRecord) -> CompileForInference:
-    """The same for a run without training."""
-    return CompileForInference(
-        **_callback_arguments(config, record), count=batch_counter(config.task, config.task.inference_flops)
-    )
-
-
-def _callback_arguments(config: Config, record: RunRecord) -> dict[str, Any]:
+def callback_arguments(config: Config, record: RunRecord) -> dict[str, Any]:
     declared = config.task.declare()
     return {
         "strategies": config.compile.values(),
@@ -89,7 +82,7 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
             dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
         )
         callbacks = [*callbacks, best]
-    return _lightning_trainer(
+    return lightning_trainer(
         config,
         run_dir,
         max_steps=settings.max_steps,
@@ -107,12 +100,7 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
     )
 
 
-def build_inference_trainer(config: Config, run_dir: Path, callback: Compile) -> L.Trainer:
-    """Lightning's Trainer for a run without training: no checkpoints, and a loop of our own."""
-    return _lightning_trainer(config, run_dir, callbacks=[callback], enable_checkpointing=False)
-
-
-def _lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trainer:
+def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trainer:
     """Lightning's Trainer. Raises ValueError that names the option for what this machine does not have."""
     try:
         return L.Trainer(**_shared_arguments(config, run_dir), **arguments)
@@ -182,3 +170,73 @@ def task_options(command: Sequence[str]) -> str:
     """What the command says of the task, for errors: its last value of each option."""
     given = {part.partition("=")[0]: part for part in command if part.lstrip("+").startswith(("task", "experiment="))}
     return " ".join(given.values()) or "the task"
+
+
+class Bf16Mixed(MixedPrecision):
+    """bf16 autocast. Lightning's own refuses to clip gradients of a fused optimizer, because such an optimizer undoes
+    the gradient scaling inside its step; bf16 has no gradient scaling, so there is nothing to wait for."""
+
+    def clip_gradients(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
+        """Clip as in full precision."""
+        Precision.clip_gradients(self, optimizer, *arguments, **named)
+
+
+class Fp16Mixed(MixedPrecision):
+    """fp16 autocast with a gradient scaler. Gradients of a fused optimizer are unscaled before its step as those of any
+    other, so that they can be clipped; torch's scaler then tells the step that there is nothing left to unscale."""
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Any,
+        model: L.LightningModule,
+        closure: Callable[[], Any],
+        **named: Any,
+    ) -> Any:
+        """Unscale, clip, and step unless a gradient is not finite."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return super().optimizer_step(optimizer, model, closure, **named)
+        assert self.scaler is not None
+        result = closure()
+        if result is None and model.automatic_optimization:  # no backward, nothing to unscale
+            self._after_closure(model, optimizer)
+            return result
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        stepped = self.scaler.step(optimizer, **named)
+        self.scaler.update()
+        return stepped
+
+    def clip_gradients(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
+        """Clip as in full precision: the gradients are unscaled."""
+        Precision.clip_gradients(self, optimizer, *arguments, **named)
+
+
+def resolve_precision(config: TrainerConfig) -> str:
+    """Lightning's name for the precision; ``auto`` is bf16 autocast on a CUDA GPU that has it and fp32 elsewhere."""
+    if config.precision != "auto":
+        return config.precision
+    has_bf16 = on_cuda(config) and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if has_bf16 else "32-true"
+
+
+def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
+    """The arguments of ``lightning.Trainer`` that set the precision."""
+    precision = resolve_precision(config)
+    device = "cuda" if on_cuda(config) else "cpu"
+    if config.strategy in ("auto", "ddp"):  # sharded strategies bring their own
+        if precision == "bf16-mixed":
+            return {"plugins": [Bf16Mixed("bf16-mixed", device)]}
+        if precision == "16-mixed" and config.accelerator != "mps":
+            # On a CPU, too, where Lightning's own choice would be bf16 after all.
+            return {"plugins": [Fp16Mixed("16-mixed", device, torch.amp.GradScaler(device))]}
+    return {"precision": precision, "plugins": []}
+
+
+def on_cuda(config: TrainerConfig) -> bool:
+    """Whether the run's accelerator is a CUDA GPU."""
+    return config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def device_of(config: TrainerConfig) -> torch.device:
+    """The device of a run on one: what Lightning would take."""
+    return torch.device("cuda", 0) if on_cuda(config) else torch.device("cpu")

@@ -8,8 +8,9 @@ It is one callback on purpose: Lightning spends about 10 microseconds a step on 
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -17,25 +18,27 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies import Program, Ragged, Stage, Strategy
-from strategies.auto import Auto
 from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
-from strategies.inplace import give_up
 from strategies.prepare import Preparation
-from trainer.auto.chooser import Chooser
-from trainer.filled_record import fill_in
-from trainer.guards import CompiledNothing, Guards, refuse_accumulation
+from strategies.regions import give_up
+from trainer.atomic import finite
+from trainer.guards.audits import Audits, SavedCheckpoints
+from trainer.guards.compare import ParityError
+from trainer.guards.guards import CompiledNothing, Guards, refuse_accumulation
+from trainer.guards.parity import ReplayParity
+from trainer.guards.preflight import Guarding
+from trainer.guards.rollback import optimizer_to_eager
+from trainer.guards.slowdown import Sample
 from trainer.loading import pad_loaders
-from trainer.parity.audits import Audits
-from trainer.parity.comparison import ParityError
-from trainer.rehearsal import Guarding
-from trainer.rollback import optimizer_to_eager
+from trainer.loops.lightning import LightningLoop
 from trainer.settings import profile_complaints
-from trainer.step_capture import StepCapture, capture_steps
 from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.watchdog import Sample
+
+if TYPE_CHECKING:
+    from strategies.cuda_graph.steps import StepCapture
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -59,7 +62,7 @@ class Compile(L.Callback):
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing, ParityError, RecompileError: See ``trainer.guards``, ``trainer.parity``, ``trainer.warming``.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards.guards``.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Compile(L.Callback):
         )
         self.strategies = ordered(strategies)
         check(self.strategies)
-        self._auto = next((strategy for strategy in self.strategies if isinstance(strategy, Auto)), None)
+        self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
         self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
         self.record = record or RunRecord(task="", label=label(self.strategies))
         self.program: Program | None = None
@@ -143,7 +146,9 @@ class Compile(L.Callback):
         self._cuda_graphs = self.program.uses_cuda_graphs
         if self._cuda_graphs:
             refuse_accumulation(trainer)
-        self._settings.enter_context(compiler_settings(self.program.settings))
+        self._settings.enter_context(
+            compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
+        )
         if self.program.padding is not None:
             pad_loaders(trainer, self.program)
         if stage == "fit":
@@ -155,22 +160,25 @@ class Compile(L.Callback):
         """Model, optimizer and restored state are in place: begin to measure."""
         assert self.program is not None
         self.program.optimizers = tuple(trainer.optimizers)
+        self.program.loop = self._loop = LightningLoop(trainer, cuda_graphs=self._cuda_graphs)
         begin(self.strategies, self.program)
         self._tell(self.program)
         self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
         self._pages.begin(self.record)
-        if self._auto is None:
+        if self._choosing is None:
             self._guard(trainer, self.program)
         self.telemetry.start(trainer, self._pages)
 
-    def _choose(self, auto: Auto, trainer: L.Trainer, program: Program, batch: Any) -> None:
-        """Put the strategies that take the least time in the place of ``auto``."""
+    def _choose(self, choosing: Strategy, trainer: L.Trainer, program: Program, batch: Any) -> None:
+        """Put the strategies that it chooses in the place of ``choosing``."""
+        assert choosing.chooser is not None
         with self.telemetry.rehearsal():
-            chooser = Chooser(auto, trainer, program, self.telemetry, self._settings)
+            make: Any = pkgutil.resolve_name(choosing.chooser)
+            chooser = make(choosing, trainer, program, self.telemetry, self._settings)
             chosen = chooser.choose(batch)
         begin(chosen, program)
-        self._auto = None  # chosen for good: another fit goes on with it
-        self.strategies = ordered([*(strategy for strategy in self.strategies if strategy is not auto), *chosen])
+        self._choosing = None  # chosen for good: another fit continues with it
+        self.strategies = ordered([*(strategy for strategy in self.strategies if strategy is not choosing), *chosen])
         program.strategies = tuple(self.strategies)
         self.record.chosen_strategies = [strategy.facts() for strategy in ordered(chosen)]
         self.record.regions = len(program.regions) if self.strategies else None
@@ -181,29 +189,24 @@ class Compile(L.Callback):
     ) -> None:
         """The strategies are final: capture steps where one of them says so, and guard what they do."""
         if program.step is not None:
-            self._capture = capture_steps(trainer, program, parity=self._guarding.parity)
+            if self._guarding.parity != "off":
+                program.step.verifier = ReplayParity(self._guarding.parity, self._loop, program)
+            self._capture = program.step.take_over(self._loop, program)
         self._guards = Guards(
-            self._guarding,
-            trainer,
-            program,
-            self.telemetry,
-            self.record,
-            cuda_graphs=self._cuda_graphs,
-            sample=sample,
-            chosen=chosen,
+            self._guarding, self._loop, program, self.telemetry, self.record, sample=sample, chosen=chosen
         )
         if self._guarding.parity != "off" and program.strategies:
             assert self._pages is not None
             self._audits = Audits(
                 self._guarding.parity,
-                trainer,
+                self._loop,
                 program,
                 self.telemetry,
                 self._pages,
+                checkpoints=SavedCheckpoints(trainer),
                 captured=lambda: program.captures_steps,
                 gradients=lambda: None if self._capture is None else self._capture.gradients,
                 differs=self._differs,
-                cuda_graphs=self._cuda_graphs,
             )
             self.record.audits = self._audits.facts
             if self._capture is not None:
@@ -242,9 +245,9 @@ class Compile(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Choose strategies and rehearse on the first batch; tell the telemetry that a step begins."""
-        waits = self._auto is not None and any(map(is_lazy, pl_module.parameters()))  # until eager has shaped them
-        if self._auto is not None and self.program is not None and not waits:
-            self._choose(self._auto, trainer, self.program, batch)
+        waits = self._choosing is not None and any(map(is_lazy, pl_module.parameters()))  # until eager has shaped them
+        if self._choosing is not None and self.program is not None and not waits:
+            self._choose(self._choosing, trainer, self.program, batch)
         if self._guards is not None and self.program is not None:
             self._guards.before_batch(batch)
             self._tell(self.program)
@@ -347,3 +350,36 @@ class Compile(L.Callback):
         fill_in(self.record, trainer, self.telemetry, self.program, together=together)
         if self.strategies or "auto" in self.record.report:
             self._pages.events(self.record.events, self.telemetry.steps_done)
+
+
+def fill_in(
+    record: RunRecord, trainer: L.Trainer, telemetry: Telemetry, program: Program | None, *, together: bool
+) -> None:
+    """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
+    ``Telemetry.figures``."""
+    for name, value in telemetry.figures(together=together).items():
+        setattr(record, name, value)
+    if program is not None:
+        if (profile := telemetry.profile()) is not None:
+            program.report["profile"] = profile
+        record.report = program.report
+        record.eager_parts = dict(program.eager_parts)
+        record.ended_in_eager = ended_in_eager(program)
+        # What was tried for a choice and not taken was compiled as well.
+        if program.strategies or "auto" in program.report:
+            for name, value in telemetry.compiler.figures().items():
+                setattr(record, name, value)
+            record.events = list(telemetry.compiler.events)
+    if telemetry.ready_seconds is not None and record.import_seconds is not None:
+        record.setup_seconds = telemetry.ready_seconds - record.import_seconds
+    record.final_metrics = finite({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def ended_in_eager(program: Program) -> bool | None:
+    """Whether nothing is left that is compiled or captured; None where nothing was to be."""
+    optimizers = any(strategy.is_compiled(program) for strategy in program.strategies)
+    if not program.eager_parts:
+        return None if not program.regions and not optimizers else False
+    regions = any(region.path not in program.eager_parts for region in program.regions)
+    captured = program.captures_steps and program.step is not None and program.step.captures > 0
+    return not (regions or captured or optimizers)

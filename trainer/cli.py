@@ -34,7 +34,7 @@ _COMPOSE = Hydra.compose_config
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
-    from trainer.streams import keep_streams
+    from trainer.process import keep_streams
     from trainer.sweep import cell_environment, go_on
 
     keep_streams()
@@ -45,7 +45,8 @@ def main() -> None:
         errors.report(error)
         sys.exit(REFUSED)
     claim_packages()
-    from trainer import config, folders, launcher, plugins
+    from trainer import config, folders, launcher
+    from trainer import config as plugins
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
@@ -111,7 +112,7 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
     from trainer.folders import is_first_process, taken
-    from trainer.interrupt import importing
+    from trainer.process import importing
     from trainer.sweep.cell_environment import starting_caches
     from trainer.sweep.composing import flags
 

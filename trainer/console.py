@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoints import DIRECTORY, LAST
-from trainer.rows import summary
+from trainer.telemetry.facts import headlines, number
 from trainer.telemetry.inference import InferenceTelemetry
+from trainer.telemetry.profile_page import profile_line
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
@@ -162,3 +163,237 @@ def announce(console: Console, record: RunRecord, run_dir: Path) -> None:
 def shown(path: Path) -> Path:
     """``path`` as a person would type it: relative to the working directory where it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+OWN_ROWS = ("parity", "profile")
+"""Parts of the report that are shown in a row of their own wording."""
+MUCH_WAITING = 0.05
+"""Share of the time spent waiting for data above which the summary says what to do."""
+
+LEAST_TERAFLOPS = 0.001
+
+
+def summary(record: RunRecord) -> dict[str, str]:
+    """The summary's rows by name; a row of which no figure exists is left out."""
+    rows = _inference(record) if record.run == "inference" else _training(record)
+    return {name: value for name, value in rows.items() if value}
+
+
+def _training(record: RunRecord) -> dict[str, str]:
+    return {
+        "strategies": record.label + _chosen(record),
+        "device": _device(record),
+        "optimizer steps": _number(record.steps, "", decimals=0),
+        **_compiled(record),
+        "first step": _number(record.first_step_seconds, " s"),
+        "warm-up": _warmup(record, "steps")
+        + (
+            f", rehearsal {number(record.rehearsal_seconds, 2)} s of it" if record.rehearsal_seconds is not None else ""
+        ),
+        "steady steps": _number(record.steady_steps_per_second, " /s")
+        + _within(" (median of {}: {})", record.steady_steps, _milliseconds(record.steady_step_seconds_median)),
+        "p95 step": _milliseconds(record.steady_step_seconds_p95),
+        "slow steps": _slow_steps(record),
+        "samples": _number(record.samples_per_second, " /s", decimals=1),
+        **_measured(record),
+        "final loss": _number(record.final_loss, "", decimals=4),
+        **{name: _number(value, "", decimals=4) for name, value in sorted(record.final_metrics.items())},
+        "skipped items": _skipped(record),
+    }
+
+
+def _chosen(record: RunRecord) -> str:
+    if "auto" not in record.report:
+        return ""
+    return f" (chose {record.report['auto']['chosen']})"
+
+
+def _inference(record: RunRecord) -> dict[str, str]:
+    mode = record.config.get("run", {})
+    source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
+    spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
+    latency = {
+        "median": record.latency_seconds_median,
+        "mean": record.latency_seconds_mean,
+        "p95": record.latency_seconds_p95,
+    }
+    return {
+        "strategies": record.label,
+        "device": _device(record),
+        "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if mode else "",
+        **_compiled(record),
+        "first batch": _number(record.first_step_seconds, " s"),
+        "warm-up": _warmup(record, "batches"),
+        "latency": ", ".join(
+            f"{name} {_milliseconds(seconds)}" for name, seconds in latency.items() if seconds is not None
+        ),
+        "timed": _within("{} batches, timed runs: {}", record.batches, record.repeats) + spread,
+        "batches": _number(record.batches_per_second, " /s"),
+        "samples": _number(record.samples_per_second, " /s", decimals=1),
+        **_measured(record),
+        "skipped items": _skipped(record),
+    }
+
+
+def _device(record: RunRecord) -> str:
+    if not record.device:
+        return ""
+    products = {"tf32": " (matrix products in TF32)", "fp32": " (no TF32 in matrix products)"}
+    stated = products.get(record.matrix_precision or "", "") if record.device_type == "cuda" else ""
+    return f"{record.device} · {record.precision}{stated}"
+
+
+def _compiled(record: RunRecord) -> dict[str, str]:
+    eager = not record.strategies
+    return {
+        "compile": "nothing to compile"
+        if eager
+        else _number(record.compile_seconds, " s", decimals=1) + _cache(record),
+        "regions compiled": "" if eager else _within("{} of {}", record.regions_compiled, record.regions),
+        "graphs / breaks / recompiles": ""
+        if eager
+        else _within("{} / {} / {}", record.graphs, record.graph_breaks, _recompiles(record)),
+        "ran eager instead": _fallbacks(record),
+        "parity with eager": _parity(record),
+        "audits": _audits(record),
+        **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
+        "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
+    }
+
+
+def _measured(record: RunRecord) -> dict[str, str]:
+    return {
+        "useful tokens": _number(record.useful_tokens_per_second, " /s", decimals=0)
+        + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
+        "TFLOP/s": _teraflops(record),
+        "waiting for data": _waiting(record),
+        "peak memory": ", ".join(
+            f"{where} {number(gib, 2)} GiB"
+            for where, gib in (("device", record.peak_device_memory_gib), ("process", record.peak_process_memory_gib))
+            if gib is not None
+        ),
+        "energy": _number(record.joules_per_sample, " J/sample", decimals=3),
+        "energy by phase": ", ".join(f"{name} {joules:,.0f} J" for name, joules in record.joules_by_phase.items()),
+        "machine": _machine(record),
+        "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
+    }
+
+
+def _teraflops(record: RunRecord) -> str:
+    """Nothing for a toy, whose rate has no digits in this unit."""
+    rate = record.teraflops_per_second
+    return "" if rate is None or rate < LEAST_TERAFLOPS else number(rate) + _utilization(record)
+
+
+def _utilization(record: RunRecord) -> str:
+    shares = [
+        f"{number(share * 100, 1)}% of the {name} {number(peak)}"
+        for name, share, peak in (
+            ("datasheet's", record.model_flops_utilization, record.peak_teraflops_datasheet),
+            ("measured", record.model_flops_utilization_measured_peak, record.peak_teraflops_measured),
+        )
+        if share is not None and peak is not None
+    ]
+    return f" ({record.matrix_precision}: {', '.join(shares)})" if shares else ""
+
+
+def _waiting(record: RunRecord) -> str:
+    share = record.data_wait_share
+    if share is None:
+        return ""
+    if share <= MUCH_WAITING:
+        return f"{share:.1%} of the time"
+    who = "the GPU" if record.device_type == "cuda" else "the loop"
+    data = record.config.get("task", {}).get("data", {})
+    advice = ": more task.data.num_workers?" if "num_workers" in data else ""
+    return f"{who} waits for data {share:.0%} of the time{advice}"
+
+
+def _machine(record: RunRecord) -> str:
+    busy = None if record.machine is None else record.machine.busy
+    return "" if busy is None else f"busy while it was measured: {busy}; measure again on a quiet one"
+
+
+def _slow_steps(record: RunRecord) -> str:
+    if not record.slow_step_count:
+        return ""
+    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in record.slow_step_causes.items())
+    return f"{record.slow_step_count} took ten times the median or more: {causes}"
+
+
+def _skipped(record: RunRecord) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count)
+
+
+def _number(value: float | None, unit: str, *, decimals: int = 2) -> str:
+    """``value`` with its unit; nothing where it does not exist."""
+    return "" if value is None else number(value, decimals) + unit
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _number(None if seconds is None else seconds * 1e3, " ms")
+
+
+def _within(form: str, *values: int | str | None) -> str:
+    """``form`` filled with numbers that belong together; nothing where one of them does not exist."""
+    if any(value is None or value == "" for value in values):
+        return ""
+    return form.format(*(f"{value:,}" if isinstance(value, int) else value for value in values))
+
+
+def _warmup(record: RunRecord, unit: str) -> str:
+    return _within(f"{{}} in {{}} {unit}", _number(record.warmup_seconds, " s"), record.warmup_steps)
+
+
+def _recompiles(record: RunRecord) -> str:
+    validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
+    return _number(record.recompiles, "", decimals=0) + (
+        f" ({validating} of them validation's own graphs)" if validating else ""
+    )
+
+
+def _fallbacks(record: RunRecord) -> str:
+    if record.ended_in_eager:
+        return f"all of it: {next(iter(record.eager_parts.values())).splitlines()[0]}"
+    fallbacks = [event for event in record.events if event.kind == "fallback"]
+    return f"{len(fallbacks)} times; first: {fallbacks[0].reason.splitlines()[0]}" if fallbacks else ""
+
+
+def _parity(record: RunRecord) -> str:
+    facts = record.report.get("parity")
+    if facts is None:
+        return ""
+    if facts["verdict"] in ("skipped", "not compared"):
+        return f"not compared: {facts['reason']}"
+    if "outputs" in facts:
+        outputs = facts["outputs"]
+        return f"{facts['verdict']} (outputs {_apart(outputs)})"
+    seen = "loss" if "loss" in facts else "gradient_norm"  # a step by hand may show no loss
+    before = f" in the run of {facts['compared']}" if "compared" in facts else ""
+    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {_apart(facts[seen])})"
+
+
+def _apart(facts: dict[str, float | None]) -> str:
+    apart, tolerance = (  # JSON has no word for infinity
+        "infinitely far" if facts[name] is None else f"{facts[name]:.1e}" for name in ("difference", "tolerance")
+    )
+    return f"{apart} apart, tolerance {tolerance}"
+
+
+def _audits(record: RunRecord) -> str:
+    audits = record.audits
+    if audits is None:
+        return ""
+    if not audits.steps:
+        return f"{audits.verdict}: {audits.reason}"
+    worst = [
+        f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
+        for kind, one in sorted(audits.worst.items(), key=lambda item: item[1].share)
+    ]
+    left_out = [f"{kind} not compared" for kind in audits.not_compared]
+    seen = "; ".join([*worst[::-1], *left_out])
+    return f"{audits.verdict}: {len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}; {seen}"
+
+
+def _cache(record: RunRecord) -> str:
+    return f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""

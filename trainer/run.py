@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning as L
@@ -10,23 +13,19 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from strategies.credentials import hidden
+from strategies.errors import one_line, out_of_memory
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of, task_options
-from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
+from trainer.callback import Compile
+from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
+from trainer.console import ERROR_LOG, ProgressView, announce, shown, summary, tell
 from trainer.described import described
 from trainer.folders import claim
-from trainer.inference.job import Inferring
-from trainer.interrupt import Interrupted, StopRequest, undisturbed
-from trainer.job import Job
-from trainer.nonfinite import FiniteLosses, NonFiniteLoss
-from trainer.reasons import one_line, out_of_memory
-from trainer.resuming import Resuming
-from trainer.run_modes import Inference
-from trainer.settings import Config
+from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
+from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
+from trainer.settings import Config, Inference
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
-from trainer.torch_settings import process_settings
 
 
 def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
@@ -50,8 +49,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     """
     console = Console(quiet=not is_first_process())
     record = new_record(config, command)
-    kind = Inferring if isinstance(config.run, Inference) else Training
-    job: Job = kind(config, record, run_dir, console)
+    job = _job(config, record, run_dir, console)
     replaced = claim(record, run_dir, config.resume) if is_first_process() else None
     refused = False
     ended: SystemExit | None = None
@@ -95,6 +93,14 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     return record
 
 
+def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
+    if not isinstance(config.run, Inference):
+        return Training(config, record, run_dir, console)
+    from trainer.inference.job import Inferring  # a Job, too
+
+    return Inferring(config, record, run_dir, console)
+
+
 def _log_error(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -115,6 +121,53 @@ def new_record(config: Config, command: list[str]) -> RunRecord:
     record.versions = hardware.versions()
     record.import_seconds = hardware.process_age_seconds()
     return record
+
+
+class Job:
+    """The parts of one run, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
+
+    def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
+        self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
+        self._compile: Compile | None = None
+        self._stop: StopRequest | None = None
+
+    @property
+    def stopping(self) -> int | None:
+        """The signal that asked the run to stop, if one did."""
+        return None if self._stop is None else self._stop.signum
+
+    @property
+    def started(self) -> bool:
+        """Whether a step was begun."""
+        raise NotImplementedError
+
+    def go(self, stop: StopRequest) -> None:
+        """Build everything and run to the end, to an error or to a stop."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Write the last TensorBoard pages; whatever is wrong with them, the record is still to be saved."""
+        if self._compile is None:
+            return
+        try:
+            self._compile.close_pages(summary(self._record))
+        except Exception as error:  # a full disk; or a signal to the group, which broke off Lightning's closing of them
+            note = f"TensorBoard's last pages were not written: {one_line(error)}"
+            self._record.notes.append(note)
+            self._console.print(note)
+
+    @contextlib.contextmanager
+    def _loading(self, checkpoint: Path | None) -> Iterator[None]:
+        """A checkpoint that does not fit, found before the first step, is the user's: ValueError in one line."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if checkpoint is not None and not self.started and re.search("state_dict|loaded state dict", str(error)):
+                raise ValueError(
+                    f"resume={self._config.resume}: the checkpoint belongs to another model than this: "
+                    f"{one_line(error)}"
+                ) from error
+            raise
 
 
 class Training(Job):

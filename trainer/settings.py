@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from strategies.base import Strategy
 from strategies.compose import ordered
 from tasks.base import Task
-from trainer.run_modes import Inference, RunMode, Train
 
 PRECISIONS = (
     "auto",
@@ -35,6 +35,10 @@ PROFILE = ("off", "on")
 MOST_PROFILE_STEPS = 100
 """Each step adds thousands of events to a trace, and a viewer has to load them all."""
 REPEAT = ("cold", "warm")
+
+STEPS = ("predict", "validation")
+GRAD_MODES = ("inference_mode", "no_grad")
+SOURCES = ("device", "loader")
 
 AT_LEAST: dict[str, int] = {
     "max_steps": 1,
@@ -106,6 +110,63 @@ class TrainerConfig:
             complaints.append(f"trainer.devices={self.devices} must be at least 1, or -1 for all")
         if complaints:
             raise ValueError("\n".join(complaints))
+
+
+@dataclass(kw_only=True, slots=True)
+class RunMode:
+    """Base of what can be done with a task."""
+
+    name: ClassVar[str] = "run"
+    """Value of ``run=`` and of ``RunRecord.run``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Train(RunMode):
+    """Train the task, with validations and checkpoints; how long is for ``trainer`` to say."""
+
+    name: ClassVar[str] = "train"
+
+
+@dataclass(kw_only=True, slots=True)
+class Inference(RunMode):
+    """Run the task's forward alone, without gradients, and time it batch by batch; no optimizer, no checkpoints."""
+
+    name: ClassVar[str] = "inference"
+
+    step: str = "predict"
+    """One of ``STEPS``: the module's ``predict_step`` or its ``validation_step``."""
+    grad_mode: str = "inference_mode"
+    """One of ``GRAD_MODES``: the context of torch that switches gradients off."""
+    source: str = "device"
+    """One of ``SOURCES``: the first few batches, moved to the device once and taken in turns; or the loader, with the
+    time that loading and copying take."""
+    batches: int = 100
+    """Batches of one timed run."""
+    repeats: int = 5
+    """Timed runs."""
+    warmup_batches: int = 10
+    """Batches before the first timed run; more where every distinct batch needs its turn."""
+    distinct_batches: int = 8
+    """Batches that are moved to the device for ``source=device``."""
+
+    def __post_init__(self) -> None:
+        """Check every field. Raises one ValueError that holds all complaints, a line each."""
+        complaints = [
+            f"run.{name}={getattr(self, name)!r} is not one of {choices}"
+            for name, choices in (("step", STEPS), ("grad_mode", GRAD_MODES), ("source", SOURCES))
+            if getattr(self, name) not in choices
+        ]
+        complaints += [
+            f"run.{name}={getattr(self, name)} must be at least 1"
+            for name in ("batches", "repeats", "warmup_batches", "distinct_batches")
+            if getattr(self, name) < 1
+        ]
+        if complaints:
+            raise ValueError("\n".join(complaints))
+
+
+RUN_MODES: dict[str, type[RunMode]] = {mode.name: mode for mode in (Train, Inference)}
+"""What ``run=`` takes."""
 
 
 @dataclass(kw_only=True, slots=True)

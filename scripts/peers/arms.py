@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scripts.hand_loop import HandLoop, optimizer_and_schedule, placed
 from scripts.peers.loop import LoopTrainer
-from trainer.precision import device_of, precision_arguments, resolve_precision
+from trainer.build import device_of, precision_arguments, resolve_precision
 from trainer.settings import Config
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages

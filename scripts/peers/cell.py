@@ -14,8 +14,8 @@ from pathlib import Path
 
 from scripts.peers.names import OVERRIDE, PEERS, refuse, refuse_workload
 from trainer import errors
-from trainer.compose import compose
-from trainer.interrupt import importing
+from trainer.config import compose
+from trainer.process import importing
 from trainer.sweep.cell_environment import end_with_parent, starting_caches
 
 REFUSED = 2

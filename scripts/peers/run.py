@@ -13,18 +13,17 @@ import torch
 from scripts.peers.arms import ARMS, Work
 from scripts.peers.names import PEERS, mark
 from strategies.credentials import hidden
+from strategies.errors import one_line
 from trainer.build import batch_counter, note_machine
+from trainer.callback import fill_in
 from trainer.console import ERROR_LOG
-from trainer.filled_record import fill_in
-from trainer.interrupt import Interrupted, StopRequest
-from trainer.reasons import one_line
+from trainer.process import Interrupted, StopRequest, process_settings
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
-from trainer.torch_settings import process_settings
 
 TORCH = Path(torch.__file__).parent
 

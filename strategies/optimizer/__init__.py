@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -87,6 +88,23 @@ class Optimizer(CompileOptions):
         if self.clip:
             fold_clipping(program.module)
 
+    def is_compiled(self, program: Program) -> bool:
+        """Whether any optimizer's step is compiled, or to be."""
+        from strategies.optimizer.step import installed
+
+        updates = [installed(optimizer) for optimizer in program.optimizers]
+        forms = [getattr(update, "form", "eager") for update in updates]
+        return self.name not in program.eager_parts or any(form != "eager" for form in forms)
+
+    def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
+        """Let the optimizers take torch's own step inside."""
+        from strategies.optimizer.step import own_step
+
+        stack = contextlib.ExitStack()
+        for optimizer in program.optimizers:
+            stack.enter_context(own_step(optimizer))
+        return stack
+
     def end(self, program: Program) -> None:
         """Give every optimizer its own step back, and Lightning its clipping."""
         from strategies.optimizer.functional import FunctionalUpdate
@@ -147,7 +165,7 @@ class Optimizer(CompileOptions):
         program.eager_parts[self.name] = line
 
     def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
-        from strategies.graph_engine import CudaEngine
+        from strategies.cuda_graph.capture import CudaEngine
         from strategies.optimizer.graphs import Replays
 
         devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
@@ -207,7 +225,7 @@ def _is_special(optimizer: torch.optim.Optimizer) -> bool:
 
 def _places(program: Program) -> dict[Tensor, str]:
     """The repeated block that each parameter lies in, for those that lie in one."""
-    from strategies.blocks import expand_blocks, find_containers
+    from strategies.regions import expand_blocks, find_containers
 
     containers = list(program.blocks) or [found.path for found in find_containers(program.module)]
     return {

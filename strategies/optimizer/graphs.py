@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.graph_engine import CannotCapture, Engine, first_line
+from strategies.cuda_graph.capture import CannotCapture, Engine, first_line
 from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import DeviceScalar, installed
 

@@ -6,9 +6,10 @@ optimizer call it as before. The closure runs before the update and is not compi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +94,23 @@ def uninstall(optimizer: torch.optim.Optimizer) -> None:
             delattr(optimizer, name)
         else:
             setattr(optimizer, name, value)
+
+
+@contextlib.contextmanager
+def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
+    attributes = vars(optimizer)
+    if ATTRIBUTE not in attributes:
+        yield
+        return
+    kept, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
+    _, before = kept
+    if before is not None:
+        attributes["step"] = before
+    try:
+        yield
+    finally:
+        attributes[ATTRIBUTE], attributes["step"] = kept, step
 
 
 def _call_first(update: Any) -> None:

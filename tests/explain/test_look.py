@@ -15,7 +15,7 @@ from strategies import Cached, Modular, Optimizer, Part, Regional, Strategy, Who
 from tests.explain import planted
 from tests.explain.planted import Trained, like, loader
 from tests.trainer.runs import SMALLEST
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.explain.backends import backends_of, prepared, strict
 from trainer.explain.explanation import Explanation
 from trainer.explain.look import Options, explain, explain_module
@@ -129,7 +129,7 @@ def test_a_module_keeps_its_class_keys_and_calls() -> None:
 
 
 def test_too_many_recompiles_are_a_failure_that_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
     module, sizes = Trained(planted.Planted()), like(2, 3, 4, 5, 6)
     explanation = explain_module(module, loader(sizes), [Whole(dynamic=False)], EAGER, whole=["planted"])
     assert any("recompile_limit" in failure for failure in explanation.failures)

@@ -11,7 +11,7 @@ import lightning as L
 
 from tests.faults.catalogue import CATALOGUE, Planted
 from tests.faults.module import Small, batches, train
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 
 PRECISIONS = ("32-true", "bf16-mixed")
 STEPS = 8

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from strategies import Optimizer, Regional, Strategy, Whole
 from tests.faults.module import LENGTH, ROWS, WIDTH, Small, batches, train
 from tests.trainer.manual_modules import Adversaries
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 
 
 class Tied(Small):

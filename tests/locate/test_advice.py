@@ -8,7 +8,7 @@ import pytest
 
 from strategies import Modular, Regional, Whole
 from strategies.optimizer import Optimizer
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.locate.advice import command_line, modular_overrides, wildcards, with_changes, written
 from trainer.locate.trial import OPTIMIZER, Node, Site
 

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.bisect import main
 from tests.conftest import ROOT
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.run import run
 
 PLUGIN = """
@@ -24,7 +24,7 @@ import lightning as L
 
 from tasks import BatchCounts, Declaration, Task
 from tests.locate import planted, trained
-from trainer.plugins import register_task
+from trainer.config import register_task
 
 
 class Data(L.LightningDataModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from strategies.blocks import expand_blocks, find_containers, require_submodules
+from strategies.regions import expand_blocks, find_containers, require_submodules
 from tests.strategies.modules import Block, Holder, Stack
 
 

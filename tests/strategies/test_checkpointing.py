@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from strategies import Checkpointing, Modular, Program, Regional, Whole
 from strategies.compose import apply, begin, end, ordered
-from strategies.host_state import HostState
-from strategies.step_graphs import Observation, StepGraphs
+from strategies.cuda_graph.capture import Observation, StepGraphs
+from strategies.cuda_graph.state import HostState
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients

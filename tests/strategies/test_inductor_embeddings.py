@@ -38,6 +38,22 @@ def test_eagers_kernel_is_called_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert "torch.ops.aten.embedding_dense_backward" not in code, "torch is as it was"
 
 
+def test_torch_is_restored() -> None:
+    from torch._inductor import decomposition, lowering
+
+    def known() -> list[object]:
+        gradient = torch.ops.aten.embedding_dense_backward
+        tables = (decomposition.decompositions, lowering.lowerings, lowering.fallbacks, lowering.needs_realized_inputs)
+        return [key in table for table in tables for key in (gradient, gradient.default)]
+
+    before = known()
+    with compiler_settings({}):
+        assert known() != before
+    assert known() == before
+    with compiler_settings({}, eager_embeddings=False):
+        assert known() == before
+
+
 def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx")
     with compiler_settings({}):

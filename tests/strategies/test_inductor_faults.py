@@ -12,7 +12,7 @@ from torch._inductor.scheduler import MixOrderReduction
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
-from strategies import inductor_faults
+from strategies import torch_patches as inductor_faults
 from strategies.compose import compiler_settings
 
 B, S = (sympy.Symbol(name, integer=True, positive=True) for name in "bs")

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from strategies import STRATEGIES, Program, Stage, Strategy, Whole
 from strategies.compose import apply
-from strategies.inplace import RECOMPILE_LIMIT, uncompile
+from strategies.regions import RECOMPILE_LIMIT, uncompile
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients

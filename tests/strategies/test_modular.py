@@ -51,7 +51,7 @@ def test_a_whole_encoder_a_regional_decoder_and_an_eager_tail_have_eagers_number
 def test_parts_have_settings_of_their_own(module: nn.Module, declared: Declaration, monkeypatch: Any) -> None:
     asked: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(
-        "strategies.inplace.compile_in_place", lambda program, path, arguments, strict: asked.update({path: arguments})
+        "strategies.regions.compile_in_place", lambda program, path, arguments, strict: asked.update({path: arguments})
     )
     strategy = Modular(
         parts={

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from strategies import Program, Regional
 from strategies.base import Ragged
-from strategies.blocks import fixed_sizes
+from strategies.regions import fixed_sizes
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients

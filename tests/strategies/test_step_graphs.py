@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.graph_engine import CannotCapture, NotYet
-from strategies.host_state import HostState, Names
-from strategies.step_graphs import MAX_CHANGES, MAX_OBSERVATIONS, Observation, StateChanges, StepGraphs
+from strategies.cuda_graph.capture import (
+    MAX_CHANGES,
+    MAX_OBSERVATIONS,
+    CannotCapture,
+    NotYet,
+    Observation,
+    StateChanges,
+    StepGraphs,
+)
+from strategies.cuda_graph.state import HostState, Names
 from tests.trainer.recording import RecordingEngine
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from strategies.blocks import find_containers
+from strategies.regions import find_containers
 from tasks.language_modelling import LanguageModelling
 from tasks.models.materialise import materialise, on_meta
 from tasks.transformers_network import TransformersNetwork

@@ -10,13 +10,13 @@ import lightning as L
 
 from strategies import Program, Regional, Strategy
 from strategies.base import Stage
+from strategies.cuda_graph.capture import StepGraphs
 from strategies.optimizer.step import install
-from strategies.step_graphs import StepGraphs
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import fit
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 
 FAULT: dict[str, Any] = {"on": False, "buffers": ()}
 LONG = {"max_steps": 17, "max_epochs": -1}

@@ -15,10 +15,9 @@ from strategies import Strategy
 from tasks.base import BatchCounts, Task
 from tests.strategies.modules import Block
 from tests.trainer.runs import overrides
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.run import run
-from trainer.run_modes import Inference
-from trainer.settings import Config, TrainerConfig
+from trainer.settings import Config, Inference, TrainerConfig
 from trainer.telemetry.record import RunRecord
 
 SHORT = (

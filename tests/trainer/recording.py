@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.as_capturing import as_capturing
+from strategies.torch_patches import as_capturing
 
 aten = torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}

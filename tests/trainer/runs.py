@@ -9,7 +9,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from strategies import STRATEGIES, Stage
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.run import run
 from trainer.telemetry.record import RunRecord
 

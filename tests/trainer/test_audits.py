@@ -26,9 +26,9 @@ from tests.trainer.audited import (
 )
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks
-from trainer.parity.audits import Audits
-from trainer.parity.comparison import Judge, rounding_unit
-from trainer.parity.forward import EagerSeen, buffer_tolerances, distances, no_noise
+from trainer.guards.audits import Audits
+from trainer.guards.compare import Judge, no_noise, rounding_unit
+from trainer.guards.forward import EagerSeen, buffer_tolerances, distances
 
 
 def test_a_forward_that_goes_wrong_at_step_3_ends_the_run_at_the_next_audit(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
 
 
 def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
-    from trainer.parity import audit_schedule, forward
+    from trainer.guards.forward import EagerForward
     from trainer.telemetry import telemetry
 
     taken: list[float] = []
@@ -172,7 +172,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
         def perf_counter(cls) -> float:
             return cls.now
 
-    look = forward.EagerForward.look
+    look = EagerForward.run
 
     def slow(self: Any, arguments: Any) -> Any:
         Clock.now += 0.2
@@ -185,8 +185,8 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(telemetry, "time", Clock)
-        patch.setattr(audit_schedule, "time", Clock)
-        patch.setattr(forward.EagerForward, "look", slow)
+        patch.setattr("trainer.guards.schedule.time", Clock)
+        patch.setattr(EagerForward, "run", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
     assert record.audits.steps[:5] == [1, 2, 4, 8, 16]
@@ -196,15 +196,15 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
 
 
 def test_audited_seconds_are_no_part_of_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.parity.forward import EagerForward
+    from trainer.guards.forward import EagerForward
 
-    look = EagerForward.look
+    look = EagerForward.run
 
     def slow(self: Any, arguments: Any) -> Any:
         CLOCK.sleep(100.0)
         return look(self, arguments)
 
-    monkeypatch.setattr(EagerForward, "look", slow)
+    monkeypatch.setattr(EagerForward, "run", slow)
     stop_time(monkeypatch)
     _, record, _ = audited(Blocks(), tmp_path, regional("eager"))
     assert record.audits.steps[:4] == [1, 2, 4, 8]
@@ -247,7 +247,7 @@ def test_what_is_not_audited_says_why(tmp_path: Path) -> None:
 
 
 def test_record_summary_and_tensorboard_tell_of_them(tmp_path: Path) -> None:
-    from trainer.rows import summary
+    from trainer.console import summary
 
     record = train(tmp_path, strategy="regional")
     assert record.audits is not None

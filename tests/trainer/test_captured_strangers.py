@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Regional, Strategy
-from strategies.as_capturing import as_capturing
+from strategies.torch_patches import as_capturing
 from tests.strangers import cases, loader, make
 from tests.trainer.conftest import FLOOR
 from tests.trainer.recording import RecordingEngine
@@ -92,7 +92,7 @@ def test_the_stand_in_refuses_what_a_capture_on_a_gpu_does(call: Any) -> None:
 
 
 def test_who_asks_gets_the_answer_of_a_capture_and_torch_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.as_capturing._asked", lambda: False)
+    monkeypatch.setattr("strategies.torch_patches._asked", lambda: False)
     asked = torch.cuda.is_current_stream_capturing
     as_torch = {"__name__": "torch._dynamo.convert_frame", "asked": asked}
     with as_capturing():

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from strategies import STRATEGIES, Regional, Whole
+from strategies.errors import one_line
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import MODULE_STRATEGIES, train
 from trainer.callback import Compile, CompiledNothing
-from trainer.reasons import one_line
 from trainer.telemetry.record import RunRecord
 
 
@@ -178,7 +178,7 @@ class Growing(Blocks):
 def test_a_strict_recompile_limit_that_is_reached_is_one_line_at_its_step(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
     compile_ = Compile([strategy], parity="off")
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
         fit(Growing(), tmp_path, [compile_])

@@ -29,7 +29,7 @@ from tests.trainer.runs import (
     relative_differences,
     train,
 )
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.telemetry.record import RunRecord
 
 ALWAYS = (

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
-from trainer.rows import summary
+from trainer.console import summary
 from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.record import RunRecord
 

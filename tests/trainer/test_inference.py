@@ -15,7 +15,7 @@ from strategies import STRATEGIES
 from tasks.models.captioner_module import Captioner
 from tests.trainer.inferences import BATCHES, REPEATS, Plain, infer, infer_with
 from tests.trainer.runs import MODULE_STRATEGIES, curve, last_checkpoint, train
-from trainer.run_modes import Inference
+from trainer.settings import Inference
 from trainer.telemetry.record import RunRecord
 
 OF_INFERENCE = sorted(name for name, strategy in STRATEGIES.items() if strategy.training_only is None)

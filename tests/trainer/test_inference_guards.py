@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strategies import CudaGraph, Program, Regional
-from strategies.step_graphs import StepGraphs
+from strategies.cuda_graph.capture import StepGraphs
 from tests.strategies import backends
 from tests.trainer.guarded import backend, scaled
 from tests.trainer.inferences import Plain, Quiet, infer_with

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasks.language_modelling import LanguageModelling
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.run import run
 
 SMOKE = ("gpt2_smoke", "llama_7b_smoke")

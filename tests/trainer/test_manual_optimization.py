@@ -17,9 +17,9 @@ from tests.strategies import backends
 from tests.trainer import guarded, ragged_modules
 from tests.trainer.clock import CLOCK
 from tests.trainer.manual_modules import Accumulates, Adversaries
+from trainer.build import Fp16Mixed
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
-from trainer.precision import Fp16Mixed
+from trainer.guards.compare import ParityError
 
 
 class End(L.Callback):

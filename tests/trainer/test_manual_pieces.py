@@ -15,16 +15,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from strategies import Program, Whole
+from strategies.loop import Span
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
-from trainer.parity.by_hand import Span
-from trainer.parity.comparison import Comparison
-from trainer.parity.draws import region_draws
-from trainer.parity.sight import Displaced, Sight, around_steps
+from trainer.guards.compare import Comparison, Displaced, StepRecorder, around_steps
+from trainer.guards.draws import region_draws
+from trainer.guards.slowdown import take_sample
+from trainer.guards.snapshot import Snapshot
 from trainer.passes import Passes, why_not
-from trainer.snapshot import Snapshot
-from trainer.watchdog import take_sample
 
 UNIT = 2.0**-24
 
@@ -123,7 +122,7 @@ def test_all_that_a_step_by_hand_changes_comes_back(fails: bool, tmp_path: Path)
             )
 
         before = state()
-        snapshot = Snapshot(trainer, batch)
+        snapshot = Snapshot(passes, batch)
         module.fails = fails
         for _ in range(2):
             with pytest.raises(LookupError) if fails else contextlib.nullcontext():
@@ -145,7 +144,7 @@ def test_weights_are_one_rounding_off_but_for_the_optimizers_step() -> None:
     parameters = [*layer.parameters(), *clamped.parameters()]
     exact = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    sight, at_step = Sight(parameters), []
+    sight, at_step = StepRecorder(parameters), []
 
     def as_stepped(optimizer: torch.optim.Optimizer) -> None:
         at_step.append([parameter.detach().clone() for parameter in layer.parameters()])
@@ -179,8 +178,7 @@ def test_several_losses_are_one_vector_and_none_are_no_figure() -> None:
     several = Comparison(module, lambda tensor: tensor.detach())
     several.see_reference(torch.tensor([3.0, 4.0, float("nan")]))
     for losses, apart in (([3.0, 4.5, float("nan")], 0.1), ([3.0, 4.0, 1.0], float("inf")), ([3.0, 4.0], float("inf"))):
-        several.see(torch.tensor(losses))
-        assert several._seen[0] == pytest.approx(apart)
+        assert several.see(torch.tensor(losses)).loss == pytest.approx(apart)
     none = Comparison(module, lambda tensor: tensor.detach())
     none.see_reference(torch.empty(0))
     assert none.loss is None
@@ -198,9 +196,9 @@ def test_only_what_a_region_draws_counts() -> None:
 
 
 def test_seconds_are_those_of_one_optimizer_step() -> None:
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"), broadcast=lambda value: value))
+    loop: Any = SimpleNamespace(device=torch.device("cpu"), broadcast=lambda value: value)
     calls: list[int] = []
-    sample = take_sample(trainer, Program(module=nn.Linear(1, 1)), lambda: calls.append(1), steps=10**9)  # type: ignore[arg-type]
+    sample = take_sample(loop, Program(module=nn.Linear(1, 1)), lambda: calls.append(1), steps=10**9)
     assert len(calls) == 6
     assert sample.eager_median < 1e-9
 

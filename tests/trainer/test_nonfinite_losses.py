@@ -20,8 +20,8 @@ from tests.trainer.runs import last_checkpoint, train
 from tests.trainer.two_processes import said_by_two
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints
-from trainer.interrupt import StopRequest
-from trainer.nonfinite import FiniteLosses, NonFiniteLoss
+from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
+from trainer.process import StopRequest
 from trainer.telemetry.record import RunRecord
 
 training_step = Captioner.training_step

@@ -18,8 +18,8 @@ from strategies import Program, Regional, Stage, Strategy
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
-from trainer.parity.comparison import Differences, Judge, ParityError, perturb, rounding_unit
-from trainer.rows import summary
+from trainer.console import summary
+from trainer.guards.compare import Differences, Judge, ParityError, perturb, rounding_unit
 
 
 def refused(backend: str, tmp_path: Path, parity: str = "on", module: Blocks | None = None) -> tuple[str, Any]:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import Optimizer, Strategy
 from tests.trainer.runs import curve, relative_differences, train
 from tests.trainer.test_step_capture import Recorded
+from trainer.build import Fp16Mixed
 from trainer.callback import Compile
-from trainer.precision import Fp16Mixed
 from trainer.telemetry.record import RunRecord
 
 

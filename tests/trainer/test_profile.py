@@ -16,8 +16,8 @@ from torch._C._autograd import DeviceType
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import events_of, train
 from trainer.callback import Compile
-from trainer.compose import compose
-from trainer.rows import summary
+from trainer.config import compose
+from trainer.console import summary
 from trainer.telemetry import profile
 from trainer.telemetry.profile_page import profile_line, profile_page, with_idle_share
 from trainer.telemetry.record import RunRecord

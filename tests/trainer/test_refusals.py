@@ -12,7 +12,7 @@ from tasks import room
 from tasks.captioning import Captioning
 from tasks.data.shapes import Shapes
 from tasks.micro import Micro
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.run import run
 from trainer.settings import Config, TrainerConfig
 

@@ -16,7 +16,7 @@ from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.compose import compose
+from trainer.config import compose
 
 
 def state(module: L.LightningModule) -> dict[str, Tensor]:

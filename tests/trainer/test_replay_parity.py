@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from strategies import Program
-from strategies.step_graphs import StepGraphs
+from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.test_step_capture import Net, Recorded, fit
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
+from trainer.guards.compare import ParityError
 
 
 class Forgetful(RecordingEngine):

@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer.runs import last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step
-from trainer.resuming import changes
+from trainer.checkpoints import changes
 
 STEPS = 3
 

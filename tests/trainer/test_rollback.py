@@ -19,7 +19,7 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.rollback import CompileFailed, Rollback
+from trainer.guards.rollback import CompileFailed, Rollback
 
 
 class Odd(nn.Module):
@@ -187,7 +187,7 @@ def test_an_optimizer_that_does_not_compile_steps_eager(tmp_path: Path) -> None:
 
 def test_with_several_processes_a_late_failure_ends_the_run_with_what_to_do() -> None:
     class OneOfTwo:
-        world_size, global_step = 2, 7
+        world_size, steps_done = 2, 7
 
     module = nn.Sequential(Block())
     program = Program(module=module)

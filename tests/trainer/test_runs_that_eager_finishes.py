@@ -20,9 +20,9 @@ from tests.trainer.lightning_modules import Blocks, fit
 from trainer.auto import chooser, trial
 from trainer.auto import trial as candidates
 from trainer.callback import Compile
-from trainer.parity.comparison import ParityError
-from trainer.rehearsal import Rehearsal
-from trainer.rollback import CompileFailed
+from trainer.guards.compare import ParityError
+from trainer.guards.preflight import Preflight
+from trainer.guards.rollback import CompileFailed
 
 
 class ReadsInLoop(nn.Module):
@@ -90,7 +90,7 @@ class CountingInLoop(ReadsInLoop):
 def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
     fullgraph: bool, parity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 4)
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(CountingBlocks(), tmp_path, [], max_steps=10)
     module, compile_ = CountingBlocks(), Compile([Regional(backend="aot_eager", fullgraph=fullgraph)], parity=parity)
     with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0.*self\.steps == \d.*make it a tensor"):
@@ -107,7 +107,7 @@ def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
 def test_the_limit_within_a_region_whose_own_frame_is_left_out_is_that_regions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 4)
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(WithNet(CountingInLoop()), tmp_path, [], max_steps=10)
     module, compile_ = WithNet(CountingInLoop()), Compile([Whole(backend="aot_eager")], whole=["net"])
     with pytest.warns(UserWarning, match="on_recompile_limit=eager: net runs eager.*steps"):
@@ -124,7 +124,7 @@ class Growing(Blocks):
 
 
 def test_where_a_size_was_the_reason_padding_is_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
     eager = fit(Growing(), tmp_path, [])
     compile_ = Compile([Regional(dynamic=False, backend="aot_eager")])
     with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: .*size mismatch.*pad to a few lengths"):
@@ -152,7 +152,7 @@ class NumberedBlocks(Blocks):
 def test_the_limit_before_the_first_step_leaves_that_kind_eager_and_the_others_compiled(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.inplace.RECOMPILE_LIMIT", 4)
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(NumberedBlocks(), tmp_path, [])
     compile_ = Compile([Regional(backend="aot_eager", blocks=["layers"], parts=["head"])], **options)
     with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0, .* and 3 more runs eager.*number"):
@@ -337,7 +337,7 @@ def test_what_auto_chose_and_is_not_eagers_model_runs_eager(tmp_path: Path, monk
     def differs(*_: Any) -> Any:
         raise ParityError("planted difference", {"verdict": "failed"})
 
-    monkeypatch.setattr(Rehearsal, "_compare", differs)
+    monkeypatch.setattr(Preflight, "_compare", differs)
     compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
     with pytest.warns(UserWarning, match="compile=auto: .*planted difference"):
         assert fit(Blocks(), tmp_path, [compile_]) == eager

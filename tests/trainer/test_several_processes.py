@@ -26,7 +26,7 @@ from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks
 from trainer.auto import candidates
 from trainer.callback import Compile
-from trainer.findings import CompilerWatch
+from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.scalars import added_up
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.interrupt import Interrupted, StopRequest, importing, present_handlers, undisturbed
+from trainer.process import Interrupted, StopRequest, importing, present_handlers, undisturbed
 
 
 @pytest.fixture(autouse=True)

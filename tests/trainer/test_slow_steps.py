@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.trainer.clock import CLOCK, stop_time
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
-from trainer.rows import summary
+from trainer.console import summary
 from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.marks import SeenShapes, shape_of
 from trainer.telemetry.meter import Step

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import CONF
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.run import run
 
 SMOKE = sorted(file.stem for file in (Path(CONF) / "experiment").glob("*smoke.yaml"))

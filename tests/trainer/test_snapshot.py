@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks, fit
-from trainer.snapshot import Snapshot
+from trainer.guards.snapshot import Snapshot
+from trainer.loops.lightning import LightningLoop
 
 
 @dataclasses.dataclass
@@ -54,7 +55,7 @@ class Spoils(L.Callback):
 
         torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
         states = torch.get_rng_state(), random.getstate()
-        snapshot = Snapshot(trainer, batch)
+        snapshot = Snapshot(LightningLoop(trainer), batch)
         for _ in range(2):  # it can be restored any number of times
             self.draws(module)
             with torch.no_grad():
@@ -128,7 +129,7 @@ def test_optimizer_state_that_was_not_there_is_gone_again(stepped: bool, tmp_pat
             if trainer.global_step == int(stepped):
                 optimizer = trainer.optimizers[0]
                 states = len(optimizer.state)
-                snapshot = Snapshot(trainer, batch)
+                snapshot = Snapshot(LightningLoop(trainer), batch)
                 for parameter in pl_module.parameters():
                     parameter.grad = torch.ones_like(parameter)
                 type(optimizer).step(optimizer)
@@ -153,7 +154,7 @@ def test_no_tensor_is_printed_to_name_what_is_kept(tmp_path: Path, monkeypatch: 
             assert trainer.optimizers[0].state
             with monkeypatch.context() as patched:
                 patched.setattr(Tensor, "__format__", printing)
-                Snapshot(trainer, None)
+                Snapshot(LightningLoop(trainer), None)
 
     fit(Traceable(), tmp_path, [Takes()], max_steps=2)
     assert not printed
@@ -166,7 +167,7 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
                 return
             weight, mean = pl_module.stem.weight, pl_module.layers[0].norm.running_mean
             before, statistics, drawn = weight.detach().clone(), mean.clone(), torch.get_rng_state()
-            snapshot = Snapshot(trainer, batch, weights=False)
+            snapshot = Snapshot(LightningLoop(trainer), batch, weights=False)
             kept = {id(tensor) for tensor, _ in snapshot._tensors.values()}
             assert not kept & {id(parameter) for parameter in pl_module.parameters()}, "no second copy of the weights"
             assert not kept & {id(state["exp_avg"]) for state in trainer.optimizers[0].state.values()}
@@ -242,7 +243,7 @@ class Draws(Blocks):
 def on_step(module: L.LightningModule, tmp_path: Path, look: Callable[[Snapshot, Any], None]) -> None:
     class Looks(L.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            look(Snapshot(trainer, batch), batch)
+            look(Snapshot(LightningLoop(trainer), batch), batch)
 
     fit(module, tmp_path, [Looks()], max_steps=1)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Program, Strategy
 from strategies.base import Stage
-from strategies.step_graphs import StepGraphs
+from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
 

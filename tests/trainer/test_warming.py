@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from strategies import Buckets, Regional
 from tests.trainer.guarded import Noisy
 from trainer.callback import Compile
-from trainer.warming import RecompileError
+from trainer.guards.preflight import RecompileError
 
 LENGTHS = [3, 4, 8, 7, 4, 2, 8, 6, 3, 4, 5, 8, 4, 1, 7, 8]
 

@@ -17,7 +17,7 @@ from tests.trainer import guarded
 from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
-from trainer.watchdog import STEADY_STEPS, Sample
+from trainer.guards.slowdown import STEADY_STEPS, Sample
 
 STEPS = STEADY_STEPS + 6
 SECONDS = 0.004

@@ -11,16 +11,16 @@ import lightning as L
 from strategies import STRATEGIES, Program, Strategy
 from strategies.auto import Auto
 from strategies.cached.session import facts_of, fingerprint_of
+from strategies.errors import one_line
 from strategies.prepare import is_prepared
 from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row, best, decision_line, next_trial
 from trainer.auto.remembered import Remembered, directory, program_facts
 from trainer.auto.trial import Candidate, Trials, prepare
-from trainer.findings import shapes_of
-from trainer.host_effects import reasons_against
+from trainer.guards.preflight import shapes_of
+from trainer.guards.slowdown import Sample
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import SkippedStep, why_not
-from trainer.reasons import one_line
 from trainer.telemetry.telemetry import Telemetry
-from trainer.watchdog import Sample
 
 ENDLESS = 1_000_000
 """Steps that are planned for a run whose length nobody knows."""
@@ -125,7 +125,9 @@ class Chooser:
         if any(strategy.captures_step for strategy in program.strategies):
             return "always"
         wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and trainer.world_size == 1
-        reasons = [*reasons_against(trainer)] or self._trials.reasons_against_capture(batch) if wanted else []
+        reasons = list(LightningLoop(trainer).why_not_capture()) if wanted else []
+        if wanted and not reasons:
+            reasons = self._trials.reasons_against_capture(batch)
         if reasons:
             program.notes.append(f"auto: no step is captured: {reasons[0]}")
         return "maybe" if wanted and not reasons else "no"

@@ -16,20 +16,19 @@ from torch import nn
 
 from strategies import STRATEGIES, Program, Strategy
 from strategies.base import Region
-from strategies.compile_errors import is_out_of_memory
-from strategies.compose import compiler_settings
-from strategies.graph_engine import CudaEngine, first_line
-from strategies.inplace import uncompile
+from strategies.compose import compiler_settings, eager
+from strategies.cuda_graph.capture import CudaEngine, first_line
+from strategies.cuda_graph.steps import observed
+from strategies.errors import is_out_of_memory, one_line
 from strategies.prepare import Preparation, is_prepared
+from strategies.regions import uncompile
 from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
-from trainer.eager import eager
-from trainer.host_effects import observed
+from trainer.guards.slowdown import seconds_of
+from trainer.guards.snapshot import Snapshot
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes, SkippedStep
-from trainer.reasons import one_line
-from trainer.snapshot import Snapshot
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
-from trainer.timed import seconds_of
 
 NO_MEMORY = "it needs more memory than there is"
 
@@ -73,13 +72,13 @@ class Trials:
     def reasons_against_capture(self, batch: Any) -> list[str]:
         """What a step does on the host that a graph would not repeat; everything is put back."""
         with self._passes.quiet():
-            snapshot = Snapshot(self._trainer, batch, weights=False)
+            snapshot = Snapshot(LightningLoop(self._trainer), batch, weights=False)
             if snapshot.lost is not None:
                 return [snapshot.lost]
             try:
                 with eager(self._program), torch.no_grad(), contextlib.suppress(Exception):
                     self._passes.forward(batch)  # what only the first step does, it has done then
-                return observed(self._trainer, self._program, batch, lambda: self._passes.forward(batch)).problems
+                return observed(self._passes, self._program, batch, lambda: self._passes.forward(batch)).problems
             finally:
                 snapshot.restore()
 
@@ -99,7 +98,7 @@ class Trials:
         """Try ``module`` and write what came out into it. Raises what eager itself cannot do."""
         began = time.perf_counter()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._trainer, batch)
+            self._snapshot = Snapshot(LightningLoop(self._trainer), batch)
             if self._snapshot.lost is not None:
                 raise SkippedStep(self._snapshot.lost)
         self._telemetry.phase = f"timing {module.name}"

@@ -19,8 +19,8 @@ from typing import Any
 import lightning as L
 
 from strategies import Strategy
-from strategies.compile_errors import is_compile_error
 from strategies.compose import label
+from strategies.errors import is_compile_error, one_line
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
 from trainer.explain import source
@@ -29,11 +29,10 @@ from trainer.explain.backends import prepared, strict
 from trainer.explain.compiler import quiet_compiler
 from trainer.explain.explanation import Explanation
 from trainer.explain.watching import Watching
-from trainer.reasons import one_line
+from trainer.guards.rollback import throwaway, throwaway_trainer
+from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
-from trainer.throwaway import throwaway, throwaway_trainer
-from trainer.torch_settings import process_settings
 
 VALIDATION_BATCHES = 2
 MOST_STEPS = 1_000_000_000

@@ -10,8 +10,8 @@ import lightning as L
 from lightning.pytorch.trainer.states import RunningStage
 
 from strategies import Program
+from strategies.compose import eager
 from trainer.callback import Compile
-from trainer.eager import eager
 from trainer.explain.batches import TIMED_BATCHES, ChosenBatches
 from trainer.explain.compiler import CompilerLook
 from trainer.explain.explanation import Coverage

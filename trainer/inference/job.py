@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainer.build import build_inference_trainer, inference_callback, note_machine, require_memory_of
+from strategies import Program
+from strategies.compose import begin
+from trainer.build import batch_counter, callback_arguments, lightning_trainer, note_machine, require_memory_of
+from trainer.callback import Compile, ended_in_eager
 from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
 from trainer.console import ProgressView, announce
-from trainer.inference.batches import loader_name
-from trainer.inference.callback import CompileForInference
-from trainer.inference.loop import InferenceLoop
-from trainer.interrupt import StopRequest
-from trainer.job import Job
-from trainer.run_modes import Inference
+from trainer.guards.preflight import Guarding
+from trainer.inference.loop import InferenceLoop, loader_name
+from trainer.process import StopRequest
+from trainer.run import Job
+from trainer.settings import Config, Inference
+from trainer.telemetry.events import AuditFacts
+from trainer.telemetry.inference import InferenceTelemetry
+from trainer.telemetry.profile_page import with_idle_share
+from trainer.telemetry.record import RunRecord
+from trainer.telemetry.scalars import added_up
+from trainer.telemetry.tensorboard import TensorBoardPages
 
 
 class Inferring(Job):
@@ -86,3 +97,92 @@ def require_step(module: L.LightningModule, step: str) -> None:
     other = "validation" if step == "predict" else "predict"
     hint = f"; run.step={other} runs its {other}_step" if is_overridden(f"{other}_step", module) else ""
     raise ValueError(f"run.step={step}: {type(module).__name__} defines no {name}{hint}")
+
+
+class CompileForInference(Compile):
+    """``Compile`` whose owner is the inference loop instead of Lightning's training loop."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.inference_telemetry = InferenceTelemetry(
+            count=self._measured["count"], measure_peak=self._measured["measure_peak"]
+        )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Apply the strategies, and begin to watch the compiler."""
+        super().setup(trainer, pl_module, stage)
+        self.inference_telemetry.compiler.start()
+
+    @property
+    def guarding(self) -> Guarding:
+        """What is asked for where the compiled forward is not eager's."""
+        return self._guarding
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether Inductor replays what it compiled from CUDA graphs."""
+        return self._cuda_graphs
+
+    def begin_inference(self, trainer: L.Trainer) -> Program:
+        """Model and weights are in place; returns the program."""
+        assert self.program is not None
+        begin(self.strategies, self.program)
+        self._tell(self.program)
+        self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
+        self._pages.begin(self.record)
+        if self.strategies and self._guarding.parity != "off":
+            self.record.audits = AuditFacts(verdict="not audited", reason="nothing is trained")
+        self.inference_telemetry.start(
+            trainer.strategy.root_device, str(trainer.precision), self._pages, aloud=trainer.is_global_zero
+        )
+        return self.program
+
+    def tell(self) -> None:
+        """Pass on what the strategies have noted since the last time."""
+        assert self.program is not None
+        self._tell(self.program)
+
+    def finish_inference(self, trainer: L.Trainer, *, together: bool) -> None:
+        """Fill in the record with what was measured; ``together`` adds the rates of all processes up."""
+        telemetry, record = self.inference_telemetry, self.record
+        telemetry.phase = "finishing"
+        telemetry.compiler.collect()
+        figures: dict[str, Any] = telemetry.figures()
+        figures |= added_up(figures, trainer) if together else {}
+        if self.strategies:
+            figures |= telemetry.compiler.figures()
+            record.events = list(telemetry.compiler.events)
+            if self._pages is not None:
+                self._pages.events(record.events, telemetry.steps_done)
+        if telemetry.ready_seconds is not None and record.import_seconds is not None:
+            figures["setup_seconds"] = telemetry.ready_seconds - record.import_seconds
+        for name, value in figures.items():
+            setattr(record, name, value)
+        if self.program is not None:
+            record.report = self.program.report
+            record.eager_parts = dict(self.program.eager_parts)
+            record.ended_in_eager = ended_in_eager(self.program)
+            if "profile" in record.report:
+                facts = with_idle_share(record.report["profile"], record.latency_seconds_median)
+                record.report["profile"] = facts
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The loop has kept what was measured; undo what must not outlive the run."""
+        with contextlib.suppress(Exception):
+            self._close()
+
+    def _close(self) -> None:
+        super()._close()
+        self.inference_telemetry.compiler.stop()
+
+
+def inference_callback(config: Config, record: RunRecord) -> CompileForInference:
+    """The same for a run without training."""
+    return CompileForInference(
+        **callback_arguments(config, record), count=batch_counter(config.task, config.task.inference_flops)
+    )
+
+
+def build_inference_trainer(config: Config, run_dir: Path, callback: Compile) -> L.Trainer:
+    """Lightning's Trainer for a run without training: no checkpoints, and a loop of our own."""
+    return lightning_trainer(config, run_dir, callbacks=[callback], enable_checkpointing=False)

@@ -9,35 +9,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from strategies.compile_errors import is_compile_error, is_out_of_memory
-from strategies.graph_engine import CannotCapture
-from strategies.inplace import give_up
-from strategies.step_graphs import StateChanges
-from trainer.guards import Guards
-from trainer.host_effects import observed
-from trainer.inference.batches import Batches
-from trainer.inference.callback import CompileForInference
-from trainer.inference.parity import compare_outputs
-from trainer.interrupt import StopRequest
-from trainer.parity.comparison import ParityError
-from trainer.passes import Passes
-from trainer.reasons import one_line
-from trainer.rehearsal import REPLAYED_FROM
-from trainer.run_modes import Inference
+from strategies import Program
+from strategies.base import CannotCapture
+from strategies.compose import eager
+from strategies.cuda_graph.capture import StateChanges
+from strategies.cuda_graph.steps import observed
+from strategies.errors import is_compile_error, is_out_of_memory, one_line
+from strategies.regions import give_up
+from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
+from trainer.guards.guards import Guards
+from trainer.guards.preflight import REPLAYED_FROM
+from trainer.guards.slowdown import take_sample
+from trainer.guards.snapshot import drew_random_numbers, random_state, set_random_state
+from trainer.loops.lightning import LightningLoop
+from trainer.process import StopRequest
+from trainer.settings import Inference
 from trainer.telemetry import memory
+from trainer.telemetry.data_wait import DataWait
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
 from trainer.telemetry.profile_steps import profile_calls
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
-from trainer.watchdog import take_sample
+
+if TYPE_CHECKING:
+    from trainer.inference.job import CompileForInference
 
 
 class InferenceLoop:
@@ -58,6 +66,7 @@ class InferenceLoop:
     def run(self) -> list[Any]:
         """Measure, and fill in the record, whatever ends it."""
         trainer, module = self._trainer, self._trainer.lightning_module
+        self._loop = LightningLoop(trainer)
         self._module, self._telemetry = module, self._compile.inference_telemetry
         self._stop.install()  # Lightning has set handlers of its own
         self._stop.promise = "stopping after this batch"
@@ -66,11 +75,10 @@ class InferenceLoop:
         self._program = self._compile.begin_inference(trainer)
         self._guards = Guards(
             dataclasses.replace(self._guarding, on_compile_error="fail"),  # _attempt rolls back
-            trainer,
+            self._loop,
             self._program,
             cast(Telemetry, self._telemetry),  # of which it reads the compiler alone, after the first batch
             self._compile.record,
-            cuda_graphs=False,
             chances=1,
         )
         step = f"{self._mode.step}_step"
@@ -80,7 +88,7 @@ class InferenceLoop:
         try:
             module.eval()
             without = torch.inference_mode() if self._mode.grad_mode == "inference_mode" else torch.no_grad()
-            with Passes(trainer, cuda_graphs=False).quiet(), without:
+            with self._loop.quiet(), without:
                 if self._mode.step == "validation":
                     module.on_validation_epoch_start()
                 self._measure()
@@ -151,7 +159,7 @@ class InferenceLoop:
                 self._plain,
                 name="predict",
                 before_replay=_nothing,
-                observe=lambda: observed(self._trainer, self._program, batch, lambda: self._plain(batch)),
+                observe=lambda: observed(self._loop, self._program, batch, lambda: self._plain(batch)),
             )
         except CannotCapture as error:
             graphs.refuse(str(error))
@@ -198,7 +206,7 @@ class InferenceLoop:
         if compiled and not captured and (parity != "off" or self._guarding.on_slower == "eager"):
             self._telemetry.phase = "timing eager"
             with self._within_memory("watchdog"):
-                sample = take_sample(self._trainer, program, lambda: self._run(batch))
+                sample = take_sample(self._loop, program, lambda: self._run(batch))
                 slower = self._trainer.strategy.reduce_boolean_decision(sample.slower, all=False)
                 program.report["watchdog"] = {"before_the_first_step": sample.facts(), "slower": slower}
                 if slower:
@@ -243,3 +251,174 @@ class InferenceLoop:
 
 def _nothing() -> None:
     """The host has no part in a replayed forward."""
+
+
+LOADERS = ("predict_dataloader", "val_dataloader", "train_dataloader")
+"""Loaders of a data module, the first one that it has is taken."""
+
+
+class Batches:
+    """Hands out batches on the device, without end.
+
+    Args:
+        mode: Where they come from.
+        trainer: Gives data module, device and precision; what a strategy of the SHAPES stage did to its loaders holds.
+        count: Counts a batch; None takes all of them as they come.
+        wait: Measures what waiting for the loader costs.
+
+    Raises:
+        ValueError: A data module without loader, or whose loader yields nothing.
+    """
+
+    def __init__(self, mode: Inference, trainer: L.Trainer, *, count: BatchCounter | None, wait: DataWait) -> None:
+        self._loop, self._count, self._wait = LightningLoop(trainer), count, wait
+        self._rows: int | None = None
+        self._loader: Any = trainer.strategy.process_dataloader(_loader(trainer))
+        self._epoch = 0
+        self.distinct: list[Any] = []
+        """Batches kept on the device; empty for those of the loader."""
+        if mode.source == "device":
+            self.distinct = list(itertools.islice(self._epoch_of_batches(), mode.distinct_batches))
+            self._batches: Iterator[Any] = itertools.cycle(self.distinct)
+            # Its workers would go on loading ahead, and take the cores that launch the batches.
+            self._loader = None
+        else:
+            self._batches = self._waited_for()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, on the device."""
+        return next(self._batches)
+
+    def _waited_for(self) -> Iterator[Any]:
+        while True:
+            yield from self._epoch_of_batches()
+
+    def _epoch_of_batches(self) -> Iterator[Any]:
+        set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self._epoch)
+        self._epoch += 1
+        iterator, taken = iter(self._loader), 0
+        while True:
+            self._wait.begin()
+            batch = next(iterator, None)
+            self._wait.end()
+            if batch is None:
+                break
+            if self._is_smaller(batch):
+                continue
+            taken += 1
+            yield self._loop.to_device(batch)
+        if not taken:
+            raise ValueError("run=inference: the loader of this task's data yields no batch")
+
+    def _is_smaller(self, batch: Any) -> bool:
+        if self._count is None:
+            return False
+        rows = self._count(batch)[0]
+        self._rows = rows if self._rows is None else self._rows
+        return rows < self._rows
+
+
+def loader_name(data: L.LightningDataModule) -> str:
+    """The loader of ``data`` that is taken. Raises ValueError when it has none."""
+    for name in LOADERS:
+        if is_overridden(name, data, L.LightningDataModule):
+            return name
+    raise ValueError(f"run=inference: {type(data).__name__} has none of {', '.join(LOADERS)}")
+
+
+def _loader(trainer: L.Trainer) -> Any:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    loader = getattr(data, loader_name(data))()
+    return loader[0] if isinstance(loader, list | tuple) else loader
+
+
+SAMPLES = 5
+"""Perturbed passes of eager by which a difference is judged before it counts; the first one is enough for most."""
+SEED = 2**31 - 1
+
+
+def compare_outputs(
+    mode: str, trainer: L.Trainer, program: Program, compiled: Callable[[], Any], plain: Callable[[], Any]
+) -> dict[str, Any]:
+    """Run ``compiled``, and ``plain`` eagerly, on one batch and compare; returns the facts for the record.
+
+    Raises ParityError, the same on all processes, with the facts as its second argument.
+    """
+    began, before = time.perf_counter(), random_state()
+    assert program.device is not None
+    with eager(program):
+        reference = _outputs(plain())
+    if trainer.strategy.reduce_boolean_decision(not reference or drew_random_numbers(before), all=False):
+        set_random_state(before)
+        reason = "the step draws random numbers" if reference else "the step returns no floating-point tensor"
+        return {"mode": mode, "verdict": "skipped", "reason": reason}
+    seen = _distance(_outputs(compiled()), reference)
+    unit, multiple, noise = rounding_unit(program.precision, program.device), MULTIPLES[mode], 0.0
+    for sample in range(SAMPLES):
+        with eager(program), _Perturbed(trainer.lightning_module, unit, SEED + sample):
+            noise = max(noise, _distance(_outputs(plain()), reference))
+        tolerance = max(TENSOR_FLOOR, 4 * unit, multiple * noise)
+        if trainer.strategy.reduce_boolean_decision(seen <= tolerance, all=True):
+            break
+    failed = trainer.strategy.reduce_boolean_decision(not seen <= tolerance, all=False)
+    facts = {
+        "mode": mode,
+        "verdict": "failed" if failed else "passed",
+        "outputs": {"difference": seen, "tolerance": tolerance, "noise": noise, "tensors": len(reference)},
+        "multiple": multiple,
+        "rounding_unit": unit,
+        "calibration_passes": sample + 1,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    if failed:
+        raise ParityError(
+            f"parity={mode}: the compiled outputs are not eager's: {seen:.2e} of eager's largest away from them, "
+            f"tolerance {tolerance:.2e}. Nothing was timed. Leave out strategies to find the one at fault; parity=off "
+            "goes on in spite of it",
+            facts,
+        )
+    return facts
+
+
+class _Perturbed:
+    """Inside, every parameter is one rounding off."""
+
+    def __init__(self, module: torch.nn.Module, unit: float, seed: int) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+        self._unit, self._seed = unit, seed
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self._kept = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        perturb(self._parameters, self._unit, self._seed)
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for parameter, kept in zip(self._parameters, self._kept, strict=True):
+            parameter.copy_(kept)
+
+
+def _outputs(results: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+    return [leaf.detach() for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
+
+
+def _distance(outputs: list[Tensor], reference: list[Tensor]) -> float:
+    """Largest difference over the largest value of the reference, of the worst tensor."""
+    if [one.shape for one in outputs] != [one.shape for one in reference]:
+        return float("inf")
+    worst = 0.0
+    for one, other in zip(outputs, reference, strict=True):
+        wrong = (one - other).abs_()
+        # What is the same on both sides is no difference, infinities and no numbers included.
+        wrong.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
+        size = float(other.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        difference = float(wrong.max())
+        if difference:
+            worst = max(worst, difference / size if size and difference == difference else float("inf"))
+    return worst

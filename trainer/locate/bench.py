@@ -15,19 +15,18 @@ import torch
 from torch import nn
 
 from strategies import Modular, Program, Stage, Strategy
-from strategies.blocks import fixed_sizes
-from strategies.inplace import compile_in_place, uncompile
+from strategies.errors import one_line
 from strategies.modular import Part
-from strategies.optimizer.step import installed
+from strategies.optimizer.step import installed, own_step
 from strategies.options import ModuleRequest
-from trainer.eager import own_step
+from strategies.regions import compile_in_place, fixed_sizes, uncompile
+from trainer.guards.snapshot import Snapshot
 from trainer.locate.capture import Captured, captured
 from trainer.locate.observe import Observer
 from trainer.locate.tree import holds
 from trainer.locate.trial import OPTIMIZER, Node, Outcome, Site, Trial
+from trainer.loops.lightning import LightningLoop
 from trainer.passes import Passes, why_not
-from trainer.reasons import one_line
-from trainer.snapshot import Snapshot
 from trainer.telemetry import hardware
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
@@ -72,7 +71,7 @@ class Bench:
         uncompile(program)
         self._observer = Observer(trainer, program, passes, cuda_graphs=cuda_graphs)
         self._optimizer = any(installed(optimizer) is not None for optimizer in program.optimizers)
-        self._snapshot = Snapshot(trainer, self._batches)
+        self._snapshot = Snapshot(LightningLoop(trainer), self._batches)
         called = self._called()
         self.site = Site(
             regions=[_node(program.module.get_submodule(path), path, called) for path in paths],

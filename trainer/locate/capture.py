@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from strategies import Program
-from strategies.memory_budget import BudgetedBackend
+from strategies.options import BudgetedBackend
 
 
 @dataclass(slots=True, kw_only=True)

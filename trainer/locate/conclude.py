@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.compose import compose
+from trainer.config import compose
 from trainer.locate.advice import command_line, modular_overrides, with_changes
 from trainer.locate.investigate import folder_name
 from trainer.locate.remote import RemoteBench

@@ -16,21 +16,19 @@ import lightning as L
 import torch
 
 from strategies import Program
-from strategies.compile_errors import is_recompile_limit
-from trainer.eager import eager
+from strategies.compose import eager
+from strategies.errors import is_recompile_limit, one_line
 from trainer.explain import source
+from trainer.guards.compare import ParityError
+from trainer.guards.parity import ParityGate
+from trainer.guards.preflight import REPLAYED_FROM
+from trainer.guards.slowdown import MARGIN, seconds_of
+from trainer.guards.snapshot import Snapshot
 from trainer.locate.trial import Outcome, Trial
-from trainer.parity.comparison import ParityError
-from trainer.parity.gate import ParityGate
 from trainer.passes import Passes
-from trainer.reasons import one_line
-from trainer.rehearsal import REPLAYED_FROM
-from trainer.snapshot import Snapshot
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number as figure
-from trainer.timed import seconds_of
-from trainer.watchdog import MARGIN
 
 SETTLING_STEPS, AGAIN_STEPS = 3, 3
 """Steps on every batch until nothing should compile any more (a float attribute becomes symbolic in the second), and
@@ -131,7 +129,7 @@ class Observer:
     def _differs(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
         for number, batch in zip(trial.batches, batches, strict=True):
             self._batch = number
-            gate = ParityGate("on", self._trainer, self._program, self._passes, snapshot)
+            gate = ParityGate("on", self._passes, self._program, snapshot)
             try:
                 gate.run(batch)
             except ParityError as error:

@@ -24,13 +24,13 @@ from strategies import Strategy
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.explain.batches import kind_of
+from trainer.guards.rollback import throwaway, throwaway_trainer
 from trainer.locate.bench import Bench
 from trainer.locate.scope import searched
 from trainer.passes import Passes
+from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
-from trainer.throwaway import throwaway, throwaway_trainer
-from trainer.torch_settings import process_settings
 
 Result = TypeVar("Result")
 MOST_SECONDS = 60.0

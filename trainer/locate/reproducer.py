@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.backend_source import file_of_backend
+from strategies.options import file_of_backend
 from trainer.explain.source import is_library
 from trainer.locate.capture import Captured
 

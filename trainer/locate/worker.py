@@ -32,7 +32,7 @@ def main() -> None:
     code = 0
     try:
         first = requests.get()
-        from trainer.compose import compose
+        from trainer.config import compose
         from trainer.locate.opening import Looking, with_config
 
         config = compose(first["overrides"], config_dir=first["config_dir"])

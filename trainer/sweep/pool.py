@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from trainer.interrupt import present_handlers
+from trainer.process import present_handlers
 from trainer.sweep.cell_process import CellProcess
 from trainer.sweep.plan import PlannedCell
 from trainer.sweep.sweep import Sweep

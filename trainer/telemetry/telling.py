@@ -34,7 +34,7 @@ class Teller:
         self._told: set[tuple[str, str]] = set()
         self._shapes = 0
         self.recompiles = True
-        """Whether recompiles are told here; False where ``trainer.warming.Lock`` tells them."""
+        """Whether recompiles are told here; False where ``trainer.guards.preflight.Lock`` tells them."""
 
     def events(self, events: Iterable[Event], *, warm: bool) -> None:
         """Tell breaks and fallbacks whenever they come, recompiles of a training that is ``warm``: before, they are

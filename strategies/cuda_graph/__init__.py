@@ -1,0 +1,85 @@
+"""``compile=cuda_graph``: whole training steps captured in CUDA graphs, one for each shape, and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from strategies.base import Program, Stage, Strategy
+
+
+@dataclass(kw_only=True, slots=True)
+class CudaGraph(Strategy):
+    """Forward, loss, backward, clipping and optimizer of a training step as one CUDA graph.
+
+    A replay costs the host one launch instead of thousands, which is what small steps are bound by. Each shape of
+    batch has a graph of its own; all of them share one memory pool. A step that cannot be captured runs as it would
+    without this strategy, and the record says why. Validation is not captured.
+
+    Python code runs while a step is captured, not when it is replayed. So the step is observed before: what it reads on
+    the host tells graphs apart and is compared before each replay; a step that changes something there, or reads what
+    cannot be compared, is not captured.
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    """
+
+    name: ClassVar[str] = "cuda_graph"
+    stage: ClassVar[Stage] = Stage.STEP
+
+    eager_steps: int = 1
+    """Steps of each shape that run without a graph before it is captured: what they need is compiled and tuned then."""
+    max_graphs: int = 64
+    """Most graphs; batches of further shapes run without one, and the record says so."""
+    required: bool = True
+    """Whether a machine without CUDA, or several devices, is an error; false = it leaves itself out, with a note."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        for option in ("eager_steps", "max_graphs"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"compile.cuda_graph.{option}={getattr(self, option)} must be at least 1")
+
+    def check(self) -> None:
+        """Raise ValueError on a machine without CUDA, unless the strategy may be left out."""
+        import torch
+
+        if self.required and not torch.cuda.is_available():
+            raise ValueError(
+                "compile.cuda_graph: CUDA graphs need a CUDA device and this machine has none; leave it out or set "
+                "compile.cuda_graph.required=false"
+            )
+
+    @property
+    def captures_step(self) -> bool:
+        """It captures whole steps."""
+        return True
+
+    def begin(self, program: Program) -> None:
+        """Let the trainer run its steps through graphs. Raises ValueError where there is no CUDA device to train on."""
+        import torch
+
+        from strategies.cuda_graph.capture import CudaEngine, StepGraphs
+
+        assert program.device is not None
+        if program.device.type != "cuda":
+            if self.required:
+                raise ValueError(
+                    f"compile.cuda_graph: CUDA graphs need a CUDA device, this run trains on {program.device.type}"
+                )
+            program.notes.append("cuda_graph: left out, CUDA graphs need a CUDA device")
+            return
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if processes > 1:
+            if self.required:
+                raise ValueError(f"compile.cuda_graph: captures steps on one device only, this run has {processes}")
+            program.notes.append(f"cuda_graph: left out, it captures steps on one device and this run has {processes}")
+            return
+        program.step = StepGraphs(CudaEngine(program.device), eager_steps=self.eager_steps, max_graphs=self.max_graphs)
+
+    def end(self, program: Program) -> None:
+        """Write what was captured into the report and free the graphs."""
+        if program.step is None:
+            return
+        program.report[self.name] = program.step.facts()
+        if not program.step.captures:
+            program.notes.append("cuda_graph: no step was captured")
+        program.step = None

@@ -1,0 +1,415 @@
+"""Step graphs: training steps captured in CUDA graphs, one for each kind of batch, and replayed on its tensors.
+
+What is captured reads its batch from static tensors, which every replay fills first, and leaves its results in static
+tensors, of which every replay returns copies. Before a step is captured it is observed: what it reads on the host is
+part of the graph's key, and compared before each replay while the device still works on the step before.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from strategies.base import CannotCapture, Program
+from strategies.cuda_graph.state import HostState
+from strategies.cuda_graph.values import origin_of
+from strategies.loop import Loop
+from strategies.torch_patches import as_capturing
+
+if TYPE_CHECKING:
+    from strategies.cuda_graph.steps import StepCapture
+
+Step = Callable[[Any], Any]
+"""Maps a batch to results, a tree whose tensors are results of the step."""
+
+
+class Engine(Protocol):
+    """What captures and replays."""
+
+    def eager(self, call: Callable[[], Any]) -> Any:
+        """Run ``call`` as it is, in the surroundings that a capture will have."""
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record ``call`` without executing it on the device; returns what replays it, and its static results.
+
+        When that fails, graphs captured before are not to be replayed any more: their random numbers are another
+        generator's.
+        """
+
+
+class CudaEngine:
+    """CUDA graphs on one device: captured on one side stream, into one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)]
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def eager(self, call: Callable[[], Any]) -> Any:
+        """Run ``call`` on the side stream, where its libraries set up what a capture may not."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), as_capturing():
+            results = call()
+        current.wait_stream(self._stream)
+        return results
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record what ``call`` launches."""
+        graph = torch.cuda.CUDAGraph()
+        random_state = self._generator.get_state()
+        try:
+            # The outer stream: a capture that fails at its end does not come back from the side stream by itself.
+            # thread_local: the data loader's pinning thread goes on calling CUDA meanwhile.
+            # fail_on_recompile: a compile within a capture breaks it on 2.11 with an error that names nothing.
+            with (
+                torch.compiler.set_stance("fail_on_recompile"),
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                results = call()
+        except BaseException:
+            # A capture that fails leaves the generator waiting for its end: "Offset increment outside graph capture
+            # encountered unexpectedly" at the next random number. It goes on with a state of its own.
+            fresh = torch.Generator(self._device)
+            fresh.set_state(random_state)
+            self._generator.graphsafe_set_state(fresh)
+            raise
+        return graph.replay, results
+
+
+class Verifier(Protocol):
+    """Compares the first replay of a graph with the step that it was captured from."""
+
+    facts: dict[str, Any]
+    """Verdict and figures, for the record."""
+
+    def wants(self, name: str) -> bool:
+        """Whether the graph about to be captured is to be compared."""
+
+    def reference(self, run: Callable[[], Any], batch: Any) -> None:
+        """Run the step without a graph, keep what it did, and take all of it back."""
+
+    def compare(self, results: Any) -> None:
+        """Compare the replay that has just happened. Raises what should end the run."""
+
+
+MAX_CHANGES = 6
+"""Times that the state of a step may change before capture is given up, unless graphs were replayed in between:"""
+MIN_REPLAYS = 16
+"""replays for each change that make up for observing and capturing again."""
+MAX_VARIANTS = 4
+"""Graphs of one shape that are kept for states which may come back."""
+MAX_KEYS = 256
+"""Kinds of batches of which none came twice after which capture is given up."""
+MAX_OBSERVATIONS = 3
+"""Observations in vain after which a shape runs without a graph: first steps often fill caches of their own."""
+
+
+class NotYet(CannotCapture):
+    """A step that could not be captured before one like it has run; asked again, it runs."""
+
+
+class StateChanges(CannotCapture):
+    """What the step reads on the host changes too often; the message says what."""
+
+
+class Observation(NamedTuple):
+    """What a step was seen to read on the host."""
+
+    state: HostState
+    problems: list[str]
+    """Why no graph can stand for it."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """One graph with its static tensors."""
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    results: Any
+    state: HostState
+    """What must hold beside the variant's own state."""
+
+
+@dataclass(slots=True)
+class Variant:
+    """One state on the host for one kind of batch."""
+
+    state: HostState
+    captured: Captured | None = None
+
+    def holds(self) -> bool:
+        """Whether this is the state now."""
+        return self.state.holds() and (self.captured is None or self.captured.state.holds())
+
+    def changed(self) -> str | None:
+        """What is different now."""
+        return self.state.changed() or (None if self.captured is None else self.captured.state.changed())
+
+
+@dataclass(slots=True)
+class Shape:
+    """What is known about one kind of batch."""
+
+    name: str
+    """For messages: the shapes of its tensors."""
+    seen: int = 0
+    """Steps run without a graph."""
+    variants: list[Variant] = field(default_factory=list)
+    """The last one used comes last."""
+    observations: int = 0
+    """Observations in vain."""
+    failed: bool = False
+    """Whether a capture was tried in vain."""
+    refused: bool = False
+    """Whether no further one will be tried."""
+
+
+class StepGraphs:
+    """Runs steps, from a graph where there is one for the batch and the state at hand.
+
+    Args:
+        engine: Captures and replays.
+        eager_steps: Steps of each kind of batch that run before its capture; of every shape of it until ``warmed``.
+        max_graphs: Most graphs.
+    """
+
+    def __init__(self, engine: Engine, *, eager_steps: int, max_graphs: int) -> None:
+        self._engine = engine
+        self._eager_steps = eager_steps
+        self._max_graphs = max_graphs
+        self._shapes: dict[Hashable, Shape] = {}
+        self._kinds: set[Hashable] = set()
+        self.warmed = False
+        """Whether every shape has been through forward and backward already: the first one of a kind still runs before
+        its capture, the others do not, for which there might be no memory beside the graphs."""
+        self.captures = 0
+        """Graphs captured so far."""
+        self.replays = 0
+        """Steps replayed so far."""
+        self.changes = 0
+        """Times that a step's state on the host was a new one."""
+        self.eager_count = 0
+        """Steps run without a graph so far."""
+        self.given_up = False
+        """Whether no step will be captured any more."""
+        self.settled = True
+        """Whether the last step was what steps of its kind will go on being: a replay, or eager for good."""
+        self.verifier: Verifier | None = None
+        """Set by whoever wants graphs compared with the steps that they were captured from."""
+        self.refusals: list[str] = []
+        """Why steps were not captured, each reason once."""
+
+    def run(
+        self,
+        kind: Hashable,
+        batch: Any,
+        step: Step,
+        *,
+        name: str,
+        before_replay: Callable[[], None],
+        observe: Callable[[], Observation],
+        after_capture: Callable[[], HostState] = lambda: HostState(),
+    ) -> Any:
+        """Run ``step`` on ``batch`` and return its results.
+
+        Args:
+            kind: Whatever beside the batch's shapes tells graphs apart (which part of a step, micro-batches).
+            batch: Tree with tensors on the device. What is no tensor is part of the graph's key, but for the fields
+                that a NamedTuple's method ``host_only()`` lists.
+            step: The step; it is called in Python when it runs without a graph and once when it is captured.
+            name: What is being run, for the report.
+            before_replay: The host's part of a replayed step; steps that run without a graph do it themselves.
+            observe: Runs the step once for what it reads on the host, and takes everything back.
+            after_capture: State that exists once the step has been captured: the optimizer's.
+
+        Raises StateChanges when capture is to be given up, CannotCapture when the step cannot be captured.
+        """
+        leaves, tree = pytree.tree_flatten(batch)
+        try:
+            tensors, constants = _sorted_leaves(batch)
+            key = (kind, tree, constants, tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors))
+            hash(key)
+        except (CannotCapture, TypeError) as error:
+            self.refuse(f"the batch: {error}")
+            return self.eager(step, batch)
+        shape = self._shapes.get(key)
+        if shape is None:
+            described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
+            shape = self._shapes[key] = Shape(name=f"{name} on {described}")
+            self._look_for_endless_keys()
+        variant = next((each for each in reversed(shape.variants) if each.holds()), None)
+        captured = None if variant is None else variant.captured
+        self.settled = captured is not None or shape.refused
+        verifier = None
+        if captured is None:
+            ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
+            if shape.refused or not ready or not self._may_capture(shape, variant, observe):
+                shape.seen += 1
+                results = self.eager(step, batch, for_good=shape.refused)
+                self._kinds.add(kind)
+                return results
+            if self.verifier is not None and self.verifier.wants(shape.name):
+                verifier = self.verifier
+                verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
+            variant = shape.variants[-1]
+            captured = variant.captured = self._captured(shape, step, leaves, tree, after_capture)
+        elif variant is not shape.variants[-1]:
+            assert variant is not None
+            shape.variants.remove(variant)
+            shape.variants.append(variant)
+        torch._foreach_copy_(captured.inputs, tensors)
+        before_replay()
+        captured.replay()
+        self.replays += 1
+        if verifier is not None:
+            verifier.compare(captured.results)
+        return pytree.tree_map_only(Tensor, torch.clone, captured.results)
+
+    def take_over(self, loop: Loop, program: Program) -> StepCapture:
+        """Run the micro-batches of ``loop`` from now on, until the ``release`` of what is returned."""
+        from strategies.cuda_graph.steps import StepCapture
+
+        return StepCapture(loop, program, self)
+
+    def eager(self, step: Step, batch: Any, *, for_good: bool = True) -> Any:
+        """Run ``step`` without a graph; unless ``for_good``, as it will run in one."""
+        self.eager_count += 1
+
+        def run() -> Any:
+            with as_capturing(not for_good):
+                return step(batch)
+
+        try:
+            return self._engine.eager(run)
+        except torch.OutOfMemoryError as error:
+            if not self.captures:
+                raise
+            raise torch.OutOfMemoryError(
+                f"cuda_graph: {self.captures} graphs keep memory of their own, and a step of another shape did not "
+                f"fit beside them; smaller batches of the longest shapes, or no cuda_graph, would help: {error}"
+            ) from error
+
+    def refuse(self, reason: str) -> None:
+        """Note why a step is not captured."""
+        if reason not in self.refusals:
+            self.refusals.append(reason)
+
+    def give_up(self) -> None:
+        """Capture nothing from now on."""
+        self.given_up = True
+        self.release()
+
+    def release(self) -> None:
+        """Let go of all graphs and their memory."""
+        for shape in self._shapes.values():
+            shape.variants.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """What was captured, for the record."""
+        return {
+            "graphs": self.captures,
+            "captured": [shape.name for shape in self._shapes.values() for each in shape.variants if each.captured],
+            "replayed_steps": self.replays,
+            "eager_steps": self.eager_count,
+            "state_changes": self.changes,
+            "refused": list(self.refusals),
+            **({} if self.verifier is None else {"parity": self.verifier.facts}),
+        }
+
+    @property
+    def _graphs(self) -> int:
+        return sum(each.captured is not None for shape in self._shapes.values() for each in shape.variants)
+
+    def _may_capture(self, shape: Shape, variant: Variant | None, observe: Callable[[], Observation]) -> bool:
+        """Whether the step is captured now; if so, the last variant of ``shape`` is the one to capture."""
+        if self._graphs >= self._max_graphs:
+            shape.refused = True
+            self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
+            return False
+        if variant is not None:  # a state that was seen before, and is here again
+            shape.variants.remove(variant)
+            shape.variants.append(variant)
+            return True
+        if changed := bool(shape.variants):
+            self.changes += 1
+            change = shape.variants[-1].changed()
+            if self.changes > MAX_CHANGES and self.replays < MIN_REPLAYS * self.changes:
+                raise StateChanges(f"what the step reads on the host changes too often to capture it: {change}")
+        observation = observe()
+        if observation.problems:
+            shape.observations += 1
+            if shape.observations >= MAX_OBSERVATIONS:
+                shape.refused = True
+                self.refuse("; ".join(observation.problems[:3]))
+            return False
+        shape.variants[:] = [*shape.variants[1 - MAX_VARIANTS :], Variant(observation.state)]
+        # A state that changes at every step would otherwise be captured each time.
+        return not changed
+
+    def _look_for_endless_keys(self) -> None:
+        if len(self._shapes) > MAX_KEYS and not self.replays:
+            raise StateChanges(
+                f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch holds "
+                "beside tensors tells graphs apart"
+            )
+
+    def _captured(
+        self,
+        shape: Shape,
+        step: Step,
+        leaves: list[Any],
+        tree: pytree.TreeSpec,
+        after_capture: Callable[[], HostState],
+    ) -> Captured:
+        statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        batch = pytree.tree_unflatten(statics, tree)
+        try:
+            with warnings.catch_warnings():
+                # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                replay, results = self._engine.capture(lambda: step(batch))
+        except Exception as error:
+            self.release()
+            shape.failed = True
+            shape.refused = shape.seen >= self._eager_steps
+            raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {first_line(error)}") from error
+        self.captures += 1
+        inputs = [static for static in statics if isinstance(static, Tensor)]
+        results = pytree.tree_map_only(Tensor, Tensor.detach, results)
+        return Captured(replay, inputs, results, after_capture())
+
+
+def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The batch's tensors, and what else it holds that a graph depends on. Raises CannotCapture."""
+    if isinstance(batch, tuple) and hasattr(batch, "host_only"):
+        batch = batch._replace(**dict.fromkeys(batch.host_only()))  # type: ignore[attr-defined]
+    leaves = pytree.tree_leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise CannotCapture(f"{type(batch).__name__} holds no tensor that could be found")
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise CannotCapture(f"its tensors lie on {', '.join(sorted(map(str, devices)))}")
+    return tensors, tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong at first, in one line, and where in code that is neither torch's nor ours."""
+    # The end of a capture that failed raises an error of its own; the cause came before.
+    while error.__context__ is not None:
+        error = error.__context__
+    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if origin_of(frame.filename) == "other"]
+    return f"{line} ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else line

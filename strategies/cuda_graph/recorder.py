@@ -1,0 +1,313 @@
+"""Host recorder: records every Python value that a call reads while it runs once.
+
+Reads of attributes are seen by a ``__getattribute__`` that classes have while the recorder is on; reads of globals
+and calls into C by ``sys.setprofile``. What is read is followed: containers into their entries, functions into their
+closures and defaults. What the call changes on the host, and what it reads that nothing could compare later (a clock,
+an iterator), is a problem: a graph of that call could not stand for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.cuda_graph.state import HostState, Names, Value, is_unchanged, same
+from strategies.cuda_graph.values import (
+    LIGHTNING,
+    HostValues,
+    Unrepeatable,
+    generator_state,
+    random_states,
+    refill,
+    set_generator_state,
+    top_of,
+)
+
+_PURE = """builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq
+_struct _sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat
+_statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata"""
+PURE_STDLIB = frozenset(_PURE.split())
+"""Modules of the standard library whose C functions bring nothing from outside; generators are compared by state."""
+
+_GONE = object()
+
+
+class HostRecorder(HostValues):
+    """Records one call.
+
+    Args:
+        device: Where it computes; tensors that lie elsewhere are compared by their numbers.
+        problem_types: Types that must not be read, with the reason.
+        ignored: Attributes that stand in for others while it records.
+    """
+
+    def __init__(
+        self, device: torch.device, problem_types: Mapping[type, str], ignored: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(device, problem_types)
+        self._ignored = ignored
+        self._written: dict[tuple[int, str], tuple[Any, str, str, Any, str]] = {}
+        self._codes: set[types.CodeType] = set()
+        self._static: dict[tuple[type, str], tuple[type | None, Any]] = {}
+        self._thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def recording(self, module: nn.Module) -> Iterator[None]:
+        """Record what the block reads of ``module`` and its submodules, of globals, and of whatever these lead to."""
+        before = random_states(self._device)
+        with self._undo:
+            for path, submodule in module.named_modules():
+                self._label(submodule, f"self.{path}." if path else "self.")
+            self._patch(nn.Module)
+            for cls in {type(submodule) for submodule in module.modules()}:
+                self._reach_class(cls)
+            profile = sys.getprofile()
+            sys.setprofile(self._profile)
+            try:
+                yield
+            except Unrepeatable:  # a problem by then
+                pass
+            finally:
+                sys.setprofile(profile)
+        self._undo_effects()
+        if before != random_states(self._device):
+            self._problem("draws random numbers on the host, which a replay would not: draw them on the device")
+
+    @property
+    def problems(self) -> list[str]:
+        """Why no graph can stand for the call; empty where one can."""
+        return list(self._problems)
+
+    def state(self) -> HostState:
+        """What was read, to be compared before each replay."""
+        names, values = list(self._names.values()), list(self._values.values())
+        return HostState(names, list(self._contents.values()), list(self._tensors.values()), values)
+
+    # ---- reads of attributes -------------------------------------------------------------------------------------
+
+    def _patch(self, cls: type) -> None:
+        """Let ``cls`` report reads and writes of its objects' attributes until recording ends."""
+        if any(base in self._patched for base in cls.__mro__):
+            return
+        recorder = self
+        getter: Any = cls.__getattribute__
+        setter: Any = cls.__setattr__
+        deleter: Any = cls.__delattr__
+
+        def __getattribute__(obj: Any, name: str) -> Any:
+            if recorder._busy or threading.get_ident() != recorder._thread:
+                return getter(obj, name)
+            return recorder._read(obj, name, getter)
+
+        def __setattr__(obj: Any, name: str, value: Any) -> None:
+            with recorder._writing(obj, name):
+                setter(obj, name, value)
+
+        def __delattr__(obj: Any, name: str) -> None:
+            with recorder._writing(obj, name):
+                deleter(obj, name)
+
+        replaced: dict[str, Any] = {
+            "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__
+        }  # fmt: skip
+        if cls is nn.Module:
+            fallback: Any = cls.__getattr__
+
+            def __getattr__(obj: Any, name: str) -> Any:
+                if recorder._busy or threading.get_ident() != recorder._thread:
+                    return fallback(obj, name)
+                return recorder._read_of_module(obj, name, fallback)
+
+            replaced["__getattr__"] = __getattr__
+        own = {name: vars(cls)[name] for name in replaced if name in vars(cls)}
+        try:
+            for name, function in replaced.items():
+                setattr(cls, name, function)
+        except TypeError:  # a class of C, whose attributes are methods
+            return
+        self._patched.add(cls)
+
+        def restore() -> None:
+            for name in replaced:
+                if name in own:
+                    setattr(cls, name, own[name])
+                else:
+                    delattr(cls, name)
+
+        self._undo.callback(restore)
+
+    def _read(self, obj: Any, name: str, getter: Any) -> Any:
+        label = self._labels.get(id(obj))
+        if label is None or name in self._ignored or (name.startswith("__") and name != "__dict__"):
+            return getter(obj, name)
+        owner, static = self._found_on_class(type(obj), name)
+        descriptor = hasattr(type(static), "__set__")
+        of_lightning = top_of(type(obj)) in LIGHTNING or (
+            descriptor and owner is not None and top_of(owner) in LIGHTNING  # self.global_step, self.trainer
+        )
+        try:
+            if of_lightning:
+                with self._quiet():
+                    value = getter(obj, name)
+            else:
+                value = getter(obj, name)
+        except AttributeError:
+            with self._quiet():
+                self._of(obj).absent.add(name)
+            raise
+        with self._quiet():
+            full = f"{label}{name}"
+            if name == "__dict__":
+                self._read_all(obj, value)
+            elif of_lightning or isinstance(static, types.MemberDescriptorType):
+                if not isinstance(value, types.MethodType):
+                    key = (id(obj), name)
+                    if key not in self._written and key not in self._values:
+                        self._values[key] = Value(full, functools.partial(getattr, obj, name), value, self._line())
+                    self._reach(value, full)
+            elif not descriptor:
+                self._found(obj, name, value, owner, static)
+        return value
+
+    def _found(self, obj: Any, name: str, value: Any, owner: type | None, static: Any) -> None:
+        names = self._of(obj)
+        if name in names.mapping:
+            self._expect(names, name, value, (id(obj), name))
+        else:
+            names.absent.add(name)
+            if owner is not None and not self._is_library(owner):
+                of_class = self._names_of(vars(owner), f"{owner.__qualname__}.", owner)
+                self._expect(of_class, name, static, (id(owner), name))
+        self._reach(value, f"{names.label}{name}")
+
+    def _read_all(self, obj: Any, attributes: dict[str, Any]) -> None:
+        names, ignored = self._of(obj), self._ignored
+        for name in [name for name in attributes if name not in ignored]:
+            self._expect(names, name, attributes[name], (id(obj), name))
+            self._reach(attributes[name], f"{names.label}{name}")
+
+        def present() -> list[str]:
+            return [name for name in attributes if name not in ignored]
+
+        self._values.setdefault((id(obj), "__dict__"), Value(f"vars({names.label[:-1]})", present, present()))
+
+    def _read_of_module(self, obj: nn.Module, name: str, fallback: Any) -> Any:
+        """A parameter, a buffer or a submodule."""
+        with self._quiet():
+            label = self._labels.get(id(obj))
+            if label is None:
+                return fallback(obj, name)
+            attributes = object.__getattribute__(obj, "__dict__")
+            for kind in ("_parameters", "_buffers", "_modules"):
+                names = self._names_of(attributes[kind], label, attributes[kind])
+                if name in names.mapping:
+                    self._expect(names, name, names.mapping[name], (id(obj), name))
+                    self._reach(names.mapping[name], f"{label}{name}")
+                else:
+                    names.absent.add(name)
+            return fallback(obj, name)
+
+    def _expect(self, names: Names, name: str, value: Any, key: tuple[int, str]) -> None:
+        if name not in names.expected and key not in self._written:
+            names.expected[name] = value
+            names.where[name] = self._line()
+
+    @contextlib.contextmanager
+    def _writing(self, obj: Any, name: str) -> Iterator[None]:
+        key = (id(obj), name)
+        if not self._busy and key not in self._written and threading.get_ident() == self._thread:
+            label = self._labels.get(id(obj))
+            if label is not None:
+                with self._quiet():
+                    self._written[key] = (obj, name, label, getattr(obj, name, _GONE), self._line())
+        with self._quiet():
+            yield
+
+    # ---- reads of globals, calls into C --------------------------------------------------------------------------
+
+    def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event not in ("call", "c_call") or self._busy:
+            return
+        code = frame.f_code
+        if event == "c_call":
+            self._called(frame, called)
+        elif code not in self._codes:
+            self._codes.add(code)
+            if self._origin(code.co_filename) != "other":
+                return
+            with self._quiet():
+                names = self._names_of(frame.f_globals, "global ", frame.f_globals)
+                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                for name in code.co_names:
+                    if name in frame.f_globals and name not in names.expected:
+                        names.expected[name] = frame.f_globals[name]
+                        names.where[name] = place
+                        self._reach(frame.f_globals[name], name)
+
+    def _called(self, frame: types.FrameType, called: Any) -> None:
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, types.ModuleType) or owner is None:
+            source = getattr(called, "__module__", None) or "builtins"
+        else:
+            source = (owner if isinstance(owner, type) else type(owner)).__module__
+        top = source.partition(".")[0]
+        if called.__name__ not in ("open", "input") and (top in PURE_STDLIB or top not in sys.stdlib_module_names):
+            return
+        caller: types.FrameType | None = frame
+        while caller is not None and self._origin(caller.f_code.co_filename) == "stdlib":
+            if caller.f_globals.get("__name__", "").partition(".")[0] in ("logging", "warnings", "linecache"):
+                return
+            caller = caller.f_back
+        if caller is not None and self._origin(caller.f_code.co_filename) == "other":
+            place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+            self._problem(f"calls {source}.{called.__name__} ({place}), and a replay would keep what it returned")
+
+    # ---- afterwards ----------------------------------------------------------------------------------------------
+
+    def _undo_effects(self) -> None:
+        """Report what the call has left changed on the host, and put it back."""
+        for names in self._names.values():
+            for name, before in names.expected.items():
+                if not same(names.mapping.get(name, _GONE), before):
+                    self._changes(names.named(name))
+                    if isinstance(names.mapping, dict):
+                        names.mapping[name] = before
+                    else:
+                        setattr(names.owner, name, before)
+        for obj, name, label, before, line in self._written.values():
+            if not same(getattr(obj, name, _GONE), before):
+                self._changes(f"{label}{name} ({line})")
+                with contextlib.suppress(AttributeError):
+                    delattr(obj, name) if before is _GONE else setattr(obj, name, before)
+        for entry in self._contents.values():
+            if not is_unchanged(entry):
+                self._changes(f"the entries of {entry[1]}")
+                refill(entry[0], entry[2])
+        for value in self._values.values():
+            if not same(value.read(), value.expected):
+                self._changes(str(value))
+                if isinstance(cell := getattr(value.read, "args", (None,))[0], types.CellType):
+                    cell.cell_contents = value.expected
+        for label, generator, before in self._generators.values():
+            if generator_state(generator) != before:
+                self._problem(f"draws random numbers on the host from {label}: draw them on the device")
+                set_generator_state(generator, before)
+
+    def _changes(self, what: str) -> None:
+        self._problem(f"changes {what}, which a replay would not")
+
+    def _found_on_class(self, cls: type, name: str) -> tuple[type | None, Any]:
+        key = (cls, name)
+        if key not in self._static:
+            owner = next((base for base in cls.__mro__ if name in base.__dict__), None)
+            self._static[key] = (owner, None if owner is None else owner.__dict__[name])
+        return self._static[key]

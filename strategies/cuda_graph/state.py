@@ -1,0 +1,262 @@
+"""Host state: the Python values that a call has read, by which a captured graph of it is told apart from others.
+
+A CUDA graph calls no Python when it is replayed. Which kernels it holds, and with which numbers, was decided by what
+the call read on the host while it was captured. ``HostState`` holds these values and compares them before each replay;
+``strategies.cuda_graph.recorder`` records them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MISSING = object()
+
+
+@dataclass(slots=True)
+class Names:
+    """Names read from one mapping: attributes of an object, globals of a module, entries of a module's parameters."""
+
+    mapping: Mapping[str, Any]
+    label: str
+    owner: Any = None
+    """Whose names they are; of a class, the mapping itself cannot be written to."""
+    expected: dict[str, Any] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    """Names that were looked for here and found elsewhere, or nowhere."""
+    where: dict[str, str] = field(default_factory=dict)
+    """File and line of the first read of each name."""
+
+    def named(self, name: str) -> str:
+        """The name as a reader would write it, with its line."""
+        place = self.where.get(name)
+        return f"{self.label}{name}" + (f" ({place})" if place else "")
+
+
+@dataclass(slots=True)
+class Value:
+    """One value that is read anew and compared."""
+
+    label: str
+    read: Callable[[], Any]
+    expected: Any
+    where: str = ""
+
+    def __str__(self) -> str:
+        """Its name, with the line that reads it."""
+        return f"{self.label} ({self.where})" if self.where else self.label
+
+
+class HostState:
+    """What a call read on the host, as it was then.
+
+    Args:
+        names: Reads of attributes and globals.
+        contents: Containers that were read, with their entries; compared by identity, plain values by value.
+        tensors: Tensors that were read: another storage, shape or ``requires_grad`` is another state.
+        values: Whatever has to be read anew: properties, slots, arrays.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[Names] = (),
+        contents: Sequence[tuple[Any, str, Any]] = (),
+        tensors: Sequence[tuple[Tensor, str]] = (),
+        values: Sequence[Value] = (),
+    ) -> None:
+        read = [each for each in names if each.expected]
+        self._read = read
+        self._mappings = [each.mapping for each in read]
+        self._getters = [_getter(each.expected) for each in read]
+        self._expected = [value for each in read for value in _expected(each.expected)]
+        absent = [each for each in names if each.absent]
+        self._absent = absent
+        self._disjoint = [each.mapping.keys().isdisjoint for each in absent]
+        self._absent_names = [frozenset(each.absent) for each in absent]
+        self._empty = [container for container, _, entries in contents if not entries]
+        self._labels = {id(container): label for container, label, _ in contents}
+        self._contents = [entry for entry in contents if entry[2]]
+        self._tensors = [tensor for tensor, _ in tensors]
+        self._tensor_labels = [label for _, label in tensors]
+        self._storages, self._prints = self._of_tensors()
+        self._values = list(values)
+        self._modes, self._environment = torch_modes(), environment()
+
+    def add(self, value: Value) -> None:
+        """Compare one more value."""
+        self._values.append(value)
+
+    def holds(self) -> bool:
+        """Whether every value is what it was. Costs less than a microsecond for each object that was read."""
+        try:
+            # All of it within the interpreter's own loops: a model of 400 modules reads thousands of attributes.
+            now = list(chain.from_iterable(map(call, self._getters, self._mappings)))
+        except KeyError:
+            return False
+        if not all(map(is_, now, self._expected)):
+            if not all(map(same, now, self._expected)):
+                return False
+            self._expected = now
+        return (
+            not any(self._empty)
+            and all(map(call, self._disjoint, self._absent_names))
+            and all(map(is_unchanged, self._contents))
+            and self._of_tensors() == (self._storages, self._prints)
+            and all(same(value.read(), value.expected) for value in self._values)
+            and torch_modes() == self._modes
+            and environment() == self._environment
+        )
+
+    def _of_tensors(self) -> tuple[list[int], list[Any]]:
+        return list(map(Tensor.data_ptr, self._tensors)), list(map(fingerprint, self._tensors))
+
+    def changed(self) -> str | None:
+        """What is not as it was, in words, with the line that reads it and the way out; None where all holds."""
+        place = 0
+        for names in self._read:
+            for name in names.expected:
+                now, then = names.mapping.get(name, _MISSING), self._expected[place]
+                if not same(now, then):
+                    return difference(names.named(name), then, now)
+                place += 1
+            place += len(names.expected) == 1
+        for names in self._absent:
+            for name in sorted(names.absent.intersection(names.mapping)):
+                return f"{names.named(name)} was not there before"
+        for container in self._empty:
+            if container:
+                return f"{self._labels[id(container)]} was empty"
+        for entry in self._contents:
+            if not is_unchanged(entry):
+                return changed_entry(*entry)
+        for label, then, now in zip(
+            self._tensor_labels, zip(self._storages, self._prints, strict=True), zip(*self._of_tensors(), strict=True),
+            strict=True,
+        ):  # fmt: skip
+            if now != then:
+                return f"{label} has another storage, shape, requires_grad or hook than before"
+        for value in self._values:
+            if not same(now := value.read(), value.expected):
+                return difference(str(value), value.expected, now)
+        if environment() != self._environment:
+            return "the environment (os.environ) changes"
+        return None if torch_modes() == self._modes else "torch's global settings (autocast, TF32, ...) change"
+
+
+def difference(label: str, then: Any, now: Any) -> str:
+    """One value that changed, and what to do about it."""
+    if isinstance(now, Tensor):
+        return f"{label} is another tensor than before: fill it in place (copy_) instead of replacing it"
+    if isinstance(now, bytes) or isinstance(then, bytes):
+        return f"{label} change: register it as a buffer"
+    if isinstance(now, PLAIN) and isinstance(then, PLAIN):
+        seen = f"{label} changes ({_short(then)}, then {_short(now)})"
+        number = isinstance(now, int | float) and not isinstance(now, bool)
+        return f"{seen}: register it as a buffer and fill it in place" if number else seen
+    return f"{label} is another object than before"
+
+
+def same(now: Any, then: Any) -> bool:
+    """Whether a call could not tell ``now`` from ``then``; containers and objects are compared by identity."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, PLAIN):
+        return bool(now == then) or (now != now and then != then)
+    if isinstance(now, torch.device | torch.dtype):
+        return bool(now == then)
+    if isinstance(now, MethodType):
+        return now.__self__ is then.__self__ and now.__func__ is then.__func__
+    if isinstance(now, list | tuple):
+        return len(now) == len(then) and all(map(same, now, then))
+    if isinstance(now, dict):
+        return list(now) == list(then) and all(map(same, now.values(), then.values()))
+    return False
+
+
+def entries_of(container: Any) -> Any:
+    """What ``container`` holds, to compare later."""
+    if isinstance(container, dict):  # not by methods that a subclass may have replaced
+        return (*dict.keys(container), *dict.values(container))
+    if isinstance(container, Mapping):
+        return (*container.keys(), *container.values())
+    return frozenset(container) if isinstance(container, set) else tuple(container)
+
+
+def changed_entry(container: Any, label: str, then: Any) -> str:
+    """The first entry of a container that is not what it was."""
+    now = entries_of(container)
+    if isinstance(then, tuple) and len(now) == len(then):
+        half = len(then) // 2 if isinstance(container, Mapping) else 0
+        for place, (new, old) in enumerate(zip(now, then, strict=True)):
+            if not same(new, old):
+                key = now[place - half] if half else place
+                return difference(f"{label}[{key!r}]" if isinstance(key, PLAIN) else label, old, new)
+    return f"{label} has other entries than before"
+
+
+def is_unchanged(entry: tuple[Any, str, Any]) -> bool:
+    """Whether a container holds the entries that it held."""
+    container, _, then = entry
+    if isinstance(container, set):
+        return bool(container == then)
+    now = entries_of(container)
+    return len(now) == len(then) and (all(map(is_, now, then)) or all(map(same, now, then)))
+
+
+fingerprint = attrgetter("shape", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""What decides about kernels, and calls on the host, beside a tensor's numbers and storage."""
+
+
+def torch_modes() -> tuple[Any, ...]:
+    """Process-wide settings of torch that decide which kernels run, and hooks on all modules."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        len(nn.modules.module._global_forward_hooks),
+        len(nn.modules.module._global_forward_pre_hooks),
+        len(nn.modules.module._global_backward_hooks),
+    )
+
+
+def environment() -> int:
+    """A number that is another one once the process's environment has changed."""
+    return hash(frozenset(os.environ._data.items()))  # type: ignore[attr-defined]
+
+
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+"""Containers, and their subclasses, whose entries are compared."""
+
+
+def _getter(names: dict[str, Any]) -> Callable[[Any], Any]:
+    # With one name alone, itemgetter returns no tuple.
+    return itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names)
+
+
+def _expected(names: dict[str, Any]) -> tuple[Any, ...]:
+    values = tuple(names.values())
+    return values if len(values) > 1 else values * 2
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

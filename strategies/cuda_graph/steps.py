@@ -1,0 +1,291 @@
+"""Whole training steps of a ``Loop`` in CUDA graphs: logging and accumulation included.
+
+One micro-batch is the training step, zeroing of gradients, backward, and at the end of an accumulation clipping and the
+optimizer. All of it is captured where the optimizer can be; otherwise forward and backward are, and the optimizer runs
+after each replay. A replay calls no Python: what a step logs is written again after each replay, what it reads is
+observed before it is captured and compared before each replay, whatever else it does on the host is a reason not to
+capture it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.base import CannotCapture, Program
+from strategies.compose import eager
+from strategies.cuda_graph.capture import NotYet, Observation, StateChanges, StepGraphs
+from strategies.cuda_graph.recorder import HostRecorder
+from strategies.cuda_graph.state import HostState, Names, Value, entries_of
+from strategies.errors import one_line
+from strategies.loop import Loop, MicroBatch
+from strategies.optimizer.graphs import GraphedStep, graphed
+from strategies.torch_patches import as_capturing
+
+MAX_CONSTANTS = 3
+"""Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
+LOG_METHODS = frozenset({"log", "log_dict"})
+"""Stood in for while a step runs."""
+
+
+class Kept:
+    """Tensors within a graph that every replay fills anew; opaque, so that nobody copies them at each step."""
+
+    def __init__(self, gradients: list[Tensor] | None) -> None:
+        self.gradients = gradients
+
+
+class StepCapture:
+    """Runs the micro-batches of ``loop`` through ``graphs`` until ``release``; what it cannot capture runs as it is."""
+
+    def __init__(self, loop: Loop, program: Program, graphs: StepGraphs) -> None:
+        self._loop, self._program, self._graphs = loop, program, graphs
+        self._module = loop.module
+        self._gradients: dict[Tensor, Tensor | None] | None = None
+        self._constants: set[Hashable] = set()
+        self.sample: Sequence[nn.Parameter] = ()
+        """Parameters whose clipped gradients every captured whole step keeps."""
+        self.gradients: list[Tensor] | None = None
+        """Those of the last step, valid until the next one; None where it was not replayed whole."""
+        self._called = False
+        self._index = self._reported = 0
+        self._optimizer: GraphedStep | None = None
+        for reason in loop.why_not_capture():
+            self._stop(reason)
+        if not graphs.given_up:
+            try:
+                self._optimizer = graphed(loop.optimizers[0])
+                if loop.scaler is not None:
+                    raise CannotCapture("a gradient scaler decides on the host whether to step")
+            except CannotCapture as error:
+                self._leave_optimizer_out(str(error))
+        self._give_back = loop.take_over(self.run)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step was what later ones like it will be: a replay, or eager for good."""
+        return self._graphs.given_up or self._graphs.settled
+
+    def release(self) -> None:
+        """Give the steps back to the loop."""
+        self._give_back()
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
+        if self._gradients is not None:
+            self._module.zero_grad(set_to_none=True)
+
+    def run(self, micro: MicroBatch) -> dict[str, Any]:
+        """Run one micro-batch; returns what ``MicroBatch.run`` does."""
+        if self._graphs.given_up:
+            return micro.run(micro.batch)
+        whole = micro.ends and self._optimizer is not None
+        try:
+            if micro.ends and self._optimizer is not None:
+                self._optimizer.prepare()
+            constants = self._constants_of_step() if micro.ends else None
+            whole = micro.ends and self._optimizer is not None
+            outputs = self._graphed(micro, whole=whole, constants=constants)
+        except CannotCapture as error:
+            if self._called:  # nothing was executed: only the loop's counters have moved
+                micro.uncount()
+            if isinstance(error, NotYet):
+                return self.run(micro)
+            self._graphs.refuse(str(error))
+            if whole and not isinstance(error, StateChanges):
+                self._leave_optimizer_out(str(error))
+                return self.run(micro)
+            self._stop(str(error))
+            return micro.run(micro.batch)
+        finally:
+            self._report_refusals()
+        if micro.ends and not whole:
+            micro.optimize(outputs)
+        return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
+
+    def _graphed(self, micro: MicroBatch, *, whole: bool, constants: Hashable) -> dict[str, Any]:
+        optimizer = self._optimizer if whole else None
+
+        def step(batch: Any) -> tuple[dict[str, Any], list[Any], Kept]:
+            self._called = True
+            capturable = contextlib.nullcontext() if optimizer is None else optimizer.capturable()
+            with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place():
+                if whole:
+                    return micro.run(batch), logged, self._keep()
+                return micro.forward_backward(batch), logged, Kept(None)
+
+        self._called, self._index = False, micro.index
+        self._attach_gradients()
+        captures, replays = self._graphs.captures, self._graphs.replays
+        outputs, logged, kept = self._graphs.run(
+            # A graph stays as it was captured: what loop and optimizer take by value is part of its key.
+            (micro.begins, whole, constants, self._loop.constants(), torch.is_grad_enabled()),
+            micro.batch,
+            step,
+            name="whole step" if whole else "forward and backward",
+            before_replay=_nothing if optimizer is None else optimizer.count,
+            observe=lambda: self._observe(micro),
+            after_capture=lambda: optimizer_state(self._loop.optimizers[0]) if whole else HostState(),
+        )
+        if not self._called:
+            micro.count(whole=whole)
+        elif not (whole and micro.begins):
+            if self._gradients is None:  # from now on these tensors hold the gradients, zeroed in place
+                self._gradients = {parameter: parameter.grad for parameter in self._module.parameters()}
+        elif self._graphs.captures > captures:
+            # They lie in the graphs' memory, which every graph uses for something else.
+            self._module.zero_grad(set_to_none=True)
+        self.gradients = kept.gradients if self._graphs.replays > replays else None
+        self._loop.write_logs(logged)
+        results: dict[str, Any] = outputs
+        return results
+
+    def _keep(self) -> Kept:
+        gradients = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
+        return Kept(gradients if len(gradients) == len(self.sample) else None)
+
+    def _observe(self, micro: MicroBatch) -> Observation:
+        """What ``training_step`` reads on the host; its batch index only where it makes use of it."""
+        self._index = micro.index
+
+        def observation(index: Any) -> Observation:
+            def run() -> None:
+                with self._loop.recording_logs() as logged:
+                    micro.forward(micro.batch, index)
+                if any(isinstance(value, Unused) for _, value in logged):
+                    raise Used
+
+            return observed(self._loop, self._program, micro.batch, run)
+
+        try:
+            return observation(Unused())
+        except Used:
+            state, problems = observation(micro.index)
+        state.add(Value("batch_idx", lambda: self._index, self._index, type(self._module).__name__ + ".training_step"))
+        return Observation(state, problems)
+
+    def _constants_of_step(self) -> Hashable:
+        """What the optimizer takes by value; one for which that changes all the time is left out of the graphs."""
+        if self._optimizer is None:
+            return None
+        constants = self._optimizer.constants()
+        self._constants.add(constants)
+        if len(self._constants) > MAX_CONSTANTS:
+            self._leave_optimizer_out("its hyperparameters change all the time, and its kernels take them by value")
+            return None
+        return constants
+
+    def _leave_optimizer_out(self, reason: str) -> None:
+        self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
+
+    def _stop(self, reason: str) -> None:
+        self._graphs.refuse(reason)
+        self._program.eager_parts["step"] = reason
+        self._graphs.give_up()
+
+    def _report_refusals(self) -> None:
+        for reason in self._graphs.refusals[self._reported :]:
+            self._program.notes.append(f"cuda_graph: {reason}")
+        self._reported = len(self._graphs.refusals)
+
+    def _attach_gradients(self) -> None:
+        # A validation sets them to None; the graphs continue to write to the same tensors.
+        for parameter, gradient in (self._gradients or {}).items():
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def _zeroing_in_place(self) -> Iterator[None]:
+        if self._gradients is None:
+            yield
+            return
+        optimizer = self._loop.optimizers[0]
+        gradients = [gradient for gradient in self._gradients.values() if gradient is not None]
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            torch._foreach_zero_(gradients)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del optimizer.zero_grad
+
+
+def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -> Observation:
+    """What ``run``, a step's forward on ``batch``, reads on the host: it runs once in eager, and all is put back.
+
+    Compiled code calls no Python either, so that eager code tells what it depends on. Where memory is short, the
+    forward runs without gradients.
+    """
+    if problems := list(_hooks(loop.module)):
+        return Observation(HostState(), problems)
+    for gradients in (contextlib.nullcontext(), torch.no_grad()):
+        recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
+        snapshot = loop.snapshot(batch, weights=False)
+        if snapshot.lost is not None:
+            return Observation(HostState(), [snapshot.lost])
+        try:
+            with eager(program), as_capturing(), gradients, recorder.recording(loop.module):
+                run()
+        except torch.OutOfMemoryError:
+            problems = ["could not be observed: out of memory"]
+            continue
+        except Exception as error:
+            return Observation(recorder.state(), [f"could not be observed: {one_line(error)}"])
+        finally:
+            snapshot.restore()
+        return Observation(recorder.state(), recorder.problems)
+    return Observation(HostState(), problems)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
+    """The tensors that a captured step of ``optimizer`` works on, its hooks and its parameters."""
+    states = [Names(state, "optimizer.state.", expected=dict(state)) for state in optimizer.state.values()]
+    held = [optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    held += [group["params"] for group in optimizer.param_groups]
+    return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held])
+
+
+def _hooks(module: nn.Module) -> Iterator[str]:
+    """Hooks that run on the host in a backward, where nothing observes them."""
+    for path, submodule in module.named_modules():
+        if submodule._backward_hooks or submodule._backward_pre_hooks:
+            yield f"a backward hook on {path or 'the module'} runs on the host"
+    for path, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield f"a hook on the parameter {path} runs on the host"
+
+
+class Used(BaseException):
+    """A step made use of what ``Unused`` stands for. No Exception: a step may catch those."""
+
+
+class Unused:
+    """Stands for a number that a step is given; any use of it raises ``Used``."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """No attribute is there, not even a class for ``isinstance``."""
+        raise Used
+
+
+def _use(*_: Any) -> Any:
+    raise Used
+
+
+_DUNDERS = """bool index int float complex eq ne lt le gt ge hash repr str format len iter contains getitem call add
+radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow neg pos abs and rand or ror
+xor rxor lshift rlshift rshift rrshift invert round trunc floor ceil reduce_ex"""
+for _name in _DUNDERS.split():
+    setattr(Unused, f"__{_name}__", _use)
+
+
+def _nothing() -> None:
+    """What the host has to do for a replay without an optimizer."""

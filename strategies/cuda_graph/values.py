@@ -1,0 +1,355 @@
+"""Host values: what a value that a call has read on the host leads to, and how it is compared later.
+
+Containers lead to their entries, functions to their closures and defaults, objects to whatever is read of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import datetime
+import decimal
+import enum
+import functools
+import logging
+import pickle
+import random
+import re
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from strategies.cuda_graph.state import CONTAINERS, PLAIN, Names, Value, entries_of
+
+MAX_ENTRIES = 100_000
+"""Longest container that is compared before every step."""
+MAX_BYTES = 1 << 20
+"""Largest array on the host that is."""
+
+TORCH_AND_LIGHTNING = ("torch", "torchvision", "triton", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+CONSTANT = (
+    *PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, enum.Enum, PurePath, re.Pattern,
+    datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, range, slice, logging.Logger, property,
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType,
+    types.GenericAlias, types.UnionType, type(Ellipsis), type(NotImplemented), numpy.generic, numpy.dtype,
+    type(threading.Lock()), type(threading.RLock()), threading.local, staticmethod, classmethod, torch.Tag,
+)  # fmt: skip
+"""Values that no step changes, or on which no kernel depends."""
+
+OBSERVED_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Torch's classes whose attributes decide what a step computes."""
+
+_OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("strategies", "trainer"))
+_TORCH = f"{Path(torch.__file__).parent}/"
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+class Unrepeatable(BaseException):
+    """A call is about to use up something that cannot be put back. No Exception: the call may catch those."""
+
+
+class HostValues:
+    """Values that were reached, each once, with the names by which a reader would find them.
+
+    Args:
+        device: Where the call computes; tensors that lie elsewhere are compared by their numbers.
+        problem_types: Types that must not be read, with the reason.
+    """
+
+    def __init__(self, device: torch.device, problem_types: Mapping[type, str]) -> None:
+        self._device, self._problem_types = device, problem_types
+        self._names: dict[int, Names] = {}
+        self._contents: dict[int, tuple[Any, str, Any]] = {}
+        self._tensors: dict[int, tuple[Tensor, str]] = {}
+        self._values: dict[tuple[int, str], Value] = {}
+        self._generators: dict[int, tuple[str, Any, Any]] = {}
+        self._labels: dict[int, str] = {}
+        self._kept: list[Any] = []
+        self._files: dict[str, str] = {}
+        self._busy = 0
+        self._undo = contextlib.ExitStack()
+        self._patched: set[type] = set()
+        self._problems: dict[str, None] = {}
+
+    def _patch(self, cls: type) -> None:
+        """Let ``cls`` report reads and writes of its objects' attributes."""
+        raise NotImplementedError
+
+    def _expect(self, names: Names, name: str, value: Any, key: tuple[int, str]) -> None:
+        """``name`` was read, unless it was written before."""
+        raise NotImplementedError
+
+    # ---- what a value leads to -----------------------------------------------------------------------------------
+
+    def _reach(self, value: Any, label: str) -> None:
+        if isinstance(value, CONSTANT) or id(value) in self._labels:
+            return
+        for kind, reason in self._problem_types.items():
+            if isinstance(value, kind):
+                self._problem(f"uses {label}, {reason} ({self._line()})")
+                return
+        if isinstance(value, Tensor):
+            self._label(value, label)
+            self._reach_tensor(value, label)
+        elif isinstance(value, (*CONTAINERS, types.MappingProxyType)):
+            self._reach_container(value, label)
+        elif isinstance(value, types.FunctionType):
+            self._label(value, label)
+            self._reach_function(value)
+        elif isinstance(value, types.MethodType):
+            self._reach(value.__self__, f"{label}.__self__")
+            self._reach(value.__func__, label)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._reach(part, label)
+        elif isinstance(value, weakref.ref):
+            self._reach(value(), label)
+        elif isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState | torch.Generator):
+            self._label(value, label)
+            self._generators[id(value)] = (label, value, generator_state(value))
+        elif isinstance(value, numpy.ndarray):
+            self._label(value, label)
+            self._compare_numbers(label, value.nbytes, value.tobytes)
+        elif isinstance(value, contextvars.ContextVar):
+            self._label(value, label)
+            read = functools.partial(value.get, None)
+            self._values[id(value), label] = Value(label, read, read(), self._line())
+            self._reach(read(), label)
+        elif isinstance(value, type):
+            self._reach_class(value)
+        elif isinstance(value, types.ModuleType):
+            self._reach_module(value)
+        else:
+            self._reach_object(value, label)
+
+    def _reach_tensor(self, tensor: Tensor, label: str) -> None:
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            return
+        self._tensors[id(tensor)] = (tensor, label)
+        if tensor.device.type not in (self._device.type, "meta"):
+            self._compare_numbers(
+                label, tensor.nbytes, lambda: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
+
+    def _compare_numbers(self, label: str, size: int, read: Any) -> None:
+        if size > MAX_BYTES:
+            self._problem(
+                f"reads {label}, {size / 2**20:.0f} MiB on the host: register it as a buffer ({self._line()})"
+            )
+        else:
+            self._values[id(read), label] = Value(f"the numbers in {label}", read, read(), self._line())
+
+    def _reach_container(self, value: Any, label: str) -> None:
+        self._label(value, label)
+        if len(value) > MAX_ENTRIES:
+            self._problem(f"reads {label}, too long to be compared before every step ({len(value):,} entries)")
+            return
+        if not isinstance(value, tuple | frozenset):
+            self._contents[id(value)] = (value, label, entries_of(value))
+        if isinstance(value, dict | types.MappingProxyType):
+            items = dict.items(value) if isinstance(value, dict) else value.items()
+            for key, entry in list(items):
+                self._reach(entry, f"{label}[{key!r}]" if isinstance(key, PLAIN) else f"{label}[...]")
+        else:
+            for place, entry in enumerate(list(value)):
+                self._reach(entry, f"{label}[{place}]")
+        if hasattr(value, "__dict__") and not self._is_library(type(value)):
+            self._reach_object(value, label)
+
+    def _reach_function(self, function: types.FunctionType) -> None:
+        torchs_own = self._origin(function.__code__.co_filename) != "other"
+        if not torchs_own:
+            for default in function.__defaults__ or ():
+                self._reach(default, f"a default of {function.__qualname__}")
+            for name, default in (function.__kwdefaults__ or {}).items():
+                self._reach(default, f"{name} of {function.__qualname__}")
+            names = self._names_of(vars(function), f"{function.__qualname__}.", function)
+            for name, value in vars(function).items():
+                self._expect(names, name, value, (id(function), name))
+                self._reach(value, f"{function.__qualname__}.{name}")
+        code = function.__code__
+        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # empty so far
+                continue
+            label = f"{name} in {function.__qualname__}"
+            if torchs_own:  # a wrapper, such as that of torch.no_grad(): what it wraps counts
+                if isinstance(value, types.FunctionType | types.MethodType):
+                    self._reach(value, label)
+            elif (id(cell), label) not in self._values:
+                read = functools.partial(getattr, cell, "cell_contents")
+                self._values[id(cell), label] = Value(label, read, value, where)
+                self._kept.append(cell)
+                self._reach(value, label)
+
+    def _reach_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if not self._is_library(base) and not issubclass(base, enum.Enum) and id(base) not in self._labels:
+                self._label(base, f"{base.__qualname__}.")
+                names = self._names_of(vars(base), f"{base.__qualname__}.", base)
+                for name, value in list(vars(base).items()):
+                    if not name.startswith("__"):
+                        names.expected.setdefault(name, value)
+                        if not isinstance(value, types.FunctionType | type):
+                            self._reach(value, f"{base.__qualname__}.{name}")
+
+    def _reach_module(self, module: types.ModuleType) -> None:
+        file = getattr(module, "__file__", None)
+        if file is None or self._origin(file) != "other" or "site-packages" in file:
+            return
+        self._label(module, f"{module.__name__}.")
+        cls = type(module)
+        if cls is types.ModuleType:
+            watched = type("module", (types.ModuleType,), {})
+            module.__class__ = watched
+            self._undo.callback(setattr, module, "__class__", cls)
+            self._patch(watched)
+
+    def _reach_object(self, value: Any, label: str) -> None:
+        cls = type(value)
+        self._label(value, f"{label}.")
+        if isinstance(value, types.SimpleNamespace):
+            self._reach(vars(value), label)
+        elif isinstance(value, OBSERVED_OF_TORCH) or not self._is_harmless(cls):
+            self._patch(cls)
+            if any(base in self._patched for base in cls.__mro__):
+                self._reach_class(cls)
+            else:
+                kind = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+                self._problem(
+                    f"reads {label} ({self._line()}), of type {kind}, whose state nothing could compare later"
+                )
+                if hasattr(cls, "__next__"):
+                    raise Unrepeatable
+
+    def _is_harmless(self, cls: type) -> bool:
+        """Whether what objects of ``cls`` hold decides nothing: torch's small types, and ours around regions."""
+        if top_of(cls) in ("torch", "numpy", "triton") or cls.__module__ in ("_thread", "types", "typing", "threading"):
+            return True
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        return cls.__module__.startswith("_cython") or (file is not None and _is_ours(file))
+
+    # ---- small things --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+    def _label(self, value: Any, label: str) -> None:
+        self._labels[id(value)] = label
+        self._kept.append(value)  # an id is only its own as long as it lives
+
+    def _of(self, obj: Any) -> Names:
+        try:
+            attributes = object.__getattribute__(obj, "__dict__")
+        except AttributeError:
+            attributes = {}
+        return self._names_of(attributes, self._labels[id(obj)], obj)
+
+    def _names_of(self, mapping: Any, label: str, key: Any) -> Names:
+        if id(key) not in self._names:
+            self._kept.append(key)
+            self._names[id(key)] = Names(mapping, label, owner=key)
+        return self._names[id(key)]
+
+    def _problem(self, reason: str) -> None:
+        self._problems.setdefault(reason)
+
+    def _is_library(self, cls: type) -> bool:
+        top = top_of(cls)
+        return top in TORCH_AND_LIGHTNING or top in sys.stdlib_module_names
+
+    def _origin(self, filename: str) -> str:
+        """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
+        if filename not in self._files:
+            self._files[filename] = origin_of(filename)
+        return self._files[filename]
+
+    def _line(self) -> str:
+        """File and line of the nearest code that is neither torch's nor the standard library's."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self._origin(frame.f_code.co_filename) == "other":
+                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+
+def origin_of(filename: str) -> str:
+    """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
+    path = Path(filename)
+    if filename.startswith(("<", _TORCH)) or _is_ours(filename):
+        return "torch"
+    for part in ("site-packages", "dist-packages"):
+        if part in path.parts:
+            return "torch" if path.parts[path.parts.index(part) + 1] in TORCH_AND_LIGHTNING else "other"
+    return "stdlib" if filename.startswith(_STDLIB) else "other"
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_OURS)
+
+
+def top_of(cls: type) -> str:
+    """The package that a class comes from."""
+    return cls.__module__.partition(".")[0]
+
+
+def refill(container: Any, entries: Any) -> None:
+    """Give a container back what ``entries_of`` found in it."""
+    container.clear()
+    if isinstance(container, dict):
+        half = len(entries) // 2
+        container.update(zip(entries[:half], entries[half:], strict=True))
+    elif isinstance(container, set):
+        container.update(entries)
+    else:
+        container.extend(entries)
+
+
+def generator_state(generator: Any) -> Any:
+    """State of a random generator on the host, to compare and to put back; None for one on a device."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        # One on a device advances within a graph, or its capture fails.
+        return generator.get_state().numpy().tobytes() if generator.device.type == "cpu" else None
+    return pickle.dumps(_bits(generator).state)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a ``generator_state`` back."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        _bits(generator).state = pickle.loads(state)
+
+
+def _bits(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """Python's and numpy's global generators, and torch's on the host where that is not the device's own."""
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    states = random.getstate(), kind, numpy.asarray(keys).tobytes(), tuple(rest)
+    return states if device.type == "cpu" else (*states, bytes(torch.get_rng_state().numpy()))

@@ -1,0 +1,88 @@
+"""Compile errors: tells what the compiler failed at from what the user's own code raised, and from lack of memory."""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo import exc as dynamo_errors
+from torch._inductor import exc as inductor_errors
+
+from strategies.credentials import hidden
+
+# Private to torch, which has no public names for them:
+# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/exc.py, .../torch/_inductor/exc.py
+OF_THE_COMPILER: tuple[type[BaseException], ...] = (
+    dynamo_errors.TorchDynamoException,
+    dynamo_errors.FailOnRecompileLimitHit,
+    inductor_errors.OperatorIssue,
+    inductor_errors.SubgraphLoweringException,
+    inductor_errors.InvalidCxxCompiler,
+    inductor_errors.CppCompileError,
+)
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether the compiler raised ``error``, before any of the code in question ran."""
+    return isinstance(error, OF_THE_COMPILER) and not is_out_of_memory(error)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether torch refused to compile one piece of code once more; nothing of the call has run."""
+    return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
+
+
+def is_double_backward(error: BaseException) -> bool:
+    """Whether a gradient was to be taken of a gradient (a gradient penalty), which AOTAutograd does not support."""
+    return "does not currently support double backward" in str(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, or what it was raised from, is a device without memory."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, torch.OutOfMemoryError):
+            return True
+        current = current.__cause__
+    return False
+
+
+REPLACED = {
+    "Hard failure due to ": (
+        "one piece of code was compiled as often as torch._dynamo.config.recompile_limit allows; the record's events "
+        "name the guard that failed each time"
+    ),
+    "does not currently support double backward": (
+        "a gradient of a gradient (create_graph=True, as in a gradient penalty) cannot be taken through compiled code; "
+        "on_compile_error=eager leaves the regions concerned eager, or name other blocks and parts to compile"
+    ),
+}
+"""What takes the place of torch's words, by a piece of them."""
+
+
+def one_line(error: BaseException) -> str:
+    """Class and first line of an error, the next one too where that only announces it, and the user's line of code.
+
+    Credentials in it are hidden: it goes into the record.
+    """
+    return hidden(_one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    for words, ours in REPLACED.items():
+        if words in str(error):
+            return f"{type(error).__name__}: {ours}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
+        return lines[-1]  # the worker's traceback ends with the error itself
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
+        text += f" {lines[1]}"
+    if "from user code:" in lines[:-1]:
+        text += f" ({lines[lines.index('from user code:') + 1]})"
+    return text
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, on the host or on a device."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )

@@ -1,0 +1,348 @@
+"""Compile a submodule in place: same object, same state-dict keys, no wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import external_utils, trace_rules
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
+
+from strategies.base import CannotCapture, Program, Region
+from strategies.errors import is_compile_error
+from strategies.options import near
+
+RECOMPILE_LIMIT = 64
+"""Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
+
+
+def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, strict: bool = False) -> Region:
+    """Hand ``program.module``'s submodule at ``path`` to the compiler and note it as a region.
+
+    ``arguments`` are ``torch.compile``'s keyword arguments; where they leave ``dynamic`` open, a strategy of the SHAPES
+    stage may have decided it. Compilation itself happens at the first call. A program that is ``outlined`` only lists
+    its regions: torch imports Inductor as soon as it is handed anything. ``strict`` as in ``Region``. A module that is
+    a region under another path already stays that one.
+    """
+    module = program.module.get_submodule(path)
+    for other in program.regions:
+        if program.module.get_submodule(other.path) is module:
+            return other
+    region = Region(path=path, kind=type(module).__name__, strict=strict)
+    if not program.outlined:
+        _hand_over(program, module, arguments)
+        _guard(program, region, module)
+    program.regions.append(region)
+    program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
+    # Else a hook that is added within a region once it is compiled is left out without a word.
+    program.settings.setdefault("skip_nnmodule_hook_guards", False)
+    if strict:  # else torch runs code beyond the limit eager where graph breaks are allowed, and raises elsewhere
+        program.settings["fail_on_recompile_limit_hit"] = True
+    return region
+
+
+def uncompile(program: Program, regions: Collection[Region] | None = None) -> None:
+    """Undo ``compile_in_place`` for ``regions`` (None: for all), so that they run eager again."""
+    gone = list(program.regions if regions is None else regions)
+    for region in gone:
+        program.module.get_submodule(region.path)._compiled_call_impl = None
+    program.regions[:] = [region for region in program.regions if region not in gone]
+
+
+def give_up(program: Program, regions: Collection[Region], reason: str) -> None:
+    """Let ``regions`` run eager for the rest of the run, and note that they do."""
+    program.eager_parts.update({region.path: reason for region in regions})
+    uncompile(program, regions)
+
+
+@contextlib.contextmanager
+def compiled_only(program: Program, regions: Collection[Region]) -> Iterator[None]:
+    """Inside, only ``regions`` run compiled and the others eager; nothing is lost or compiled again by it."""
+    modules = [program.module.get_submodule(region.path) for region in program.regions if region not in regions]
+    calls = [module._compiled_call_impl for module in modules]
+    try:
+        for module in modules:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, compiled in zip(modules, calls, strict=True):
+            module._compiled_call_impl = compiled
+
+
+class RegionCall:
+    """The compiled call of one region: notes that it was called, and runs eager where its forward does not compile.
+
+    ``failed(region, error)`` decides: it returns after it has rolled back what must be, or raises. None: all raise.
+    """
+
+    def __init__(self, region: Region, module: nn.Module) -> None:
+        assert module._compiled_call_impl is not None
+        self.compiled: Callable[..., Any] = module._compiled_call_impl
+        self.failed: Callable[[Region, Exception], None] | None = None
+        self._region, self._module = region, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled code, or what the module is without it."""
+        self._region.called = True
+        try:
+            return self.compiled(*args, **kwargs)
+        except Exception as error:
+            if self.failed is None or not is_compile_error(error):
+                raise
+            self.failed(self._region, error)
+        return self._module._call_impl(*args, **kwargs)
+
+
+def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -> None:
+    """Let ``failed`` decide about every region in whose forward the compiler fails."""
+    for region in program.regions:
+        call = program.module.get_submodule(region.path)._compiled_call_impl
+        if isinstance(call, RegionCall):
+            call.failed = failed
+
+
+def outermost(program: Program) -> list[Region]:
+    """The regions that lie in no other: inside one, the compiler sees no calls."""
+    paths = [region.path for region in program.regions]
+    return [one for one in program.regions if not any(one.path.startswith(f"{path}.") for path in paths)]
+
+
+def _guard(program: Program, region: Region, module: nn.Module) -> None:
+    """Only around regions that lie in no other: where an outer one has a graph break, the compiler would trace it."""
+    if any(region.path.startswith(f"{other.path}.") for other in program.regions):
+        return
+    for other in program.regions:
+        inner = program.module.get_submodule(other.path)
+        if other.path.startswith(f"{region.path}.") and isinstance(inner._compiled_call_impl, RegionCall):
+            inner._compiled_call_impl = inner._compiled_call_impl.compiled
+    module._compiled_call_impl = RegionCall(region, module)
+
+
+def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -> None:
+    if arguments.get("dynamic") is None:
+        arguments = {**arguments, "dynamic": program.dynamic}
+    if _forward_is_torchs_own(module):
+        # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
+        # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
+        module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
+    else:
+        module.compile(**arguments)
+    if program.around_region is not None:
+        compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = program.around_region(compiled)
+
+
+def _forward_is_torchs_own(module: nn.Module) -> bool:
+    # Torch's question fails for a forward that was replaced by another kind of callable.
+    return inspect.isroutine(module.forward) and bool(trace_rules.check(module.forward))
+
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """A container of repeated blocks."""
+
+    path: str
+    """Path of the container, as in ``module.get_submodule(path)``."""
+    kind: str
+    """Class name of its blocks."""
+    count: int
+    """Number of blocks."""
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.count} x {self.kind})"
+
+
+def find_containers(module: nn.Module) -> list[Container]:
+    """Outermost ModuleLists and Sequentials with two or more children of one class that has children of its own.
+
+    A list of bare layers (Linear, Conv2d) is not a list of blocks: compiling a single layer gains nothing. Lists of
+    lists count by the blocks in them, one class of which has to repeat; dicts by blocks that hold no others.
+    """
+    found: list[Container] = []
+    for path, candidate in module.named_modules():
+        if not isinstance(candidate, CONTAINERS) or any(_lies_in(path, outer.path) for outer in found):
+            continue
+        children = list(candidate.children())
+        nested = bool(children) and all(map(never_called, children))
+        blocks = [block for _, block in _held(candidate)] if nested else children
+        kinds = Counter(type(block) for block in blocks if any(True for _ in block.children()))
+        if not nested and (len(kinds) != 1 or kinds.total() < len(children)):
+            continue
+        own_forward = isinstance(candidate, nn.ModuleDict) and not never_called(candidate)
+        if own_forward or (isinstance(candidate, nn.ModuleDict) and not nested and any(map(find_containers, children))):
+            continue
+        if max(kinds.values(), default=0) >= 2:
+            names = " and ".join(kind.__name__ for kind in kinds)
+            found.append(Container(path=path, kind=names, count=kinds.total()))
+    return found
+
+
+def never_called(module: nn.Module) -> bool:
+    """Whether ``module`` only holds others: a ModuleList or ModuleDict without a forward of its own."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _held(container: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """Path and module of what ``container`` holds, lists and dicts inside it opened."""
+    held: list[tuple[str, nn.Module]] = []
+    for name, child in container.named_children():
+        inner = f"{path}.{name}".lstrip(".")
+        held.extend(_held(child, inner) if never_called(child) else [(inner, child)])
+    return held
+
+
+def _lies_in(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Paths of the blocks: the children of each container named, and every other submodule named as it is.
+
+    Of lists within a list those of the blocks in them, bare layers between these left out.
+    """
+    blocks: list[str] = []
+    for path in paths:
+        submodule = module.get_submodule(path)
+        if isinstance(submodule, nn.Sequential) or never_called(submodule):
+            held = _held(submodule, path)
+            if any(map(never_called, submodule.children())):
+                held = [(name, block) for name, block in held if any(True for _ in block.children())] or held
+            blocks.extend(name for name, _ in held)
+        else:
+            blocks.append(path)
+    return blocks
+
+
+def kinds_of_several_sizes(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Class names of the blocks at ``paths`` of which a weight has one shape in one block and another in the next."""
+    seen: dict[type[nn.Module], dict[str, tuple[int, ...]]] = {}
+    kinds: dict[str, None] = {}
+    for path in paths:
+        block = module.get_submodule(path)
+        shapes = seen.setdefault(type(block), {})
+        for name, weight in block.named_parameters():
+            if is_lazy(weight):  # of no shape before its first call
+                continue
+            if shapes.setdefault(name, tuple(weight.shape)) != tuple(weight.shape):
+                kinds[type(block).__name__] = None
+    return list(kinds)
+
+
+def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) -> list[str]:
+    """Kinds of blocks at ``paths`` because of which regions are to be compiled with ``dynamic=False``.
+
+    Torch takes the second size of a kind for one that changes from batch to batch, and makes symbolic code for all
+    further ones (automatic dynamic shapes): most of the stages of a ResNet. Empty where the sizes are the user's or
+    another strategy's choice, and where lengths do change.
+    """
+    if dynamic is not None or program.dynamic is not None or program.ragged:
+        return []
+    return kinds_of_several_sizes(program.module, paths)
+
+
+def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> None:
+    """Raise ValueError naming near matches and candidates when a path is no submodule of ``module``."""
+    names = [name for name, _ in module.named_modules()]
+    for path in paths:
+        if path not in names:
+            candidates = [str(container) for container in find_containers(module)]
+            raise ValueError(
+                f"{key}: {path!r} matches no submodule{near(path, names)}"
+                + (f"; repeated blocks found: {', '.join(candidates)}" if candidates else "")
+            )
+
+
+# ---- blocks that compute their activations again --------------------------------------------------------------------
+# The module gets a ``forward`` of its own that calls its class's under ``torch.utils.checkpoint`` (the non-reentrant
+# kind, https://docs.pytorch.org/docs/stable/checkpoint.html). Hooks, state-dict keys and class stay what they were, and
+# a compiler that traces the call decides in the graph what is computed again.
+
+_FORWARDS: weakref.WeakKeyDictionary[type[nn.Module], types.FunctionType] = weakref.WeakKeyDictionary()
+"""The recomputing forward of each class, made once: blocks of a class share their compiled code by it."""
+
+
+def recompute(module: nn.Module) -> None:
+    """Let ``module`` compute its activations again in the backward. Raises ValueError where its forward is patched."""
+    if "forward" in vars(module):
+        raise ValueError(f"the forward of this {type(module).__name__} has been replaced on the object itself")
+    # A bound method of this object, as the class's own forward is: copies of the module then have their own, too.
+    module.forward = types.MethodType(_forward_of(type(module)), module)
+
+
+def keep_activations(module: nn.Module) -> None:
+    """Undo ``recompute``; other modules are left alone."""
+    if recomputes(module):
+        del module.forward
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether ``recompute`` is in force on ``module``."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", None) is _forward_of(type(module))
+
+
+def _forward_of(kind: type[nn.Module]) -> types.FunctionType:
+    """The recomputing forward of one class: one piece of code for each, so that a compiler tells them apart."""
+    if kind not in _FORWARDS:
+        _FORWARDS[kind] = _make_forward(kind)
+    return _FORWARDS[kind]
+
+
+def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
+    own = kind.forward
+    drew: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return own(self, *args, **kwargs)
+
+            return checkpoint(call, *args, use_reentrant=False, **kwargs)
+        return _on_cuda(own, self, args, kwargs, drew)
+
+    # Of its own name: a compiler keeps what it knows of a piece of code by file, line and name, and so do its messages.
+    code = forward.__code__.replace(co_name=f"{kind.__name__}.forward")
+    return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
+
+
+def _on_cuda(own: Any, module: nn.Module, args: Any, kwargs: Any, drew: weakref.WeakSet[nn.Module]) -> Any:
+    """Where a CUDA graph may be being captured: torch cannot read and restore the generator's state within one."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and module in drew:
+        raise CannotCapture(
+            f"checkpointing: {type(module).__name__} draws random numbers, which its second computation can repeat "
+            "within a CUDA graph only where it is compiled: compile=[checkpointing,regional,cuda_graph]"
+        )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = None if capturing else _random_offset(module)
+        results = own(module, *args, **kwargs)
+        if before is not None and _random_offset(module) != before:
+            drew.add(module)
+        return results
+
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=not capturing, **kwargs)
+
+
+def _random_offset(module: nn.Module) -> int | None:
+    """How far the generator of the module's device is, known on the host; None off a GPU."""
+    device = next((parameter.device for parameter in module.parameters()), None)
+    if device is None or device.type != "cuda":
+        return None
+    offset: int = torch.cuda.default_generators[device.index].get_offset()
+    return offset

@@ -1,0 +1,145 @@
+"""What is changed in torch while a run lasts, and restored after it; each with the versions that it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+from strategies.prepare import is_prepared
+
+_graphs: Any = torch.cuda.graphs
+_asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing
+"""What ``torch.cuda.is_current_stream_capturing`` calls by this name, however the caller imported that function."""
+
+
+@contextlib.contextmanager
+def as_capturing(answer: bool = True) -> Iterator[None]:
+    """Inside, ``torch.cuda.is_current_stream_capturing()`` is True but to torch and us; else it tells the truth.
+
+    Libraries take another path in a capture. Transformers then builds the attention masks that it leaves out otherwise,
+    because leaving one out takes reading a tensor on the host (``transformers.masking_utils``). The run before a
+    capture has to take the capture's path: else the capture is the first to hand a compiled region a mask, and has to
+    compile. All versions of torch: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/cuda/graphs.py.
+    """
+    before = _graphs._cuda_isCurrentStreamCapturing
+    _graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
+    try:
+        yield
+    finally:
+        _graphs._cuda_isCurrentStreamCapturing = before
+
+
+def _capturing() -> bool:
+    # Torch itself gets the truth: Dynamo compiles in no capture (2.15), and optimizers refuse to step in one. So do our
+    # own packages: a compiled optimizer leaves the host's part of a step, counting it, out of a capture alone.
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    return _asked() if asker.startswith(("torch.", "strategies.", "trainer.")) else True
+
+
+@contextlib.contextmanager
+def embeddings_as_in_eager() -> Iterator[None]:
+    """Until the block ends, compiled graphs call eager's own kernel for the gradient of an embedding.
+
+    Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive: two
+    runs of the same compiled captioner ended at different losses, cold and warm, where two of eager's do not. All
+    versions of torch so far:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/decomposition.py (embedding_dense_backward).
+
+    Where Inductor is not imported yet, there is nothing to do.
+    """
+    if not is_prepared():
+        yield
+        return
+    from torch._inductor import decomposition, lowering
+
+    gradient = torch.ops.aten.embedding_dense_backward
+    keys = [gradient, *(getattr(gradient, name) for name in gradient.overloads())]
+    decompositions: list[dict[Any, Any]] = [decomposition.decompositions, decomposition.fast_random_decomps()]
+    tables = [*decompositions, lowering.lowerings]
+    sets: list[Any] = [lowering.fallbacks, lowering.needs_realized_inputs]
+    entries = [{key: table[key] for key in keys if key in table} for table in tables]
+    members = [{key for key in keys if key in each} for each in sets]
+    lowering.make_fallback(gradient, warn=False, override_decomp=True)
+    for table in decompositions:
+        table.pop(gradient.default, None)
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, entries, strict=True):
+            for key in keys:
+                table.pop(key, None)
+            table.update(kept)
+        for each, there in zip(sets, members, strict=True):
+            for key in set(keys) - there:
+                each.discard(key)
+
+
+@contextlib.contextmanager
+def faults_avoided() -> Iterator[None]:
+    """Until the block ends; where Inductor is not imported yet, there is nothing to do.
+
+    Both are those of torch 2.11, on a GPU, with a sum for a symbolic size: a language model that reads all tokens but
+    the last, as one graph for all lengths.
+    """
+    if "torch._inductor.scheduler" not in sys.modules or TorchVersion(torch.__version__) >= "2.12":
+        yield
+        return
+    with _reductions_over_sums_kept_apart(), _sizes_compared_by_value():
+        yield
+
+
+@contextlib.contextmanager
+def _reductions_over_sums_kept_apart() -> Iterator[None]:
+    """The two reductions of a layer norm's backward become one kernel, whose partial sums lie at a size times another,
+    written as text: with ``2*s - 2`` it says ``0 * (-2) + 2*s * 768``. The step fails with "shape '[512, 768]' is
+    invalid for input of size 0". Reductions with a sum for a size stay two kernels here.
+
+    Fixed in 2.12: https://github.com/pytorch/pytorch/pull/176008, https://github.com/pytorch/pytorch/pull/176483
+    """
+    fusing: Any = sys.modules["torch._inductor.scheduler"].MixOrderReduction
+    before = vars(fusing)["can_fuse"]
+
+    def can_fuse(cls: Any, node1: Any, node2: Any) -> bool:
+        fused: bool = before.__func__(cls, node1, node2)
+        return fused and not any(size.expand().is_Add for size in cls.get_numel_rnumel(node1))
+
+    with _replaced(fusing, "can_fuse", classmethod(can_fuse)):
+        yield
+
+
+@contextlib.contextmanager
+def _sizes_compared_by_value() -> Iterator[None]:
+    """Where the batch is symbolic too, ``b*(s - 1)`` and ``b*s - b`` are taken for two sizes, and the compile ends in
+    an AssertionError without a message. They are compared by value here.
+
+    Fixed in 2.12: https://github.com/pytorch/pytorch/pull/181793
+    """
+    import torch._inductor.tiling_utils as tiling
+    from torch._inductor.utils import sympy_product
+    from torch._inductor.virtualized import V
+
+    before = tiling.get_pw_red_splits
+
+    def get_pw_red_splits(n: Any, pointwise_numel: Any, *others: Any, **options: Any) -> Any:
+        size = sympy_product(n._body.sizes[0])
+        if V.graph.sizevars.statically_known_equals(size, pointwise_numel):
+            pointwise_numel = size
+        return before(n, pointwise_numel, *others, **options)
+
+    with _replaced(tiling, "get_pw_red_splits", get_pw_red_splits):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

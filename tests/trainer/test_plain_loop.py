@@ -1,0 +1,87 @@
+"""A loop without Lightning behind the same protocol: strategies compile, step aside and capture in it, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import Optimizer, Program, Regional, Strategy
+from strategies.compose import apply, begin, compiler_settings, eager, end
+from tests.strategies import backends
+from tests.trainer.test_step_capture import Recorded
+from trainer.loops.plain import PlainLoop
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BD, target_B1 = batch
+        for block in self.blocks:
+            x_BD = block(x_BD)
+        return nn.functional.mse_loss(self.head(x_BD), target_B1)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(count)]
+
+
+def train(strategies: list[Strategy], *, micro_batches: int = 1, steps: int = 6) -> tuple[list[float], Program]:
+    module = Net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+    loop = PlainLoop(module, optimizer, schedule=schedule, micro_batches=micro_batches, clip=1.0, max_steps=steps)
+    program = Program(module=module, strategies=tuple(strategies), device=loop.device)
+    apply(strategies, program)
+    program.optimizers, program.loop = loop.optimizers, loop
+    with compiler_settings(program.settings):
+        begin(strategies, program)
+        capture = None if program.step is None else program.step.take_over(loop, program)
+        losses = [float(loss) for loss in loop.fit(batches(steps * micro_batches)) if loss is not None]
+        if capture is not None:
+            capture.release()
+        end(strategies, program)
+    assert loop.steps_done == steps
+    return losses, program
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_steps_are_captured_in_a_plain_loop(micro_batches: int) -> None:
+    expected, _ = train([], micro_batches=micro_batches)
+    losses, program = train([Recorded()], micro_batches=micro_batches)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert program.report["recorded"]["replayed_steps"] > 0
+    assert not program.eager_parts
+
+
+def test_blocks_and_optimizer_are_compiled_in_a_plain_loop() -> None:
+    backends.graphs.clear()
+    expected, _ = train([])
+    losses, program = train([Regional(backend=backends.COUNTING), Optimizer(backend="aot_eager")])
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert len(backends.graphs) == 2, "one for the first block, whose input needs no gradient, and one for the others"
+    assert len(program.regions) == 3
+
+
+def test_single_steps_leave_the_training_as_it_was() -> None:
+    module = Net()
+    loop = PlainLoop(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    program = Program(module=module, device=loop.device)
+    (batch,) = batches(1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    snapshot = loop.snapshot(batch)
+    with eager(program):
+        first = loop.step(batch)
+    assert loop.steps_done == 1
+    snapshot.restore()
+    assert loop.steps_done == 0
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(loop.train(batch), first)

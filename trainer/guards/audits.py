@@ -1,0 +1,386 @@
+"""Audits: is the step still eager's? Asked again on real steps, while the training continues.
+
+The parity gate compares once, at the first batch and at freshly drawn weights. An audit compares the step under way:
+its loss and buffers with an eager forward on its own batch, weights and random state, and the optimizer's update of a
+few parameters with torch's own step. A difference counts once it is beyond what eager differs from itself on that batch
+and shows again when the step is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from strategies import Program
+from strategies.errors import one_line
+from strategies.loop import Loop, MicroBatch
+from strategies.optimizer.step import installed
+from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
+from trainer.guards.draws import draws_as_eager
+from trainer.guards.forward import (
+    EagerForward,
+    EagerSeen,
+    Seen,
+    buffer_tolerances,
+    copied,
+    distances,
+    floating_buffers,
+)
+from trainer.guards.schedule import Schedule
+from trainer.guards.snapshot import Snapshot, drew_random_numbers
+from trainer.guards.state import UpdateSample
+from trainer.loops.lightning import replaced
+from trainer.telemetry import memory
+from trainer.telemetry.events import AuditDifference, AuditFacts
+from trainer.telemetry.telemetry import Telemetry
+from trainer.telemetry.tensorboard import TensorBoardPages
+
+SAMPLES, REPEATS = 4, 3
+"""Eager forwards by which the tolerance is widened before a difference counts; steps in which it has to show again."""
+MAX_TOLERANCE = {"loss": 0.05, "buffers": 0.5}
+"""Relative, beyond which a comparison says nothing."""
+SEED = 2**31 - 1001
+
+NO_STEP = "the run ended before its first step, or training_step takes an iterator of batches"
+
+Gradients = Callable[[], Sequence[Tensor | None] | None]
+
+
+@dataclass(slots=True)
+class Pair:
+    """A step, and what it was compared with."""
+
+    outputs: dict[str, Any]
+    eager: EagerSeen | None = None
+    step: Seen | None = None
+    draws_alike: bool = False
+    """Whether the step took its random numbers from where eager took them."""
+    update: list[AuditDifference] | None = None
+
+
+class Audits:
+    """Stands around every micro-batch of ``loop`` until ``release``.
+
+    Args:
+        mode: ``on`` or ``strict``.
+        checkpoints: Those that the training writes; closed by ``release``.
+        captured: Whether steps may be captured, so that hooks within them are not called.
+        gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
+            itself; None where they are the parameters' own.
+        differs: Called with the error once a step is not eager's; returns when the run continues, in eager.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        loop: Loop,
+        program: Program,
+        telemetry: Telemetry,
+        pages: TensorBoardPages,
+        *,
+        checkpoints: SavedCheckpoints,
+        captured: Callable[[], bool],
+        gradients: Gradients,
+        differs: Callable[[ParityError], None],
+    ) -> None:
+        self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
+        self._checkpoints, self._captured, self._gradients, self._differs = checkpoints, captured, gradients, differs
+        self._judge = Judge(mode, rounding_unit(program.precision, loop.device))
+        self._undo = contextlib.ExitStack()
+        self._undo.push(checkpoints)
+        self.sample: list[torch.nn.Parameter] = []
+        """Parameters whose update is compared."""
+        self._never: dict[str, str] = {}
+        self._shares: list[float] = []
+        self._settles: bool | None = None
+        why_not = "the module optimizes by hand" if loop.manual else loop.why_not_apart()
+        self.facts = AuditFacts(verdict="not audited", reason=why_not or NO_STEP)
+        if why_not is not None:
+            return
+        names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
+        self._update = UpdateSample(loop.optimizers[0], names, multiple=self._judge.multiple)
+        self.sample = self._update.parameters
+        if self._update.reason is not None:
+            self._never["update"] = self._update.reason
+        self._forward = EagerForward(loop, program)
+        self._first, self._schedule = loop.steps_done, Schedule(loop)
+        self._undo.callback(loop.take_over(self._run))
+
+    def release(self) -> None:
+        """Give the loop its own way to run a micro-batch back."""
+        self._undo.close()
+
+    def _run(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
+        recording = self._telemetry.phase == "profiling" and self._loop.world_size == 1
+        if micro_batch.ends and self._schedule.due(micro_batch.batch, later=recording):
+            compiled = self._program.regions or self._program.step is not None
+            if compiled or any(installed(each) is not None for each in self._program.optimizers):
+                return self._audit(micro_batch)
+            self.facts.reason = "nothing is compiled or captured"
+            self._schedule.stop()
+        return micro_batch.run(micro_batch.batch)
+
+    def _audit(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        peak = memory.peak_bytes(self._loop.device)
+        self.facts.not_compared, self._shares = dict(self._never), []
+        pair = self._pair(micro_batch, update=True)
+        with self._telemetry.auditing():
+            complaints = self._judged(pair, micro_batch)
+            update = max(pair.update or (), key=lambda one: one.share, default=None)
+            if update is not None:
+                complaints += self._note("update", update)
+            for kind in ("loss", "buffers"):  # whose forward all processes run, or none
+                if self._loop.anywhere(kind in self._never):
+                    self._leave_out((kind,), "another process cannot compare it")
+            wrong = self._loop.anywhere(bool(complaints))
+        memory.resume(self._loop.device, peak)
+        self._write_down(complaints, wrong=wrong)
+        self._schedule.next(self._telemetry.audit_seconds)
+        if wrong:
+            self._differs(self._error(complaints))
+        return pair.outputs
+
+    def _pair(self, micro_batch: MicroBatch, *, update: bool = False) -> Pair:
+        """Run the step, and eager's forward before it: where ``training_step`` is called and Python runs it, else
+        before all of it, because of a captured step nothing else is known to Python."""
+        pair = Pair({})
+        update = update and "update" not in self._never
+        auditing = self._telemetry.auditing
+        if self._captured():
+            with auditing():
+                self._run_eager(pair, micro_batch.arguments)
+                if update:
+                    self._prepare_captured(pair, micro_batch)
+            pair.outputs = micro_batch.run(micro_batch.batch)
+            with auditing():
+                self._see_step(pair, pair.outputs.get("loss"))
+                if update:
+                    self._compare_update(pair, self._gradients())
+            return pair
+        called: list[Any] = []
+
+        def before_training_step(arguments: Mapping[str, Any]) -> None:
+            called.append(arguments)
+            if len(called) == 1:
+                with auditing():
+                    self._run_eager(pair, arguments)
+
+        def after_training_step(loss: Tensor | None) -> None:
+            if len(called) == 1:  # a closure may be called again, at other weights
+                with auditing():
+                    self._see_step(pair, loss)
+
+        def before_update() -> None:
+            with auditing():
+                self._update.keep()
+
+        def after_update(left_out: bool) -> None:
+            with auditing():
+                if left_out:
+                    self.facts.not_compared["update"] = "the gradient scaler left this step out"
+                else:
+                    self._compare_update(pair, None)
+
+        with contextlib.ExitStack() as around:
+            around.enter_context(self._loop.around_training_step(before_training_step, after_training_step))
+            if update:
+                around.enter_context(self._loop.around_update(before_update, after_update))
+            pair.outputs = micro_batch.run(micro_batch.batch)
+        return pair
+
+    def _run_eager(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
+        if {"loss", "buffers"} <= self._never.keys():
+            return
+        try:
+            pair.eager = self._forward.run(arguments)
+        except Exception as error:
+            self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
+
+    def _see_step(self, pair: Pair, loss: Any) -> None:
+        loss = loss.detach() if isinstance(loss, Tensor) else None
+        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._loop.module)))
+        alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
+        pair.draws_alike = alike and draws_as_eager(self._program)
+
+    # ---- the update ------------------------------------------------------------------------------------------------
+
+    def _prepare_captured(self, pair: Pair, micro_batch: MicroBatch) -> None:
+        self._update.keep()
+        if self._loop.scaler is not None:
+            self._leave_out(("update",), "a gradient scaler decides after a captured step what the optimizer is given")
+        if pair.eager is None or pair.eager.wrote:
+            self._leave_out(("update",), "training_step itself may change weights, within a captured step")
+        if micro_batch.begins:
+            for parameter in self.sample:  # as zero_grad does next; a replay leaves old ones where they are
+                parameter.grad = None
+
+    def _compare_update(self, pair: Pair, given: Sequence[Tensor | None] | None) -> None:
+        if "update" in self._never:
+            return
+        given = [parameter.grad for parameter in self.sample] if given is None else given
+        if all(gradient is None for gradient in given):
+            where = "a captured step keeps its gradients to itself" if self._captured() else "they were cleared"
+            self.facts.not_compared["update"] = f"there are no gradients after the step, {where}"
+            return
+        try:
+            pair.update = self._update.compare(given)
+        except Exception as error:
+            self._leave_out(("update",), f"torch's own step of a sample failed: {one_line(error)}")
+        if pair.update == []:
+            self.facts.not_compared["update"] = "rounding of the weights is larger than their update"
+
+    # ---- the verdict -----------------------------------------------------------------------------------------------
+
+    def _judged(self, pair: Pair, micro_batch: MicroBatch) -> list[str]:
+        """What of loss and buffers is beyond its tolerance, in words; every process calls this."""
+        found = self._differences(pair)
+        if self._captured() and self._settles is None and pair.eager is not None:
+            # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
+            self._settles = "buffers" not in found or found["buffers"].share <= 1
+            if not self._settles:
+                self._leave_out(("buffers",), "they change after the forward, within a captured step")
+                found.pop("buffers")
+        if self._beyond(found):
+            try:
+                found = self._repeated(pair, micro_batch)
+            except Exception as error:
+                self._leave_out(("loss", "buffers"), f"a difference could not be looked into: {one_line(error)}")
+                found = {}
+        return [complaint for kind, one in found.items() for complaint in self._note(kind, one)]
+
+    def _beyond(self, found: dict[str, AuditDifference]) -> bool:
+        return self._loop.anywhere(any(one.share > 1 for one in found.values()))
+
+    def _repeated(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
+        """The differences within tolerances of this very batch; those that do not show again are left out."""
+        loop, unit = self._loop, self._judge.unit
+        weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
+        try:
+            after: Snapshot | None = Snapshot(loop, micro_batch.batch)
+        except torch.OutOfMemoryError:
+            after = None
+        if loop.anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
+            raise RuntimeError("there is no memory for a copy of the state")
+        with loop.quiet(), loop.unlogged(), contextlib.ExitStack() as at_end:
+            at_end.callback(after.restore, same_plan=True)
+            random = loop.anywhere(pair.eager.drew and not pair.draws_alike)
+            pair.eager.before.restore()
+            base = self._forward.run(micro_batch.arguments)
+            for number in range(SAMPLES):
+                after.restore(same_plan=True)
+                perturb(weights, unit * (1, 4)[number % 2], SEED + number)
+                pair.eager.before.restore()
+                if random:
+                    torch.manual_seed(SEED + number)
+                self._judge.noise.append(distances(self._forward.run(micro_batch.arguments), base))
+            found = self._differences(pair)
+            for number in range(SAMPLES, SAMPLES + REPEATS):
+                if not self._beyond(found):
+                    break
+                after.restore(same_plan=True)
+                pair.eager.before.restore()
+                perturb(weights, unit, SEED + number)
+                again = self._differences(self._pair(micro_batch))
+                for kind in [kind for kind, one in found.items() if one.share > 1]:
+                    if kind not in again or again[kind].share <= 1:
+                        del found[kind]
+                        self.facts.not_compared[kind] = "a difference was gone when the step was repeated"
+                        self.facts.unrepeated_steps.append(self._number)
+        return found
+
+    def _differences(self, pair: Pair) -> dict[str, AuditDifference]:
+        """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out."""
+        step, eager, judge = pair.step, pair.eager, self._judge
+        if step is None or eager is None:
+            return {}
+        found: dict[str, AuditDifference] = {}
+        apart = distances(step, eager)
+        names = sorted(step.buffers.keys() & eager.buffers.keys())
+        noise = [one for one in judge.noise[-SAMPLES:] if len(one.weights) == len(apart.weights)]
+        judge.noise = noise or [no_noise(apart)]
+        if "loss" not in self._never:
+            if step.loss is None or eager.loss is None:
+                self.facts.not_compared["loss"] = "training_step returned no loss"
+            else:
+                found["loss"] = AuditDifference(what="loss", difference=apart.loss, tolerance=judge.loss_tolerance())
+        if "buffers" not in self._never and names:
+            figures = zip(names, apart.weights.tolist(), buffer_tolerances(judge, eager, names).tolist(), strict=True)
+            each = [AuditDifference(what=name, difference=size, tolerance=most) for name, size, most in figures]
+            found["buffers"] = max(each, key=lambda one: one.share)
+        for kind, most in MAX_TOLERANCE.items():
+            if kind in found and not found[kind].tolerance <= most:
+                why = "compiled code draws other random numbers" if eager.drew else "eager differs from itself"
+                self._leave_out((kind,), f"{why}, which makes the tolerance {found.pop(kind).tolerance:.1%}")
+        return found
+
+    def _note(self, kind: str, one: AuditDifference) -> list[str]:
+        """Keep the worst of its kind; returns the complaint about it."""
+        one.step = self._number
+        self._shares.append(one.share)
+        if kind not in self.facts.worst or self.facts.worst[kind].share <= one.share:
+            self.facts.worst[kind] = one
+        if one.share <= 1:
+            return []
+        what = {"loss": "loss", "update": f"update of {one.what!r}", "buffers": f"buffer {one.what!r}"}[kind]
+        return [f"{what} {one.difference:.2e} of eager's away from it, tolerance {one.tolerance:.2e}"]
+
+    def _error(self, complaints: list[str]) -> ParityError:
+        reason = "; ".join(complaints) or "another process found it so"
+        clean = self.facts.last_clean_step
+        since = f"the audit of step {clean} was clean" if clean is not None else "no audit before was clean"
+        good = self._checkpoints.last(self._first if clean is None else clean)
+        return ParityError(
+            f"parity={self._judge.mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
+            f"{good or 'none yet'}. Resume from it without the strategy at fault, or with on_difference=eager; "
+            "parity=off audits nothing"
+        )
+
+    @property
+    def _number(self) -> int:
+        """The step under way, counted as ``steps_done`` is."""
+        return self._first + self._schedule.steps
+
+    def _leave_out(self, kinds: Sequence[str], reason: str) -> None:
+        self._never = {**dict.fromkeys(kinds, reason), **self._never}
+        self.facts.not_compared |= self._never
+
+    def _write_down(self, complaints: list[str], *, wrong: bool) -> None:
+        facts = self.facts
+        facts.steps.append(self._number)
+        facts.seconds = round(self._telemetry.audit_seconds, 4)
+        facts.verdict, facts.reason = ("failed", "; ".join(complaints) or None) if wrong else ("clean", None)
+        if not wrong and self._shares:
+            facts.last_clean_step = self._number
+        elif not wrong and facts.last_clean_step is None:
+            facts.verdict, facts.reason = "not audited", "; ".join(sorted(set(facts.not_compared.values())))
+        worst = max(self._shares, default=math.inf)
+        scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
+        self._pages.scalars(scalars, self._number)
+
+
+class SavedCheckpoints(contextlib.ExitStack):
+    """Until it is closed, notes each checkpoint that ``trainer`` writes, and the one that it was resumed from."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._steps = {} if trainer.ckpt_path is None else {str(trainer.ckpt_path): trainer.global_step}
+        self._save = self.enter_context(replaced(trainer, "save_checkpoint", self._save_and_note))
+
+    def last(self, step: int) -> str | None:
+        """Path and step of the last one written at or before ``step`` that is still there."""
+        there = [(saved, path) for path, saved in self._steps.items() if saved <= step and Path(path).exists()]
+        return f"{max(there)[1]} (step {max(there)[0]})" if there else None
+
+    def _save_and_note(self, filepath: Any, *arguments: Any, **named: Any) -> None:
+        self._save(filepath, *arguments, **named)
+        self._steps[str(filepath)] = self._trainer.global_step

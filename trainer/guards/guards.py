@@ -1,0 +1,265 @@
+"""Guards: what is checked before the first step and after it, on the callback's behalf."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.parameter import is_lazy
+
+from strategies import Program
+from strategies.compose import eager
+from strategies.errors import is_compile_error, one_line
+from strategies.loop import Loop
+from strategies.regions import give_up, outermost
+from trainer.guards.compare import ParityError
+from trainer.guards.preflight import Guarding, Lock, Preflight
+from trainer.guards.rollback import Rollback
+from trainer.guards.slowdown import Sample, Slowdown
+from trainer.telemetry.events import Event
+from trainer.telemetry.facts import number
+from trainer.telemetry.record import RunRecord
+from trainer.telemetry.telemetry import Telemetry
+
+CHANCES = 10
+"""Optimizer steps within which a region has to be called: what joins later, or a first batch without a loss, is no
+mistake."""
+NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+CALLED_IN_VAIN = "called, and nothing in it was compiled"
+
+
+class CompiledNothing(RuntimeError):
+    """A strategy handed modules to the compiler and none of them was compiled."""
+
+
+class Guards:
+    """The guards of one training; the owner calls the methods named after the moments of the loop.
+
+    Args:
+        sample: Seconds of steps that were timed already, if they were.
+        chances: Optimizer steps after which it is an error that nothing was compiled.
+        chosen: The strategies are what ``compile=auto`` chose, so that eager takes over where they fail.
+    """
+
+    def __init__(
+        self,
+        guarding: Guarding,
+        loop: Loop,
+        program: Program,
+        telemetry: Telemetry,
+        record: RunRecord,
+        *,
+        sample: Sample | None = None,
+        chances: int = CHANCES,
+        chosen: bool = False,
+    ) -> None:
+        self._guarding = dataclasses.replace(guarding, on_compile_error="eager") if chosen else guarding
+        self._loop, self._program, self._telemetry, self._record = loop, program, telemetry, record
+        self._chances, self._chosen = chances, chosen
+        self._steps = self._waited = 0
+        self._begun = self._stepped = self._verified = self._waits = False
+        self._eagerly = contextlib.ExitStack()
+        self._preflight = Preflight(self._guarding, loop, program, telemetry, sample)
+        self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
+        self._slowdown: Slowdown | None = None
+        self._lock: Lock | None = None
+
+    def before_batch(self, batch: Any) -> None:
+        """A batch is on the device: preflight on the first one; later, time it where the run is under suspicion."""
+        program, preflight, slowdown = self._program, self._preflight, self._slowdown
+        if not self._begun:
+            if (preflight.wanted or program.regions) and self._waits_for_parameters():
+                return
+            self._begun, self._waits = True, False
+            if not preflight.wanted:
+                return
+            with self._telemetry.rehearsal():
+                self._rollback = self._run_preflight(batch) or self._rollback
+            if preflight.sample is not None:
+                self._slowdown = Slowdown(self._loop, self._telemetry, preflight.sample)
+            if preflight.warmed and program.padding is not None:
+                if program.step is not None:
+                    program.step.warmed = True
+                self._lock = Lock(program.padding, program, self._telemetry.compiler)
+        elif slowdown is not None and slowdown.suspected:
+            slowdown.suspected = False
+            if program.step is not None:
+                self._warn_captured_is_slow(slowdown)
+                return
+            self._telemetry.pause("timing eager")
+            self._judge(slowdown, preflight.time_again(batch))
+
+    def after_batch(self, *, stepped: bool) -> None:
+        """A training batch is through. Raises CompiledNothing after the first step, RecompileError after warming."""
+        self._eagerly.close()
+        stepped = stepped and not self._waits
+        if stepped and self._steps < self._chances and self._record.regions:  # which is the same on all processes
+            self._steps += 1
+            if self._steps in (1, self._chances):
+                self._rollback.check()
+                self._verify(last=self._steps == self._chances)
+        if stepped and not self._stepped:
+            self._stepped = True
+            if self._lock is not None:
+                self._lock.close()
+                self._telemetry.teller.recompiles = False
+        elif self._lock is not None:
+            self._lock.check(f"in training step {self._loop.steps_done}")
+        if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:  # the telemetry reads its clock
+            self._rollback.check()
+            if self._slowdown is not None:
+                self._slowdown.check()
+
+    def after_validation_batch(self) -> None:
+        """A validation batch is through. Raises RecompileError after warming."""
+        if self._lock is not None:
+            self._lock.check(f"in the validation after step {self._loop.steps_done}")
+
+    def finish(self) -> None:
+        """The training is over, one way or another: note what was to be compiled and was not."""
+        self._eagerly.close()
+        if not self._stepped:
+            return
+        self._rollback.check()
+        missing = self._not_compiled()
+        self._program.eager_parts.update(missing)
+        if missing and not self._verified:
+            self._warn_missing(missing)
+        events = self._telemetry.compiler.events
+        for part, reason in self._program.eager_parts.items():
+            if not any(event.kind == "fallback" and reason in event.reason for event in events):
+                events.append(Event(kind="fallback", reason=f"{part}: {reason}"))
+
+    def on_exception(self, error: BaseException) -> None:
+        """A compile that failed in the middle of a step, where nothing can be rolled back, is explained."""
+        if self._stepped and self._guarding.on_compile_error == "eager" and is_compile_error(error):
+            self._program.notes.append(
+                "on_compile_error=eager: this compile failed where nothing could be rolled back (in a backward, or "
+                "with several processes); resume with the part left out, or warm all shapes with compile=buckets"
+            )
+
+    def _run_preflight(self, batch: Any) -> Rollback | None:
+        try:
+            return self._preflight.run(batch)
+        except ParityError as error:
+            if not self._chosen:
+                raise
+            self._rollback.give_up(list(self._program.regions), one_line(error), because="compile=auto")
+            self._preflight.sample = None
+            return self._preflight.run(batch) if self._rollback.anything_left else None
+
+    def _waits_for_parameters(self) -> bool:
+        """Whether parameters have no shape yet (``nn.LazyLinear``): their first batch makes them, and runs eager."""
+        lazy = [name for name, parameter in self._program.module.named_parameters() if is_lazy(parameter)]
+        if not lazy:
+            return False
+        self._waits = True
+        self._waited += 1
+        if self._waited > self._chances:
+            reason = f"{', '.join(lazy[:3])} got no shape in {self._chances} batches"
+            self._begun, self._waits = True, False
+            self._program.notes.append(f"no preflight, so that nothing was compared with eager or warmed: {reason}")
+            if self._program.regions:
+                self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
+            return True
+        if self._waited == 1:
+            named = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
+            line = f"{named}: no shape before the first call (nn.Lazy modules), so the first batch runs eager"
+            self._program.notes.append(line)
+        self._eagerly.enter_context(eager(self._program))
+        return True
+
+    # ---- slower than eager -----------------------------------------------------------------------------------------
+
+    def _judge(self, slowdown: Slowdown, again: Sample) -> None:
+        slower = self._loop.anywhere(again.slower)
+        steady = slowdown.steady_seconds()
+        facts = {"steady_step_seconds": steady, "on_a_later_batch": again.facts(), "slower": slower}
+        self._program.report.setdefault("watchdog", {}).update(facts)
+        if not slower:
+            return
+        line = (
+            f"slower than eager: a step takes {number(again.compiled_median * 1e3)} ms compiled against "
+            f"{number(again.eager_median * 1e3)} ms eager on the same batch (steady steps: {number(steady * 1e3)} ms)"
+        )
+        if self._guarding.on_slower == "eager":
+            undone = [region.path for region in self._program.regions]
+            give_up(self._program, list(self._program.regions), f"{line}; on_slower=eager")
+            line += f"; on_slower=eager: {len(undone)} regions go on eager"
+            self._program.report["watchdog"]["rolled_back"] = undone
+            self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, step=self._loop.steps_done))
+        self._warn(line)
+
+    def _warn_captured_is_slow(self, slowdown: Slowdown) -> None:
+        # A step from its graph cannot be timed by turns with eager; what there is are the steady steps.
+        steady, eager_seconds = slowdown.steady_seconds(), slowdown.sample.eager_median
+        line = (
+            f"slower than eager, maybe: captured steps take {number(steady * 1e3)} ms each, a step of eager took "
+            f"{number(eager_seconds * 1e3)} ms on the first batch"
+        )
+        if self._guarding.on_slower == "eager":
+            line += "; on_slower=eager leaves captured steps as they are"
+        self._program.report.setdefault("watchdog", {}).update({"steady_step_seconds": steady, "slower": None})
+        self._warn(line)
+
+    # ---- nothing compiled ------------------------------------------------------------------------------------------
+
+    def _verify(self, *, last: bool) -> None:
+        """Raise CompiledNothing where that is certain: all regions were called, or had all their chances."""
+        missing = self._not_compiled()
+        nothing = bool(missing) and len(missing) == len(self._program.regions)
+        certain = last or NEVER_CALLED not in missing.values()
+        if self._loop.everywhere(nothing and certain):
+            self._verified = True
+            line = (
+                f"{self._record.label}: the compiler was handed {len(missing)} regions and compiled none of them"
+                + "".join(f"; {event.reason}" for event in self._telemetry.compiler.events[:1])
+                + f" (in {self._steps} optimizer steps: {_by_reason(missing)})"
+            )
+            if self._guarding.on_compile_error == "fail":
+                raise CompiledNothing(f"{line}; on_compile_error=eager trains all the same")
+            self._rollback.give_up(list(self._program.regions), line)
+        elif certain and not self._verified:
+            self._verified = True
+            if missing:
+                self._warn_missing(missing)
+
+    def _not_compiled(self) -> dict[str, str]:
+        """Regions of which nothing was compiled so far, with the reason; a region within another is that one's part."""
+        compiler, program = self._telemetry.compiler, self._program
+        missing: dict[str, str] = {}
+        for outer in outermost(program):
+            if outer.called and compiler.compiled(program.module.get_submodule(outer.path)):
+                continue
+            inside = [one.path for one in program.regions if f"{one.path}.".startswith(f"{outer.path}.")]
+            missing.update(dict.fromkeys(inside, CALLED_IN_VAIN if outer.called else NEVER_CALLED))
+        if self._record.regions is not None:
+            done = len(program.regions) - len(missing)
+            self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
+        return missing
+
+    def _warn_missing(self, missing: dict[str, str]) -> None:
+        self._warn(f"{self._record.label}: not compiled in {self._steps} optimizer steps, {_by_reason(missing)}")
+
+    def _warn(self, line: str) -> None:
+        self._program.notes.append(line)
+        rank_zero_warn(line)
+
+
+def _by_reason(missing: dict[str, str]) -> str:
+    reasons = dict.fromkeys(missing.values())
+    return "; ".join(f"{', '.join(p for p, why in missing.items() if why == one)}: {one}" for one in reasons)
+
+
+def refuse_accumulation(trainer: L.Trainer) -> None:
+    """Raise ValueError where Inductor's CUDA graphs would be given several batches a step."""
+    if trainer.accumulate_grad_batches > 1:
+        # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: CUDA graphs "
+            "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
+            "use mode=max-autotune-no-cudagraphs or default"
+        )

@@ -1,0 +1,331 @@
+"""Preflight: passes on the first batch, before the first step, that leave no trace in the training.
+
+In order: everything compiles (what cannot is rolled back or ends the run), one step is compared with eager's, a few are
+timed against eager's, and every other shape of batch is warmed. Then model, optimizer, gradients, scaler and random
+numbers are put back. The loader is not touched.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from strategies import Program, Stage
+from strategies.compose import eager
+from strategies.errors import is_out_of_memory
+from strategies.loop import Loop, SkippedStep
+from strategies.padding import Padding
+from strategies.torch_patches import as_capturing
+from trainer.guards.compare import ParityError
+from trainer.guards.parity import ParityGate
+from trainer.guards.rollback import Rollback
+from trainer.guards.slowdown import Sample, take_sample
+from trainer.guards.snapshot import Snapshot
+from trainer.settings import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
+from trainer.telemetry import memory
+from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.telemetry import Telemetry
+
+Value = TypeVar("Value")
+
+REPLAYED_FROM = 3
+"""Passes until Inductor's CUDA graphs are replayed: one to warm up, one to record, one to replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarding:
+    """What is asked for. Raises ValueError for a value that does not exist."""
+
+    parity: str = "on"
+    on_compile_error: str = "fail"
+    on_slower: str = "warn"
+    on_difference: str = "fail"
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("parity", self.parity, PARITY),
+            ("on_compile_error", self.on_compile_error, ON_COMPILE_ERROR),
+            ("on_slower", self.on_slower, ON_SLOWER),
+            ("on_difference", self.on_difference, ON_DIFFERENCE),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {choices}")
+
+
+class Preflight:
+    """The passes of one training; ``sample`` are seconds of steps that were timed already, if they were."""
+
+    def __init__(
+        self, guarding: Guarding, loop: Loop, program: Program, telemetry: Telemetry, sample: Sample | None
+    ) -> None:
+        self._guarding, self._loop, self._program, self._telemetry = guarding, loop, program, telemetry
+        self._passes = REPLAYED_FROM if loop.cuda_graphs else 1
+        self.sample = sample
+        """Seconds of steps of eager and compiled, when they were timed."""
+        self.warmed = False
+        """Whether every shape has been compiled."""
+        padding = program.padding
+        self._warms = padding is not None and padding.warm and bool(padding.edges)
+        compiles = any(strategy.stage in (Stage.MODULE, Stage.OPTIMIZER) for strategy in program.strategies)
+        self._times = guarding.parity != "off" or guarding.on_slower == "eager"
+        self.wanted = compiles and (self._times or self._warms or guarding.on_compile_error == "eager")
+        """Whether there is anything to do; eager has nothing."""
+
+    def run(self, batch: Any) -> Rollback | None:
+        """Do all of it on ``batch`` and restore everything; returns what rolls back later, None when nothing could be
+        run. Raises ParityError, or the compiler's error where it is not to be rolled back."""
+        reason = self._loop.why_not_apart()
+        if reason is not None:
+            self._skip(reason)
+            return None
+        rollback = Rollback(self._guarding.on_compile_error, self._loop, self._program, self._telemetry.compiler)
+        with self._loop.quiet(), as_capturing(self._program.captures_steps):
+            snapshot = Snapshot(self._loop, batch)
+            try:
+                if lost := self._lost(snapshot):
+                    reason = f"{lost}, so that nothing may be run before the first step"
+                    self._report_parity("not compared", reason)
+                    self._warn_not_compared(reason)
+                    return None
+                self._run(batch, snapshot, rollback)
+            except SkippedStep as skipped:
+                self._skip(str(skipped))
+            finally:
+                snapshot.restore()
+                del snapshot
+                memory.give_back(self._loop.device)
+        return rollback
+
+    def time_again(self, batch: Any) -> Sample:
+        """Time eager and compiled steps on ``batch`` in the middle of the training, and restore everything.
+
+        Where a step would use up what cannot be put back, the sample that there is counts.
+        """
+        with self._loop.quiet(), as_capturing(self._program.captures_steps):
+            snapshot = Snapshot(self._loop, batch)
+            try:
+                return self.sample if self.sample is not None and self._lost(snapshot) else self._timed(batch)
+            finally:
+                snapshot.restore()
+                del snapshot
+                memory.give_back(self._loop.device)
+
+    def _run(self, batch: Any, snapshot: Snapshot, rollback: Rollback) -> None:
+        loop, restore, parity = self._loop, snapshot.restore, self._guarding.parity
+        self._telemetry.phase = "rehearsing"
+
+        def first_pass() -> None:
+            for _ in range(self._passes):
+                loop.train(batch, together=False)
+
+        def first_steps() -> None:
+            for _ in range(2):  # the first one makes the optimizer's state, with which it may compile anew
+                rollback.together(lambda: loop.step(batch))
+
+        rollback.attempt("first forward and backward", first_pass, restore)
+        findings = Findings(self._program, self._telemetry.compiler, batch)
+        if any(strategy.stage is Stage.OPTIMIZER for strategy in self._program.strategies):
+            rollback.attempt("first optimizer step", first_steps, restore)
+        if not rollback.anything_left:
+            self._report_parity("skipped", "nothing compiled")
+            return
+        earlier = findings.of_earlier_runs(loop) if parity == "on" else None
+        if earlier is not None:
+            for name, facts in earlier.items():
+                self._report(name, facts)
+            taken = earlier["watchdog"]["before_the_first_step"]
+            self.sample = Sample(eager_seconds=taken["eager_seconds"], compiled_seconds=taken["compiled_seconds"])
+        else:
+            if parity != "off":
+                self._telemetry.phase = "comparing with eager"
+                self._within_memory("parity", lambda: self._compare(batch, snapshot))
+            restore()
+            if self._times and self.sample is None:
+                self._telemetry.phase = "timing eager"
+                self.sample = self._within_memory("watchdog", lambda: self._timed(batch))
+            if self.sample is not None:
+                self._report("watchdog", {"before_the_first_step": self.sample.facts()})
+            findings.keep()
+        if self._warms:
+            self._warm(batch, restore, rollback)
+
+    def _compare(self, batch: Any, snapshot: Snapshot) -> None:
+        try:
+            facts = ParityGate(self._guarding.parity, self._loop, self._program, snapshot).run(batch)
+        except ParityError as error:
+            self._report("parity", error.facts)
+            raise
+        self._report("parity", facts)
+        if facts["verdict"] == "not compared":
+            self._warn_not_compared(facts["reason"])
+
+    def _timed(self, batch: Any) -> Sample:
+        loop = self._loop
+        with eager(self._program):
+            loop.step(batch)
+        loop.step(batch)
+        return take_sample(loop, self._program, lambda: loop.step(batch), steps=loop.span.steps)
+
+    def _warm(self, batch: Any, restore: Callable[[], None], rollback: Rollback) -> None:
+        padding = self._program.padding
+        assert padding is not None
+        wanted = [(f"{kind} {rows} x {edge}", kind, rows, edge) for kind, rows, edge in shapes(padding)]
+        for number, (name, kind, rows, edge) in enumerate(wanted, 1):
+            self._telemetry.phase = f"warming {len(wanted)} shapes {number}/{len(wanted)}"
+            resized = padding.resized(batch, rows, edge)
+
+            def one_pass(resized: Any = resized, training: bool = kind == "training") -> None:
+                for _ in range(self._passes):
+                    if training:
+                        self._loop.train(resized, together=False)
+                    else:
+                        self._loop.evaluate(resized)
+
+            rollback.attempt(f"warming {name}", one_pass, restore)
+            if self._loop.manual:  # so many optimizer steps in a row on made-up batches lead anywhere
+                restore()
+        self.warmed = True
+        self._report("warming", {"shapes": [name for name, *_ in wanted]})
+
+    def _within_memory(self, what: str, run: Callable[[], Value]) -> Value | None:
+        """An eager step may need more memory than a compiled one, which is no reason to end the run."""
+        try:
+            return run()
+        except Exception as error:
+            if not is_out_of_memory(error) or self._loop.world_size > 1:
+                raise
+        self._report(what, {"verdict": "skipped", "reason": "eager needs more memory than there is"})
+        self._program.notes.append(f"{what}: skipped, an eager step needs more memory than there is")
+        self._loop.module.zero_grad(set_to_none=True)
+        memory.give_back(self._loop.device)
+        return None
+
+    def _lost(self, snapshot: Snapshot) -> str | None:
+        """What a step would use up and nobody could put back, on any process."""
+        if not self._loop.anywhere(snapshot.lost is not None):
+            return None
+        return snapshot.lost or "a step may use up what another process keeps, which cannot be put back"
+
+    def _skip(self, reason: str) -> None:
+        self._program.notes.append(f"no preflight, so that nothing was compared with eager or warmed: {reason}")
+        self._report_parity("skipped", reason)
+
+    def _report_parity(self, verdict: str, reason: str) -> None:
+        if self._guarding.parity != "off":
+            self._report("parity", {"mode": self._guarding.parity, "verdict": verdict, "reason": reason})
+
+    def _warn_not_compared(self, reason: str) -> None:
+        line = f"the compiled step was not compared with eager's: {reason}"
+        self._program.notes.append(line)
+        rank_zero_warn(line)
+
+    def _report(self, name: str, facts: dict[str, Any]) -> None:
+        self._program.report.setdefault(name, {}).update(facts)
+
+
+# ---- every shape of batch compiled before the first step, and after it a lock on the compiler --------------------
+
+
+def shapes(padding: Padding) -> Iterator[tuple[str, int, int]]:
+    """Every shape that the loaders will bring, ``(training or validation, rows, edge)``, smaller last batches included;
+    longest first, so that what memory the run needs is known at once."""
+    for edge, sizes in sorted(padding.batch_sizes.items(), reverse=True):
+        for rows in sizes:
+            yield "training", rows, edge
+    for rows in padding.validation_batch_sizes:
+        for edge in sorted(padding.edges, reverse=True):
+            yield "validation", rows, edge
+
+
+class RecompileError(RuntimeError):
+    """Something was compiled after all shapes had been warmed."""
+
+
+class Lock:
+    """After warming and the first optimizer step, whatever is compiled is an error or a warning, as the strategy says
+    that asked for ``padding``."""
+
+    def __init__(self, padding: Padding, program: Program, watch: CompilerWatch) -> None:
+        self._padding, self._program, self._watch = padding, program, watch
+        self._compilations: int | None = None
+        self._known = 0
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """From here on nothing should be compiled."""
+        self._watch.collect()
+        self._compilations, self._known = self._watch.compilations, len(self._watch.events)
+
+    def check(self, where: str) -> None:
+        """After a batch, which ``where`` names. Raises RecompileError under ``on_recompile=fail``."""
+        if self._compilations is None or self._watch.compilations == self._compilations:
+            return
+        known = self._known
+        self.close()
+        recompiles = [event for event in self._watch.events[known:] if event.kind == "recompile"]
+        reason = "; ".join(f"{event.reason} ({event.location})" for event in recompiles) or "code that had never run"
+        line = f"compiled again after all shapes were warmed, {where}: {reason}"
+        facts: dict[str, Any] = self._program.report.setdefault("warming", {})
+        facts["recompiles_after"] = facts.get("recompiles_after", 0) + 1
+        mode, name = self._padding.on_recompile, self._padding.name
+        if mode == "fail":
+            raise RecompileError(f"compile.{name}.on_recompile=fail: {line}")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            self._program.notes.append(f"{name}: {line}")
+            rank_zero_warn(f"compile.{name}.on_recompile=warn: {line}")
+
+
+# ---- what an earlier run that compiled the very same code found out about it -------------------------------------
+
+
+class Findings:
+    """The findings about one program and its first batch, so that a warm start need not compare and time anew.
+
+    A run whose graphs all came from ``compile=cached`` executes what the run before it compiled, compared with eager
+    and timed. Its own comparison would cost more than its compiling; the verdict is kept beside the artifacts instead.
+
+    Args:
+        program: Whose ``findings`` are read and added to.
+        watch: Says whether all graphs came from the cache; made after the first pass has compiled everything.
+        batch: Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
+    """
+
+    def __init__(self, program: Program, watch: CompilerWatch, batch: Any) -> None:
+        self._program, self._watch, self._shapes = program, watch, shapes_of(batch)
+
+    def of_earlier_runs(self, loop: Loop) -> dict[str, Any] | None:
+        """Facts of parity and timing, if the comparison passed and nothing of this run was compiled anew.
+
+        Each process has a cache of its own, and comparing takes steps that all of them take together: None unless all
+        processes, each of which calls this, have them.
+        """
+        cache, found = self._watch.figures()["cache"], self._program.findings.get(self._shapes)
+        if found is not None and (cache != "warm" or set(found) != {"parity", "watchdog"}):
+            found = None
+        if found is not None and found["parity"].get("verdict") != "passed":
+            found = None
+        return found if loop.everywhere(found is not None) else None
+
+    def keep(self) -> None:
+        """Leave what this run reported to later ones."""
+        parity, timed = self._program.report.get("parity"), self._program.report.get("watchdog")
+        if parity is None or timed is None or parity["verdict"] != "passed":
+            return
+        figures = [leaf for leaf in pytree.tree_leaves([parity, timed]) if isinstance(leaf, float)]
+        if all(map(math.isfinite, figures)):  # the signature of a bundle allows no others
+            compared = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
+            self._program.findings[self._shapes] = {"parity": {**parity, "compared": compared}, "watchdog": dict(timed)}
+
+
+def shapes_of(batch: Any) -> str:
+    """Types and shapes of the tensors of a batch, in order."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return " ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)

@@ -1,0 +1,284 @@
+"""Rollback: finds which part of a program does not compile and lets it run eager, with a warning, on all processes.
+
+``torch.compile`` is lazy: the forward compiles at the first call, the backward inside ``.backward()``, the optimizer in
+its first step. What eager can run and compiled cannot is the compiler's fault; nothing is guessed from error classes
+except in the middle of training, where there is no second try.
+
+Code that was compiled as often as torch allows (``strategies.regions.RECOMPILE_LIMIT``) is no failure: its kind of
+region runs eager from then on, on the process where it happened. Others need not follow: what a region computes and
+the order in which gradients and collectives come are the same, compiled or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from strategies import Program, Stage, Strategy
+from strategies.base import Region
+from strategies.compose import eager
+from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
+from strategies.loop import Loop
+from strategies.optimizer.step import installed, uninstall
+from strategies.regions import compiled_only, give_up, guard_calls
+from trainer.explain.guards import guard_of, read_recompile
+from trainer.settings import Config
+from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.events import Event
+
+BECAUSE = "on_compile_error=eager"
+
+
+class CompileFailed(RuntimeError):
+    """A part of the program did not compile on another process, or in a place where it cannot be rolled back."""
+
+
+class Rollback:
+    """Decides what happens when something does not compile.
+
+    Args:
+        mode: ``fail`` (the error ends the run) or ``eager`` (the part at fault continues in eager).
+    """
+
+    def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerWatch) -> None:
+        self._mode, self._loop, self._program, self._watch = mode, loop, program, watch
+        self._optimizer_compiled = any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies)
+        self._trying = False
+        guard_calls(program, self._failed_in_forward)
+
+    @property
+    def anything_left(self) -> bool:
+        """Whether anything still runs compiled."""
+        return bool(self._program.regions) or self._optimizer_compiled
+
+    def attempt(self, what: str, run: Callable[[], Any], restore: Callable[[], None]) -> None:
+        """Do ``run``, again and again with less compiled as long as the compiler fails at it.
+
+        Args:
+            what: What is being tried, for messages.
+            run: A pass or a step; every process calls it.
+            restore: Puts the state back before each further try.
+        """
+        while True:
+            error = self._tried(run)
+            if not self._loop.anywhere(error is not None):
+                return
+            fails = self._mode == "fail" and not self._limit_is_eager(error)
+            hopeless = not self.anything_left or (error is not None and is_out_of_memory(error))
+            if self._loop.anywhere(hopeless or (fails and error is not None)):
+                if error is not None and is_double_backward(error) and self._loop.world_size == 1:
+                    restore()
+                    if broken := self._kinds_that_fail(run, restore):
+                        named = _listed([region.path for region in broken])
+                        raise CompileFailed(f"{named}: {one_line(error)}") from error
+                self._explain_limit(error)
+                raise error or CompileFailed(f"{what} failed on another process")
+            restore()
+            with eager(self._program):
+                users_own = self._tried(run)
+            if self._loop.anywhere(users_own is not None):
+                raise users_own or error or CompileFailed(f"{what} failed on another process")
+            self._roll_back_what_fails(what, run, restore, error)
+            restore()
+
+    def together(self, run: Callable[[], Any]) -> None:
+        """Do ``run``; where it fails on one process it fails on all, so that none begins the next step alone."""
+        error = self._tried(run)
+        if self._loop.anywhere(error is not None):
+            raise error or CompileFailed("another process failed")
+
+    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = BECAUSE) -> None:
+        """Let ``regions`` run eager from now on and report it; ``because`` is the option that asks for it."""
+        paths = [region.path for region in regions]
+        give_up(self._program, regions, reason)
+        self._report(_listed(paths), paths, reason, step, because)
+
+    def check(self) -> None:
+        """Between two batches: give up what torch has begun to run eager by itself, see ``on_recompile_limit``."""
+        self._watch.collect()
+        for kind in list(self._watch.beyond_limit):
+            self._beyond_limit(kind, step=self._loop.steps_done)
+
+    def _beyond_limit(self, kind: type[nn.Module], *, step: int | None) -> None:
+        guard = self._watch.beyond_limit.pop(kind, "")
+        regions = [one for one in self._program.regions if self._class(one) is kind and not one.strict]
+        if regions:
+            self.give_up(regions, _beyond_limit(guard), step=step, because="on_recompile_limit=eager")
+
+    def _class(self, region: Region) -> type[nn.Module]:
+        return type(self._program.module.get_submodule(region.path))
+
+    def _limit_is_eager(self, error: BaseException | None) -> bool:
+        return error is not None and is_recompile_limit(error) and not any(one.strict for one in self._program.regions)
+
+    def _explain_limit(self, error: BaseException | None) -> None:
+        """Put the guard that failed, and what helps, into torch's error, which has only that there is a limit."""
+        if error is not None and is_recompile_limit(error):
+            error.args = (f"{self._last_limit()}; on_recompile_limit=eager runs on without compiling it",)
+
+    def _last_limit(self) -> str:
+        self._watch.collect()
+        guard = next(reversed(self._watch.beyond_limit.values()), "")
+        self._watch.beyond_limit.clear()
+        return _beyond_limit(guard)
+
+    def _roll_back_what_fails(
+        self, what: str, run: Callable[[], Any], restore: Callable[[], None], error: BaseException | None
+    ) -> None:
+        reason = f"{what}: {one_line(error) if error is not None else 'another process failed'}"
+        program = self._program
+        if self._optimizer_compiled:
+            with compiled_only(program, []):
+                failed = self._loop.anywhere(self._tried(run) is not None)
+            restore()
+            if failed:
+                self._optimizer_compiled = False
+                optimizer_to_eager(program)
+                program.eager_parts["optimizer"] = reason
+                self._report("the optimizer step", ["optimizer"], reason, None, BECAUSE)
+                return
+        broken = self._kinds_that_fail(run, restore) or list(program.regions)
+        if error is not None and is_recompile_limit(error):
+            self.give_up(broken, self._last_limit(), because="on_recompile_limit=eager")
+        else:
+            self.give_up(broken, reason)
+
+    def _kinds_that_fail(self, run: Callable[[], Any], restore: Callable[[], None]) -> list[Region]:
+        """Each kind tried alone finds all that fail, in forward or backward, one or several."""
+        kinds: dict[str, list[Region]] = {}
+        for region in self._program.regions:
+            kinds.setdefault(region.kind, []).append(region)
+        broken = []
+        for regions in kinds.values():
+            with compiled_only(self._program, regions):
+                if self._loop.anywhere(self._tried(run) is not None):
+                    broken.extend(regions)
+            restore()
+        return broken
+
+    def _tried(self, run: Callable[[], Any]) -> Exception | None:
+        before, self._trying = self._trying, True
+        try:
+            run()
+        except Exception as error:
+            return error
+        finally:
+            self._trying = before
+        return None
+
+    def _failed_in_forward(self, region: Region, error: Exception) -> None:
+        if self._trying:
+            raise error
+        step = self._loop.steps_done
+        if is_recompile_limit(error):
+            self._watch.collect()
+            if not region.strict:
+                self._beyond_limit(self._class(region), step=step + 1)
+                return
+            self._explain_limit(error)
+        if self._mode == "fail":
+            raise error
+        if self._loop.world_size > 1:
+            raise CompileFailed(
+                f"{region.path} did not compile in step {step + 1}: {one_line(error)}. With several processes only "
+                "what fails before the first step can continue in eager, because all of them must agree: resume with "
+                "this part left out, or warm every shape (compile=buckets)"
+            ) from error
+        self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
+
+    def _report(self, what: str, paths: list[str], reason: str, step: int | None, because: str) -> None:
+        failed = ", it did not compile" if because == BECAUSE else ""
+        line = f"{because}: {what} runs eager{failed}: {reason}"
+        rank_zero_warn(line)
+        self._program.notes.append(line)
+        done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
+        done.append({"parts": paths, "reason": reason, "step": step})
+        if not self.anything_left:
+            self._program.notes.append(f"{because}: nothing is left that compiles, the run is eager")
+        self._watch.collect()
+        # The search above has made the compiler fail several times; once is enough to read.
+        seen: set[tuple[str, str, str | None]] = set()
+        kept = [Event(kind="fallback", reason=line, step=step, phase=self._watch.phase)]
+        for event in self._watch.events:
+            key = (event.kind, event.reason, event.location)
+            if event.kind != "fallback" or key not in seen:
+                kept.append(event)
+            seen.add(key)
+        self._watch.events[:] = kept
+
+
+def _listed(paths: list[str]) -> str:
+    return f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
+
+
+def _beyond_limit(recompile_reason: str) -> str:
+    """Why code may not be compiled once more, with the guard that failed last and what helps against that one."""
+    line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
+    if not recompile_reason:
+        return line
+    read = read_recompile(recompile_reason, after=None, function=None, region=None, phase="training")
+    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({read.kind}): {read.mend}"
+
+
+def optimizer_to_eager(program: Program) -> None:
+    """Give the optimizers torch's own step back; what else may have replaced it runs without compiling."""
+    for optimizer in program.optimizers:
+        if installed(optimizer) is not None:
+            uninstall(optimizer)
+        else:
+            optimizer.step = _UncompiledStep(optimizer.step)  # type: ignore[method-assign]
+
+
+class _UncompiledStep:
+    """An optimizer's step under the stance that compiles nothing; its closure, which is the model's, stays compiled."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.compiler.set_stance("force_eager"):
+            self._step()
+        return loss
+
+
+def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:
+    """``config`` as it is looked at under ``strategies``; ``trainer_options`` are further ones of ``TrainerConfig``."""
+    settings = dataclasses.replace(
+        config.trainer, devices=1, strategy="auto", measure_peak=False, progress="none", **trainer_options
+    )
+    return dataclasses.replace(
+        config,
+        compile={strategy.name: strategy for strategy in strategies},
+        trainer=settings,
+        parity="off",
+        on_compile_error="fail",
+        on_slower="warn",
+        resume=None,
+        repeat=None,
+        profile="off",
+    )
+
+
+def throwaway_trainer(folder: str, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """Lightning's Trainer for any module, which writes nothing but what a module itself writes into ``folder``."""
+    return L.Trainer(
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=Path(folder),
+        num_sanity_val_steps=0,
+        **options,
+    )

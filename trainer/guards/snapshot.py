@@ -1,0 +1,448 @@
+"""Snapshot: everything that a training step may change, copied, and put back into the storage that it came from.
+
+Compiled code, CUDA graphs and optimizers hold on to tensors by identity, so that nothing is replaced that can be
+filled. Objects are followed however deep they lie; each kind of them has its own way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import itertools
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import lightning as L
+import numpy
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from strategies.cuda_graph.state import entries_of
+from strategies.cuda_graph.values import origin_of, refill
+from strategies.loop import Loop
+from strategies.optimizer.functional import FunctionalUpdate
+from strategies.optimizer.step import installed
+
+OFFLOAD_SHARE = 0.1
+"""Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
+
+_SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl"} - {
+    "training",
+    "_parameters",
+    "_buffers",
+    "_param_requires_grad_state",  # by toggle_optimizer, until its untoggle_optimizer
+}
+"""Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
+_WEIGHTS = (nn.Parameter, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
+_NOT_LOOKED_INTO = (L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap)
+_PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.NoneType)
+_RANDOM = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState, random.Random)
+
+PutBack = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """An object where it was found."""
+
+    value: Any
+    name: str
+    """In words that a user finds again: ``self.sampler.stream``."""
+    put: Callable[[Any], None] | None = None
+    """Puts another object into its place; None where that is not possible."""
+
+
+class Snapshot:
+    """Taken when it is made: parameters and which of them want gradients, buffers, gradients, optimizers, schedulers,
+    gradient scalers, training flags, progress counters, the batch and the attributes of the modules: numbers, tensors,
+    arrays, random generators, iterators, containers and objects of the user's own classes, however deep they lie, in
+    closures and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks and
+    objects of other libraries. An iterator comes back as another object in the same place.
+
+    Args:
+        batch: Batch that the passes will be given; a step may change it.
+        weights: Whether parameters, gradients, optimizers, schedulers and scalers are kept as well. ``False`` is for a
+            forward, which changes none of them.
+    """
+
+    def __init__(self, loop: Loop, batch: Any, *, weights: bool = True) -> None:
+        module, parameters = loop.module, list(loop.module.parameters())
+        optimizers = list(loop.optimizers) if weights else []
+        gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
+        self._weights = weights
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._found: dict[int, Any] = {}
+        self._put_back: list[PutBack] = []
+        self._iterators: dict[int, tuple[Any, list[Held]]] = {}
+        self.cannot_restore: list[str] = []
+        """What a step may use up and nobody can put back, in words: nothing should be run that would."""
+        self._device = loop.device
+        self._offload = self._too_large([*(parameters if weights else []), *module.buffers()], optimizers)
+        self._keep(module, "self")
+        for optimizer in optimizers:
+            self._keep(optimizer, "an optimizer")
+        for scheduler in loop.schedulers if weights else []:  # a training step may step it itself
+            self._keep(vars(scheduler), "a scheduler")
+        for _, gradient in gradients:
+            self._keep(gradient, "a gradient")
+        for counter in loop.counters():  # of optimizer steps and zeroed gradients; checkpoints hold them
+            self._keep(counter, "progress")
+        self._keep(batch, "the batch")
+        if weights and loop.scaler is not None:
+            self._keep(vars(loop.scaler), "the scaler")
+        self._put_back += [partial(_bind, owner, name, value) for owner, name, value in _outside_of(module.modules())]
+        self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
+        self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
+        self._random = random_state()
+        updates = [installed(optimizer) for optimizer in optimizers]
+        self._updates = [(update, update.counted()) for update in updates if isinstance(update, FunctionalUpdate)]
+
+    @property
+    def lost(self) -> str | None:
+        """What would be lost if a step were run that does not count; None where everything can be put back."""
+        found = ", ".join(dict.fromkeys(self.cannot_restore))
+        return f"a step may use up {found}, which cannot be put back" if found else None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What ``tensor`` held, on its device; a copy or not, so do not write to it."""
+        return self._tensors[id(tensor)][1].to(tensor.device)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor``, on the host where the device has no room for many."""
+        return tensor.detach().to("cpu", copy=True) if self._offload else tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore(self, *, same_plan: bool = False) -> None:
+        """Put everything back; can be done any number of times.
+
+        ``same_plan``: state tensors are those that the snapshot found; what was captured in CUDA graphs stays valid.
+        """
+        for put_back in self._put_back:
+            put_back()
+        for iterator, places in self._iterators.values():
+            again = _copied(iterator)
+            for place in places:
+                assert place.put is not None
+                place.put(again)
+        for tensor, kept in self._tensors.values():
+            tensor.detach().copy_(kept)
+        set_random_state(self._random)
+        for update, counted in self._updates:
+            # A compiled step counts on the host, and holds on to state tensors that may be gone now.
+            if same_plan:
+                update.recount(counted)
+            else:
+                update.forget()
+
+    def _too_large(self, tensors: list[Tensor], optimizers: list[torch.optim.Optimizer]) -> bool:
+        if self._device.type != "cuda":
+            return False
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        held = [*tensors, *(value for value in states if isinstance(value, Tensor))]
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        return sum(tensor.numel() * tensor.element_size() for tensor in held) > OFFLOAD_SHARE * total
+
+    def _keep(self, value: Any, name: str) -> None:
+        """Remember the contents of ``value``, which ``name`` calls, and of all that is inside it."""
+        waiting: deque[Held] = deque([Held(value, name)])
+        while waiting:
+            waiting.extend(self._keep_one(waiting.popleft()))
+
+    def _keep_one(self, held: Held) -> Iterable[Held]:
+        """Remember one object; returns what it holds. A container comes back before what is put into it."""
+        value = held.value
+        if not _deep(value) or (not self._weights and isinstance(value, _WEIGHTS)):
+            return ()
+        if isinstance(value, Tensor):
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = value, self.copy(value)
+            return ()
+        if _is_iterator(value):
+            if id(value) in self._iterators:
+                self._iterators[id(value)][1].append(held)
+            elif (kept := _copied(value)) is not None and held.put is not None:
+                self._iterators[id(value)] = kept, [held]
+            else:
+                self.cannot_restore.append(f"{held.name} ({type(value).__name__})")
+            return ()
+        if id(value) in self._found or (opened := _opened(held)) is None:
+            return ()
+        self._found[id(value)] = value
+        put_back, inside = opened
+        if put_back is not None:
+            self._put_back.append(put_back)
+        return inside
+
+
+# ---- what objects hold, and how each kind of them is put back ----------------------------------------------------
+
+
+def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
+    """What puts the object itself back to what it is now, if it can change, and what it holds, which is put back on its
+    own; None for what nobody looks into."""
+    value, name = held.value, held.name
+    if isinstance(value, nn.Module):
+        own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
+        return _attributes_restorer(value, own), [*_items(vars(value), own, name), *_held_by_module(value, name)]
+    if isinstance(value, _NOT_LOOKED_INTO):
+        return None
+    if isinstance(value, dict):
+        return _entries_restorer(value), _items(value, value, name)
+    if isinstance(value, list | deque):
+        places = [(at, one) for at, one in enumerate(value) if _deep(one)]
+        return _entries_restorer(value), [Held(one, name, partial(value.__setitem__, at)) for at, one in places]
+    if isinstance(value, set | tuple):
+        return _entries_restorer(value) if isinstance(value, set) else None, [
+            Held(one, name) for one in value if _deep(one)
+        ]
+    if isinstance(value, numpy.ndarray):
+        return partial(numpy.copyto, value, value.copy()), ()
+    if isinstance(value, io.IOBase):
+        return (partial(value.seek, value.tell()), ()) if _is_read(value) else None
+    if isinstance(value, torch.optim.Optimizer):
+        # Not what else it holds: the step in force may be another one after a rollback.
+        return None, [Held(value.param_groups, name), Held(value.state, name)]
+    if isinstance(value, partial | types.MethodType | types.FunctionType):
+        return None, [Held(one, name) for one in _bound(value) if _deep(one)]
+    attributes = _attributes(value)
+    inside = [
+        Held(one, f"{name}.{attribute}", partial(object.__setattr__, value, attribute))
+        for attribute, one in attributes.items()
+        if _deep(one)
+    ]
+    if isinstance(value, _RANDOM):
+        put_back: PutBack | None = _generator_restorer(value)
+    elif isinstance(value, LRScheduler | torch.amp.GradScaler) or _is_users(value):
+        put_back = _attributes_restorer(value, attributes)
+    else:  # an object of a library: its generators alone
+        put_back, inside = None, [one for one in inside if isinstance(one.value, _RANDOM)]
+    return put_back, inside
+
+
+def _items(container: dict[str, Any], items: Mapping[Any, Any], name: str) -> list[Held]:
+    """``items`` of a dictionary, of a module's attributes for instance."""
+    return [
+        # A tensor as a key, of an optimizer's state for instance, would be fetched and printed.
+        Held(one, f"{name}.{key}" if isinstance(key, str | int) else name, partial(container.__setitem__, key))
+        for key, one in items.items()
+        if _deep(one)
+    ]
+
+
+def _held_by_module(module: nn.Module, name: str) -> Iterator[Held]:
+    """Submodules, and what may change among the globals that a user's class names: generators, containers."""
+    yield from (Held(one, f"{name}.{child}") for child, one in module._modules.items() if one is not None)
+    for function in _functions_of(type(module)):
+        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        yield from (
+            Held(one, name) for name, one in named.items() if isinstance(one, (*_RANDOM, dict, list, set, deque))
+        )
+
+
+def _outside_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Plain values that methods of the user's classes may bind anew outside of a module: ``(owner, name, value)``.
+
+    Owners are the dictionaries of globals that they name, the classes themselves, and the cells of closures.
+    """
+    found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+    def add(owner: Any, name: str, value: Any) -> None:
+        if isinstance(value, int | float | str) and not name.startswith("__"):
+            found[id(owner), name] = owner, name, value
+
+    for cls in {type(module) for module in modules}:
+        for base in cls.__mro__:
+            for name, value in () if _is_library(base.__module__) else vars(base).items():
+                add(base, name, value)
+        for function in _functions_of(cls):
+            for name in function.__code__.co_names:
+                add(function.__globals__, name, function.__globals__.get(name))
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    add(cell, "cell_contents", cell.cell_contents)
+    return list(found.values())
+
+
+def _deep(value: Any) -> bool:
+    return not isinstance(value, _PLAIN)
+
+
+def _bind(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    elif getattr(owner, name, _bind) is not value:
+        setattr(owner, name, value)
+
+
+def _functions_of(cls: type) -> list[types.FunctionType]:
+    """The methods of a user's class, and the user's functions that they call by name, however deep."""
+    methods = [one for base in cls.__mro__ if not _is_library(base.__module__) for one in vars(base).values()]
+    waiting = [one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in methods]
+    found: dict[int, types.FunctionType] = {}
+    while waiting:
+        function = waiting.pop()
+        if isinstance(function, types.FunctionType) and not _is_library(function.__module__):
+            if id(function) not in found:
+                waiting += [function.__globals__.get(name) for name in function.__code__.co_names]
+            found[id(function)] = function
+    return list(found.values())
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether it is used up by looking, and is neither a file nor an iterator of the user's own class."""
+    if isinstance(value, io.IOBase):
+        return value.closed is False and value.readable() and not value.writable() and not _is_read(value)
+    if isinstance(value, types.GeneratorType):
+        return value.gi_frame is not None
+    return hasattr(type(value), "__next__") and not (_is_users(value) and _attributes(value))
+
+
+def _copied(iterator: Any) -> Any:
+    """Another iterator that stands at the same place; None where there is no way to make one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # those of itertools lose this with Python 3.14
+        try:
+            if type(iterator).__module__ not in ("builtins", "itertools"):
+                return None
+            kind, arguments, *state = iterator.__reduce__()
+            inner = [_copied(each) if _is_iterator(each) else each for each in arguments]
+            if any(one is None and before is not None for one, before in zip(inner, arguments, strict=True)):
+                return None
+            made = kind(*inner)
+            if state and state[0] is not None:
+                # A cycle keeps appending to the list in its state.
+                parts = isinstance(state[0], tuple)
+                made.__setstate__(tuple(map(copy.copy, state[0])) if parts else state[0])
+        except (TypeError, AttributeError):
+            return None
+    return made
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module is installed or ours, and not the user's own code."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return str(module).partition(".")[0] in sys.stdlib_module_names
+    return "site-packages" in file or "dist-packages" in file or origin_of(file) != "other"
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is an object of a user's class, or a record."""
+    kind = type(value)
+    return (
+        not _is_library(kind.__module__) or isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
+    )
+
+
+def _is_read(file: io.IOBase) -> bool:
+    """Whether a file is read, and where it stands can be put back."""
+    try:
+        return not file.closed and file.readable() and not file.writable() and file.seekable() and file.tell() >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _bound(value: Any) -> list[Any]:
+    """What a user's function, a method or a partial has bound."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if _is_library(value.__globals__.get("__name__", "")):
+        return []
+    bound = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            bound.append(cell.cell_contents)
+    return bound
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """By name, those in slots too."""
+    slots: Iterable[str] = itertools.chain.from_iterable(
+        (own,) if isinstance(own := vars(base).get("__slots__", ()), str) else own for base in type(value).__mro__
+    )
+    found = {slot: getattr(value, slot) for slot in slots if not slot.startswith("__") and hasattr(value, slot)}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _attributes_restorer(value: Any, before: dict[str, Any]) -> PutBack:
+    skipped = _SKIPPED if isinstance(value, nn.Module) else set()
+    in_slots = before.keys() - vars(value).keys() if hasattr(value, "__dict__") else before.keys()
+
+    def put_back() -> None:
+        now = _attributes(value)
+        for name in now.keys() - before.keys() - skipped:
+            object.__delattr__(value, name)
+        for name, kept in before.items():
+            if now.get(name, _deep) is kept:
+                continue
+            if name in in_slots:
+                object.__setattr__(value, name, kept)
+            else:
+                vars(value)[name] = kept
+
+    return put_back
+
+
+def _entries_restorer(value: Any) -> PutBack:
+    before = entries_of(value)
+
+    def put_back() -> None:
+        # Left alone where nothing changed: compiled code may have looked at its version.
+        now = entries_of(value)
+        if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+            refill(value, before)
+
+    return put_back
+
+
+def _generator_restorer(value: Any) -> PutBack:
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpy.random.BitGenerator):
+        return partial(setattr, value, "state", copy.deepcopy(value.state))
+    return partial(value.set_state, value.get_state())
+
+
+# ---- random numbers ----------------------------------------------------------------------------------------------
+
+
+def random_state() -> tuple[Any, ...]:
+    """State of Python's, NumPy's and torch's random generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return random.getstate(), copy.deepcopy(numpy.random.get_state()), torch.get_rng_state(), cuda
+
+
+def drew_random_numbers(before: tuple[Any, ...]) -> bool:
+    """Whether any generator has moved since ``before``, a ``random_state()``."""
+    (python, array, host, cuda), now = before, random_state()
+    moved = now[0] != python or now[1][2] != array[2] or not numpy.array_equal(now[1][1], array[1])
+    return moved or not all(
+        torch.equal(one, other) for one, other in zip([host, *cuda], [now[2], *now[3]], strict=True)
+    )
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Put a ``random_state()`` back in force."""
+    python, array, host, cuda = state
+    random.setstate(python)
+    numpy.random.set_state(array)
+    torch.set_rng_state(host)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)

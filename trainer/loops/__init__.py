@@ -1,0 +1,1 @@
+"""Loops: training loops behind the protocol ``strategies.loop.Loop``."""

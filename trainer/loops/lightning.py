@@ -1,0 +1,511 @@
+"""Lightning's Trainer behind the protocol ``strategies.loop.Loop``, with all of Lightning's private names that we use.
+
+A step that is run apart is made of Lightning's own pieces (its closure and its hooks), so that whatever the module or a
+Lightning strategy has overridden is in force. See ``_AutomaticOptimization`` in
+https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/optimization/automatic.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
+from strategies.torch_patches import as_capturing
+from trainer.loops.manual import ManualSteps
+
+SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Hooks within a step; a replay would not call them."""
+REPLACED_METHODS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
+FETCH_HOOKS = ("_on_before_fetch", "_on_after_fetch")
+"""Methods of Lightning's loops that it hands to its data fetcher, which calls them around each ``next`` of the loader.
+https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py"""
+
+Value = TypeVar("Value")
+_LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
+
+
+def why_not(trainer: L.Trainer) -> str | None:
+    """Why no step can be run apart from this training, or None when one can."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
+    if getattr(trainer.strategy.model, "static_graph", False):
+        return "DDP with static_graph=True takes what its first backward does for what all later ones do"
+    if trainer.lightning_module.automatic_optimization:
+        return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
+    if not any(optimizer.param_groups for optimizer in trainer.optimizers):  # Lightning has a mock in place of none
+        return "manual optimization, and not with optimizers of configure_optimizers, which could be restored"
+    return None
+
+
+class LightningLoop:
+    """The training loop of one ``Trainer.fit``; see ``Loop`` for what the members mean."""
+
+    def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
+        self._trainer = trainer
+        self.cuda_graphs = cuda_graphs
+        self._module = trainer.lightning_module
+        automatic = self._module is None or self._module.automatic_optimization
+        self._manual = None if automatic else ManualSteps(trainer, self._arguments)
+
+    # ---- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> L.LightningModule:
+        return self._module
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._trainer.optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
+
+    @property
+    def scaler(self) -> Any | None:
+        return getattr(self._trainer.precision_plugin, "scaler", None)
+
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.strategy.root_device
+
+    @property
+    def precision(self) -> str:
+        return str(self._trainer.precision)
+
+    @property
+    def micro_batches(self) -> int:
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def manual(self) -> bool:
+        return self._manual is not None
+
+    @property
+    def steps_done(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    def steps_planned(self) -> int | None:
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+        try:
+            planned = self._trainer.estimated_stepping_batches
+        except MisconfigurationException:  # a loader without a length
+            return None
+        return None if planned in (-1, float("inf")) else int(planned)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+
+    @property
+    def validates(self) -> bool:
+        return bool(self._trainer.enable_validation) and is_overridden("validation_step", self._module)
+
+    @property
+    def log_every_n_steps(self) -> int:
+        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every
+
+    @property
+    def metrics(self) -> Mapping[str, Tensor]:
+        return self._trainer.callback_metrics
+
+    @property
+    def directory(self) -> str:
+        return self._trainer.default_root_dir
+
+    def counters(self) -> list[object]:
+        loop = self._trainer.fit_loop.epoch_loop
+        return [loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress]
+
+    # ---- processes -------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.world_size
+
+    @property
+    def is_first_process(self) -> bool:
+        return self._trainer.is_global_zero
+
+    def anywhere(self, flag: bool) -> bool:
+        return self._trainer.strategy.reduce_boolean_decision(flag, all=False)
+
+    def everywhere(self, flag: bool) -> bool:
+        return self._trainer.strategy.reduce_boolean_decision(flag, all=True)
+
+    def broadcast(self, value: Value) -> Value:
+        return self._trainer.strategy.broadcast(value)
+
+    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        return cast(Tensor, self._trainer.strategy.reduce(tensor.to(self.device), reduce_op=how))
+
+    # ---- single steps on a batch at hand ---------------------------------------------------------------------------
+
+    def why_not_apart(self) -> str | None:
+        return why_not(self._trainer)
+
+    @property
+    def span(self) -> Span:
+        return Span() if self._manual is None or self._manual.span is None else self._manual.span
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        trainer: Any = self._trainer
+        kept = {name: getattr(trainer, name) for name in ("callbacks", "loggers", "profiler")}
+        hook = self._module._current_fx_name
+        trainer.callbacks, trainer.loggers = [], [DummyLogger() for _ in kept["loggers"]]
+        # A manual step tells it when an optimizer step begins, and not when that ends with an error.
+        trainer.profiler = PassThroughProfiler()
+        try:
+            with replaced(self._module, "log", _log_nothing), replaced(self._module, "log_dict", _log_nothing):
+                yield
+        finally:
+            for name, value in kept.items():
+                setattr(trainer, name, value)
+            self._module._current_fx_name = hook
+
+    @contextlib.contextmanager
+    def unlogged(self) -> Iterator[None]:
+        with replaced(self._trainer.fit_loop.epoch_loop._results, "log", _log_nothing):
+            yield
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        strategy = self._trainer.strategy
+        model = strategy.model
+        if not isinstance(strategy, DDPStrategy) or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            yield
+            return
+        try:
+            with strategy.block_backward_sync():
+                yield
+        finally:
+            if model.find_unused_parameters:
+                # It continues to count what is used here as used, to be reduced with the gradients to come. Of two
+                # networks trained by turns, the other one then has none: "gradient which is undefined".
+                model.reducer._reset_state()
+
+    def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
+        from trainer.guards.snapshot import Snapshot
+
+        return Snapshot(self, batch, weights=weights)
+
+    def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
+        if self._manual is not None:
+            return self._manual_step(batch, inspect, together=together)
+        closure = self._closure(batch, inspect)
+        with contextlib.nullcontext() if together else self.apart():
+            return closure()
+
+    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
+        if self._manual is not None:
+            return self._manual_step(batch, inspect, together=True)
+        losses: list[Tensor] = []
+        closure = self._closure(batch, inspect)
+
+        def keep_loss() -> Tensor:
+            losses.append(closure())
+            return losses[-1]
+
+        self._optimizer_step(keep_loss)
+        return losses[-1]
+
+    def forward(self, batch: Any) -> Any:
+        return self._training_step(self._arguments(batch, 0))
+
+    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        model: Any = self._trainer.strategy.model
+        with contextlib.ExitStack() as kept:
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
+                kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
+            return results.from_training_step_output(self._training_step(arguments), self.micro_batches).loss
+
+    def optimize(self) -> None:
+        loss = torch.zeros((), device=self.device)
+        self._optimizer_step(lambda: loss)
+
+    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
+        trainer = self._trainer
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        flags = [(module, module.training) for module in self._module.modules()]
+        self._mark()
+        try:
+            self._module.eval()
+            with as_capturing(False), torch.inference_mode() if loop.inference_mode else torch.no_grad():
+                if step == "training_step":
+                    return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
+                call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
+                call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
+                given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
+                return call._call_strategy_hook(trainer, step, *given)
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def to_device(self, batch: Any) -> Any:
+        """Convert and move a batch as Lightning's loops do, hooks of the module and the data module included."""
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    # ---- standing around the loop's own steps ----------------------------------------------------------------------
+
+    def why_not_capture(self) -> Iterator[str]:
+        module = self._module
+        if not module.automatic_optimization:
+            yield "manual optimization: the training step itself steps the optimizers"
+            return
+        if len(self.optimizers) != 1:
+            yield f"{len(self.optimizers)} optimizers"
+        for hook in (*SILENT_HOOKS, *REPLACED_METHODS):
+            if is_overridden(hook, module):
+                yield f"{type(module).__name__}.{hook} is called on the host in every step"
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            for hook in SILENT_HOOKS:
+                if getattr(type(callback), hook, None) is not getattr(L.Callback, hook):
+                    yield f"{type(callback).__name__}.{hook} is called on the host in every step"
+        if self._trainer._detect_anomaly:
+            yield "detect_anomaly reads every gradient on the host"
+
+    def unreadable(self) -> dict[type, str]:
+        return {Logger: "which a replay would not call: use self.log"}
+
+    def constants(self) -> Hashable:
+        trainer = self._trainer
+        return trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+
+    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+        automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        original = automatic.run
+
+        def ours(optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+            if "batch" not in kwargs:  # the training step takes an iterator of batches
+                return original(optimizer, batch_idx, kwargs)
+            return run(LightningMicroBatch(self._trainer, optimizer, batch_idx, kwargs, original))
+
+        # An attribute of this one object, because Lightning offers no way to bring an optimization loop of one's own.
+        automatic.run = ours  # type: ignore[method-assign]
+
+        def undo() -> None:
+            automatic.run = original  # type: ignore[method-assign]
+
+        return undo
+
+    @contextlib.contextmanager
+    def recording_logs(self) -> Iterator[list[tuple[LogCall, Any]]]:
+        calls: list[tuple[LogCall, Any]] = []
+
+        def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
+            named = dict(zip(_LOG_PARAMETERS, arguments, strict=False))
+            kept = value.detach() if isinstance(value, Tensor) else value
+            calls.append((LogCall(name, {**named, **options}), kept))
+
+        def log_dict(dictionary: Any, *arguments: Any, **options: Any) -> None:
+            for name, value in dictionary.items():
+                log(name, value, *arguments, **options)
+
+        # Not by ``vars``: whoever observes the step would take that for a read of all attributes.
+        self._module.log, self._module.log_dict = log, log_dict  # type: ignore[method-assign]
+        try:
+            yield calls
+        finally:
+            del self._module.log, self._module.log_dict
+
+    def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
+        for logged, value in calls:
+            self._module._current_fx_name = "training_step"
+            try:
+                self._module.log(logged.name, value, **logged.options)
+            finally:
+                self._module._current_fx_name = None
+
+    @contextlib.contextmanager
+    def around_training_step(
+        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
+    ) -> Iterator[None]:
+        automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        step = automatic._training_step
+
+        def training_step(arguments: OrderedDict[str, Any]) -> Any:
+            before(arguments)
+            result = step(arguments)
+            after(result.loss)
+            return result
+
+        with replaced(automatic, "_training_step", training_step):
+            yield
+
+    @contextlib.contextmanager
+    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
+        plugin = self._trainer.precision_plugin
+        closed, stepped = plugin._after_closure, plugin.optimizer_step
+
+        def after_closure(*given: Any) -> None:
+            closed(*given)
+            before()
+
+        def optimizer_step(*given: Any, **named: Any) -> Any:
+            scaler = self.scaler
+            scale = None if scaler is None else scaler.get_scale()
+            result = stepped(*given, **named)
+            after(scaler is not None and scaler.get_scale() < scale)
+            return result
+
+        with replaced(plugin, "_after_closure", after_closure), replaced(plugin, "optimizer_step", optimizer_step):
+            yield
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        loop = self._trainer.fit_loop.epoch_loop
+        undo = contextlib.ExitStack()
+        for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
+            undo.enter_context(replaced(loop, hook, _both(getattr(loop, hook), ours)))
+        return undo.close
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _training_step(self, arguments: Mapping[str, Any]) -> Any:
+        return call._call_strategy_hook(self._trainer, "training_step", *arguments.values())
+
+    def _optimizer_step(self, closure: Callable[[], Tensor]) -> None:
+        trainer = self._trainer
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure)
+
+    def _closure(self, batch: Any, inspect: Inspect | None) -> Callable[[], Tensor]:
+        automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        closure = automatic._make_closure(self._arguments(batch, 0), self._trainer.optimizers[0], 0)
+
+        def run() -> Tensor:
+            loss = closure()
+            if loss is None:
+                raise SkippedStep("training_step returned None on the first batch")
+            if inspect is not None:
+                inspect(loss)
+            return loss.detach()
+
+        return run
+
+    def _manual_step(self, batch: Any, inspect: Inspect | None, *, together: bool) -> Tensor:
+        assert self._manual is not None
+        returned = self._manual.step(batch, inspect, contextlib.nullcontext if together else self.apart)
+        if returned is None:
+            raise SkippedStep("training_step took no manual_backward and no optimizer step on the first batch")
+        return torch.stack(returned) if returned else torch.empty(0)
+
+    def _arguments(self, batch: Any, number: int) -> OrderedDict[str, Any]:
+        self._mark()
+        call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
+        return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
+
+    def _mark(self) -> None:
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+
+class LightningMicroBatch:
+    """One call of ``_AutomaticOptimization.run``; see ``MicroBatch``."""
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        arguments: OrderedDict[str, Any],
+        original: Callable[..., Any],
+    ) -> None:
+        self._trainer, self._optimizer, self._arguments, self._original = trainer, optimizer, arguments, original
+        self._automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._progress: Any = None
+        self.batch, self.index = arguments["batch"], index
+        self.arguments: Mapping[str, Any] = arguments
+        self.begins = index % trainer.accumulate_grad_batches == 0
+        self.ends = not trainer.fit_loop._should_accumulate()
+
+    def run(self, batch: Any) -> dict[str, Any]:
+        return cast(dict[str, Any], self._original(self._optimizer, self.index, self._given(batch)))
+
+    def forward_backward(self, batch: Any) -> dict[str, Any]:
+        closure = self._automatic._make_closure(self._given(batch), self._optimizer, self.index)
+        closure()
+        return closure.consume_result().asdict()
+
+    def forward(self, batch: Any, index: Any) -> None:
+        given = {**self._arguments, "batch": batch}
+        if "batch_idx" in given:
+            given["batch_idx"] = index
+        self._trainer.strategy.training_step(*given.values())
+
+    def optimize(self, outputs: Mapping[str, Any]) -> None:
+        self._automatic._optimizer_step(self.index, lambda: outputs["loss"])
+
+    def count(self, *, whole: bool) -> None:
+        progress = self._automatic.optim_progress.optimizer
+        if self.begins:
+            progress.zero_grad.increment_ready()
+            progress.zero_grad.increment_started()
+            progress.zero_grad.increment_completed()
+        if whole:
+            progress.step.increment_ready()
+            progress.step.increment_completed()
+
+    def uncount(self) -> None:
+        if self._progress is not None:
+            self._automatic.optim_progress.optimizer = self._progress
+
+    def _given(self, batch: Any) -> OrderedDict[str, Any]:
+        if batch is self.batch:
+            return self._arguments
+        self._progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
+        return type(self._arguments)({**self._arguments, "batch": batch})
+
+
+def is_subprocess_launcher(launcher: object) -> bool:
+    """Whether Lightning started the other processes of the run, as its own children."""
+    try:
+        from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    except ImportError:  # renamed
+        return hasattr(launcher, "procs")
+    return isinstance(launcher, _SubprocessScriptLauncher)
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
+    """Inside, ``owner.name`` is ``by``; yields what it was. An attribute of this one object, its class stays."""
+    before, own = getattr(owner, name), vars(owner).get(name)
+    vars(owner)[name] = by
+    try:
+        yield before
+    finally:
+        vars(owner).pop(name, None)
+        if own is not None:
+            vars(owner)[name] = own
+
+
+def _both(theirs: Callable[[], None], ours: Callable[[], None]) -> Callable[[], None]:
+    def call_both() -> None:
+        theirs()
+        ours()
+
+    return call_both
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """In the place of ``self.log``."""

@@ -1,0 +1,283 @@
+"""A plain PyTorch loop behind the protocol ``strategies.loop.Loop``: one process, one optimizer, nothing logged.
+
+It is what people write themselves: batches, ``training_step``, backward, clipping, optimizer, schedule. Strategies,
+guards and capture run in it as in Lightning's, which shows that they know nothing of Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the loop counts."""
+
+    steps: int = 0
+    batches: int = 0
+
+
+class PlainLoop:
+    """Trains ``module`` with ``optimizer``; see ``Loop`` for what the members mean.
+
+    Args:
+        module: On its device, with ``training_step(batch, batch_index)`` that returns the loss, and
+            ``validation_step`` where it is to be validated.
+        optimizer: Over the module's parameters.
+        schedule: Steps after each optimizer step.
+        micro_batches: Batches of an optimizer step.
+        clip: Largest norm of the gradients; None = no clipping.
+        precision: ``bf16-mixed`` enters autocast, anything else is left to the module.
+    """
+
+    cuda_graphs = False
+    manual = False
+    scaler = None
+    span = Span()
+    world_size = 1
+    is_first_process = True
+    directory = "."
+    log_every_n_steps = 50
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        micro_batches: int = 1,
+        clip: float | None = None,
+        precision: str = "32-true",
+        max_steps: int | None = None,
+    ) -> None:
+        self.module, self.optimizers, self.micro_batches = module, (optimizer,), micro_batches
+        self.schedulers = () if schedule is None else (schedule,)
+        self.device = next(module.parameters()).device
+        self.precision, self.steps_planned, self._clip = precision, max_steps, clip
+        self.metrics: dict[str, Tensor] = {}
+        self._progress = Progress()
+        self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
+        self._fetching: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._around: list[Any] = []
+
+    def fit(self, batches: Iterable[Any]) -> Iterator[Tensor | None]:
+        """Train on ``batches``; yields the loss of each, detached and divided by ``micro_batches``."""
+        self.module.train()
+        iterator = iter(batches)
+        while self.steps_planned is None or self.steps_done < self.steps_planned:
+            for before, _ in self._fetching:
+                before()
+            batch = next(iterator, None)
+            for _, after in self._fetching:
+                after()
+            if batch is None:
+                return
+            micro = PlainMicroBatch(self, batch, self._progress.batches)
+            outputs = self._run(micro)
+            self._progress.batches += 1
+            if micro.ends:
+                for schedule in self.schedulers:
+                    schedule.step()
+            yield outputs.get("loss")
+
+    # ---- facts and processes ---------------------------------------------------------------------------------------
+
+    @property
+    def steps_done(self) -> int:
+        return self._progress.steps
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return 0, self._progress.batches
+
+    @property
+    def validates(self) -> bool:
+        return hasattr(self.module, "validation_step")
+
+    def counters(self) -> list[object]:
+        return [self._progress]
+
+    def anywhere(self, flag: bool) -> bool:
+        return flag
+
+    def everywhere(self, flag: bool) -> bool:
+        return flag
+
+    def broadcast(self, value: Value) -> Value:
+        return value
+
+    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        return tensor
+
+    # ---- single steps ----------------------------------------------------------------------------------------------
+
+    def why_not_apart(self) -> str | None:
+        return None
+
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    unlogged = apart = quiet
+
+    def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
+        from trainer.guards.snapshot import Snapshot
+
+        return Snapshot(self, batch, weights=weights)
+
+    def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
+        loss = PlainMicroBatch(self, batch, 0).forward_backward(batch)["loss"]
+        if loss is None:
+            raise SkippedStep("training_step returned None on the first batch")
+        if inspect is not None:
+            inspect(loss)
+        return loss  # type: ignore[no-any-return]
+
+    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
+        loss = self.train(batch, inspect)
+        self.optimize()
+        return loss
+
+    def forward(self, batch: Any) -> Any:
+        return self.forward_loss({"batch": batch, "batch_idx": 0})
+
+    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        with self.autocast():
+            returned = self.module.training_step(*arguments.values())  # type: ignore[operator]
+        loss = returned.get("loss") if isinstance(returned, dict) else returned
+        return None if loss is None else loss / self.micro_batches
+
+    def optimize(self) -> None:
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+        with contextlib.ExitStack() as after:
+            for before_update, after_update in self._around:
+                before_update()
+                after.callback(after_update, False)
+            self.optimizers[0].step()
+        self._progress.steps += 1
+
+    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
+        flags = [(module, module.training) for module in self.module.modules()]
+        try:
+            self.module.eval()
+            with torch.no_grad(), self.autocast():
+                return getattr(self.module, step)(batch, 0)
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """What forward and loss run in."""
+        if self.precision != "bf16-mixed":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    # ---- standing around the loop's own steps ----------------------------------------------------------------------
+
+    def why_not_capture(self) -> Iterable[str]:
+        return ()
+
+    def unreadable(self) -> Mapping[type, str]:
+        return {}
+
+    def constants(self) -> Hashable:
+        return self.micro_batches, self._clip
+
+    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+        before, self._run = self._run, lambda micro: run(PlainMicroBatch(self, micro.batch, micro.index, before))
+
+        def undo() -> None:
+            self._run = before
+
+        return undo
+
+    @contextlib.contextmanager
+    def recording_logs(self) -> Iterator[list[tuple[LogCall, Any]]]:
+        yield []
+
+    def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
+        """Nothing is logged."""
+
+    @contextlib.contextmanager
+    def around_training_step(
+        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
+    ) -> Iterator[None]:
+        forward_loss = self.forward_loss
+
+        def observed(arguments: Mapping[str, Any]) -> Tensor | None:
+            del self.forward_loss  # for the observers' own forwards
+            try:
+                before(arguments)
+                loss = forward_loss(arguments)
+                after(loss)
+            finally:
+                self.forward_loss = observed  # type: ignore[method-assign]
+            return loss
+
+        self.forward_loss = observed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.forward_loss
+
+    @contextlib.contextmanager
+    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
+        self._around.append((before, after))
+        try:
+            yield
+        finally:
+            self._around.remove((before, after))
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        self._fetching.append((before, after))
+        return lambda: self._fetching.remove((before, after))
+
+
+class PlainMicroBatch:
+    """One batch of a ``PlainLoop``; see ``MicroBatch``."""
+
+    def __init__(self, loop: PlainLoop, batch: Any, index: int, run: RunMicroBatch | None = None) -> None:
+        self._loop, self.batch, self.index, self._original = loop, batch, index, run
+        self.arguments: Mapping[str, Any] = {"batch": batch, "batch_idx": index}
+        self.begins = index % loop.micro_batches == 0
+        self.ends = (index + 1) % loop.micro_batches == 0
+        self._steps = loop.steps_done
+
+    def run(self, batch: Any) -> dict[str, Any]:
+        if self._original is not None:
+            return self._original(PlainMicroBatch(self._loop, batch, self.index))
+        outputs = self.forward_backward(batch)
+        if self.ends:
+            self._loop.optimize()
+        return outputs
+
+    def forward_backward(self, batch: Any) -> dict[str, Any]:
+        if self.begins:
+            self._loop.optimizers[0].zero_grad()
+        loss = self._loop.forward_loss({"batch": batch, "batch_idx": self.index})
+        if loss is not None:
+            loss.backward()
+        return {"loss": None if loss is None else loss.detach()}
+
+    def forward(self, batch: Any, index: Any) -> None:
+        self._loop.forward_loss({"batch": batch, "batch_idx": index})
+
+    def optimize(self, outputs: Mapping[str, Any]) -> None:
+        self._loop.optimize()
+
+    def count(self, *, whole: bool) -> None:
+        if whole:
+            self._loop._progress.steps += 1
+
+    def uncount(self) -> None:
+        self._loop._progress.steps = self._steps

@@ -1,0 +1,239 @@
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks the run to stop at the next step boundary, the second stops it where it
+is. Before the first step is trained there is nothing to save, and the first one stops it, a compile included."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+from trainer.settings import TrainerConfig
+
+if TYPE_CHECKING:
+    import lightning as L
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """The run was told to stop at once. Not an Exception, so that nothing swallows it on the way out."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def present_handlers() -> dict[int, Any]:
+    """The handlers of ``SIGNALS`` now, by signal; without a SIGHUP that is ignored, as ``nohup`` has it."""
+    found: dict[int, Any] = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    if found[signal.SIGHUP] == signal.SIG_IGN:
+        del found[signal.SIGHUP]
+    return found
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Let these signals wait while torch is imported, a second one excepted; they then do what they did before.
+
+    An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
+    ends the process by SIGABRT (seen at ``torch.distributed``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        signum: handler for signum, handler in present_handlers().items() if handler is not None
+    }  # None: not ours
+    waiting: list[int] = []
+
+    def restored() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    def wait(signum: int, _: FrameType | None) -> None:
+        if not waiting:
+            waiting.append(signum)
+            return
+        waiting.clear()
+        restored()
+        signal.raise_signal(signum)
+
+    for signum in before:
+        signal.signal(signum, wait)
+    try:
+        yield
+    finally:
+        restored()
+        for each in waiting:
+            signal.raise_signal(each)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, nothing is raised when a data worker dies: torch does that from a signal handler, wherever the main
+    thread is. For what must be written at the end of a run whose whole process group was told to stop."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+class StopRequest:
+    """Holds the signal that asked the run to stop, and the process's signal handlers while the run lasts.
+
+    Lightning turns a Ctrl-C into ``sys.exit(1)`` in the middle of a step and a SIGTERM into exit code 0
+    (lightning #19916); stopping at a step boundary instead is what makes the last checkpoint exact.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.signum: int | None = None
+        self.in_training = False
+        """Whether a loop is there that will notice the request at its next step, and has something to save."""
+        self.promise = "stopping after this step with a checkpoint"
+        """What that loop will do then."""
+        self._say = say
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+            self._before = present_handlers()
+            self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def install(self) -> None:
+        """Set the handlers, again after Lightning has set its own."""
+        for signum in self._before:
+            signal.signal(signum, self._handle)
+
+    def agreed(self, trainer: L.Trainer) -> bool:
+        """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""
+        import torch
+
+        strategy = trainer.strategy
+        signum = strategy.reduce(torch.tensor(self.signum or 0, device=strategy.root_device), reduce_op="max")
+        if found := int(signum):  # else one that has come in between stays, for the next time
+            self.signum = found
+        return bool(found)
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A data loader's worker, forked with these handlers and signalled with the whole process group: the step
+            # that is under way still needs it. (SIGTERM never gets here: torch's workers end by it at once.)
+            return
+        first, self.signum = self.signum is None, signum
+        if not (first and self.in_training):
+            raise Interrupted(signum)
+        name = signal.Signals(signum).name
+        self._say(f"{name}: {self.promise}; once more stops at once")
+
+
+class _Lossy(io.FileIO):
+    """A file that drops what cannot be written: its disk is full, the reader of a pipe has left, or is slow where the
+    pipe does not wait for it."""
+
+    def write(self, data: Any) -> int:
+        """Write ``data``; it counts as written in any case."""
+        try:
+            written = super().write(data)
+        except OSError:
+            return len(data)
+        return len(data) if written is None else written
+
+
+class _Text(io.TextIOWrapper):
+    """A stream that drops what comes once it is closed: libraries print while the interpreter takes itself down, where
+    a ValueError within C++ aborts the process."""
+
+    def write(self, text: str) -> int:
+        """Write ``text``; it counts as written once the stream is closed."""
+        try:
+            return super().write(text)
+        except ValueError:
+            if not self.buffer.closed:
+                raise
+            return len(text)
+
+    def flush(self) -> None:
+        """Write out what is held back, unless the stream is closed."""
+        try:
+            super().flush()
+        except ValueError:
+            if not self.buffer.closed:
+                raise
+
+
+def keep_streams() -> None:
+    """From now on nothing raises because it prints, not even Python as it exits.
+
+    A closed stream leads to the null device. The next file that is opened would else get its number, and whatever
+    libraries and child processes print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null == number:
+                os.set_inheritable(number, True)
+            else:
+                os.dup2(null, number)
+                os.close(null)
+        stream = getattr(sys, name)
+        if name == "stdin" or stream is not getattr(sys, f"__{name}__"):
+            continue  # or somebody reads or captures it within this process
+        lossy = _Text(
+            io.BufferedWriter(_Lossy(number, "w", closefd=False)),
+            encoding=getattr(stream, "encoding", "utf-8"),
+            errors=getattr(stream, "errors", "backslashreplace"),
+            line_buffering=getattr(stream, "line_buffering", False),
+            write_through=getattr(stream, "write_through", False),
+        )
+        setattr(sys, name, lossy)
+
+
+LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+
+
+@contextlib.contextmanager
+def process_settings(config: TrainerConfig) -> Iterator[None]:
+    """Matrix precision for fp32 (TF32 on GPUs that have it), and quiet libraries, for the length of a run."""
+    matmul = torch.get_float32_matmul_precision()
+    levels = {name: logging.getLogger(name).level for name in LIGHTNING_LOGGERS}
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    for name in LIGHTNING_LOGGERS:  # its device banner and tips; the run's own heading says what matters
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Lightning's advice (more workers, a smaller logging interval) concerns choices made here on purpose.
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            # A resumed run writes into a directory of its own; its best checkpoint is judged anew there.
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+            # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could mend.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
