@@ -10,13 +10,12 @@ import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from strategies.cuda_graph.capture import StepGraphs
     from strategies.loop import Loop
     from strategies.padding import Padding
 
@@ -64,6 +63,54 @@ class Region:
     """Whether the region has been called since it was handed to the compiler."""
 
 
+class StepRunner(Protocol):
+    """Runs the micro-batches of a loop in the loop's place."""
+
+    sample: Sequence[nn.Parameter]
+    """Parameters whose clipped gradients every step that is run as one keeps."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step was what later ones like it will be."""
+
+    @property
+    def gradients(self) -> list[torch.Tensor] | None:
+        """Those of ``sample`` in the last step, valid until the next one; None where it was not run as one."""
+
+    def release(self) -> None:
+        """Give the steps back to the loop."""
+
+
+class WholeSteps(Protocol):
+    """Whole training steps that are captured and replayed."""
+
+    given_up: bool
+    """Whether no step will be captured any more."""
+    settled: bool
+    """Whether the last step was what steps of its kind will continue to be: a replay, or eager for good."""
+    warmed: bool
+    """Whether every shape has been through forward and backward already."""
+    captures: int
+    """Graphs captured so far."""
+    verifier: Any
+    """Set by whoever wants graphs compared with the steps that they were captured from."""
+
+    def run(self, kind: Any, batch: Any, step: Any, *, name: str, before_replay: Any, observe: Any) -> Any:
+        """Run ``step`` on ``batch``, from a graph where there is one, and return its results."""
+
+    def take_over(self, loop: Loop, program: Program) -> StepRunner:
+        """Run the micro-batches of ``loop`` from now on, until the ``release`` of what is returned."""
+
+    def refuse(self, reason: str) -> None:
+        """Note why a step is not captured."""
+
+    def give_up(self) -> None:
+        """Capture nothing from now on."""
+
+    def facts(self) -> dict[str, Any]:
+        """What was captured, for the record."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Program:
     """What will execute each step; strategies change it in place."""
@@ -96,7 +143,7 @@ class Program:
     """Filled by a strategy of the SHAPES stage: wraps the compiled call of each region in code that runs eagerly."""
     outlined: bool = False
     """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost."""
-    step: StepGraphs | None = None
+    step: WholeSteps | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)
     """Filled by strategies: what was handed to the compiler."""

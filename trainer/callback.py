@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies import Program, Ragged, Stage, Strategy
+from strategies.base import StepRunner
 from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
 from strategies.prepare import Preparation
 from strategies.regions import give_up
@@ -36,9 +37,6 @@ from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-
-if TYPE_CHECKING:
-    from strategies.cuda_graph.steps import StepCapture
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -111,7 +109,7 @@ class Compile(L.Callback):
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
         self._guards: Guards | None = None
-        self._capture: StepCapture | None = None
+        self._capture: StepRunner | None = None
         self._audits: Audits | None = None
         self._open, self._told = False, 0
         self.telemetry = Telemetry(**self._measured, log_every_n_steps=50)

@@ -57,7 +57,8 @@ class CudaGraph(Strategy):
         """Let the trainer run its steps through graphs. Raises ValueError where there is no CUDA device to train on."""
         import torch
 
-        from strategies.cuda_graph.capture import CudaEngine, StepGraphs
+        from strategies.cuda_graph.capture import StepGraphs
+        from strategies.graph_engine import CudaEngine
 
         assert program.device is not None
         if program.device.type != "cuda":

@@ -16,7 +16,6 @@ import pickle
 import random
 import re
 import sys
-import sysconfig
 import threading
 import types
 import weakref
@@ -29,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from strategies.cuda_graph.state import CONTAINERS, PLAIN, Names, Value, entries_of
+from strategies.graph_engine import TORCH_AND_LIGHTNING, is_ours, origin_of
 
 MAX_ENTRIES = 100_000
 """Longest container that is compared before every step."""
 MAX_BYTES = 1 << 20
 """Largest array on the host that is."""
 
-TORCH_AND_LIGHTNING = ("torch", "torchvision", "triton", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 CONSTANT = (
     *PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, enum.Enum, PurePath, re.Pattern,
@@ -49,10 +48,6 @@ CONSTANT = (
 
 OBSERVED_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 """Torch's classes whose attributes decide what a step computes."""
-
-_OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("strategies", "trainer"))
-_TORCH = f"{Path(torch.__file__).parent}/"
-_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
 class Unrepeatable(BaseException):
@@ -240,7 +235,7 @@ class HostValues:
         if top_of(cls) in ("torch", "numpy", "triton") or cls.__module__ in ("_thread", "types", "typing", "threading"):
             return True
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        return cls.__module__.startswith("_cython") or (file is not None and _is_ours(file))
+        return cls.__module__.startswith("_cython") or (file is not None and is_ours(file))
 
     # ---- small things --------------------------------------------------------------------------------------------
 
@@ -290,21 +285,6 @@ class HostValues:
                 return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
-
-
-def origin_of(filename: str) -> str:
-    """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
-    path = Path(filename)
-    if filename.startswith(("<", _TORCH)) or _is_ours(filename):
-        return "torch"
-    for part in ("site-packages", "dist-packages"):
-        if part in path.parts:
-            return "torch" if path.parts[path.parts.index(part) + 1] in TORCH_AND_LIGHTNING else "other"
-    return "stdlib" if filename.startswith(_STDLIB) else "other"
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_OURS)
 
 
 def top_of(cls: type) -> str:

@@ -165,7 +165,7 @@ class Optimizer(CompileOptions):
         program.eager_parts[self.name] = line
 
     def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
-        from strategies.cuda_graph.capture import CudaEngine
+        from strategies.graph_engine import CudaEngine
         from strategies.optimizer.graphs import Replays
 
         devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.cuda_graph.capture import CannotCapture, Engine, first_line
+from strategies.base import CannotCapture
+from strategies.graph_engine import Engine, first_line
 from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import DeviceScalar, installed
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.auto.trial import Work, captured_seconds, device_work
 from trainer.guards.slowdown import seconds_of
-from trainer.passes import Passes
+from trainer.loops.lightning import LightningLoop
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ class Probes(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        passes = Passes(trainer, cuda_graphs=False)
+        passes = LightningLoop(trainer, cuda_graphs=False)
         with passes.quiet():
             for _ in range(3):
                 passes.step(batch)

@@ -23,7 +23,7 @@ from trainer.guards.compare import Comparison, Displaced, StepRecorder, around_s
 from trainer.guards.draws import region_draws
 from trainer.guards.slowdown import take_sample
 from trainer.guards.snapshot import Snapshot
-from trainer.passes import Passes, why_not
+from trainer.loops.lightning import LightningLoop, why_not
 
 UNIT = 2.0**-24
 
@@ -36,7 +36,7 @@ class OnFirstBatch(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.looked:
-            passes = Passes(trainer, cuda_graphs=False)
+            passes = LightningLoop(trainer, cuda_graphs=False)
             with passes.quiet():
                 self._look(trainer, pl_module, batch, passes)
             self.looked = trainer.should_stop = True
@@ -65,7 +65,7 @@ def on_first_batch(module: L.LightningModule, folder: Path, look: Any) -> None:
     ids=["both at once", "the second one rarely", "accumulation", "the second one too late to be waited for"],
 )
 def test_a_step_by_hand_lasts_until_every_optimizer_has_stepped(module: Any, span: Span, tmp_path: Path) -> None:
-    def look(trainer: Any, module: Any, batch: Any, passes: Passes) -> None:
+    def look(trainer: Any, module: Any, batch: Any, passes: LightningLoop) -> None:
         passes.step(batch)
         assert passes.span == span
         calls = len(getattr(module, "seen", []))
@@ -103,7 +103,7 @@ class Untidy(Adversaries):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_that_a_step_by_hand_changes_comes_back(fails: bool, tmp_path: Path) -> None:
-    def look(trainer: Any, module: Any, batch: Any, passes: Passes) -> None:
+    def look(trainer: Any, module: Any, batch: Any, passes: LightningLoop) -> None:
         def state() -> dict[str, Any]:
             optimizers = [*trainer.optimizers, module.own_optimizer]
             return copy.deepcopy(

@@ -12,14 +12,14 @@ from strategies import STRATEGIES, Program, Strategy
 from strategies.auto import Auto
 from strategies.cached.session import facts_of, fingerprint_of
 from strategies.errors import one_line
+from strategies.loop import SkippedStep
 from strategies.prepare import is_prepared
 from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row, best, decision_line, next_trial
 from trainer.auto.remembered import Remembered, directory, program_facts
 from trainer.auto.trial import Candidate, Trials, prepare
 from trainer.guards.preflight import shapes_of
 from trainer.guards.slowdown import Sample
-from trainer.loops.lightning import LightningLoop
-from trainer.passes import SkippedStep, why_not
+from trainer.loops.lightning import LightningLoop, why_not
 from trainer.telemetry.telemetry import Telemetry
 
 ENDLESS = 1_000_000

@@ -17,16 +17,16 @@ from torch import nn
 from strategies import STRATEGIES, Program, Strategy
 from strategies.base import Region
 from strategies.compose import compiler_settings, eager
-from strategies.cuda_graph.capture import CudaEngine, first_line
 from strategies.cuda_graph.steps import observed
 from strategies.errors import is_out_of_memory, one_line
+from strategies.graph_engine import CudaEngine, first_line
+from strategies.loop import SkippedStep
 from strategies.prepare import Preparation, is_prepared
 from strategies.regions import uncompile
 from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
-from trainer.passes import Passes, SkippedStep
 from trainer.telemetry import memory
 from trainer.telemetry.telemetry import Telemetry
 
@@ -51,7 +51,7 @@ class Trials:
     ) -> None:
         self._candidates, self._trainer, self._program = candidates, trainer, program
         self._telemetry, self._settings = telemetry, settings
-        self._passes = Passes(trainer, cuda_graphs=False)
+        self._passes = LightningLoop(trainer, cuda_graphs=False)
         self._worn: Candidate | None = None
         self._snapshot: Snapshot | None = None
         self.tried: list[str] = []
@@ -253,7 +253,7 @@ def device_work(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: f
     return Work(seconds, exact)
 
 
-def captured_seconds(trainer: L.Trainer, passes: Passes, batch: Any) -> float:
+def captured_seconds(trainer: L.Trainer, passes: LightningLoop, batch: Any) -> float:
     """Seconds of an optimizer step replayed from CUDA graphs, on one device.
 
     Forward and backward are captured for it, which costs about a step of the host and their memory once more, given

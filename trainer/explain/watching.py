@@ -16,7 +16,7 @@ from trainer.explain.batches import TIMED_BATCHES, ChosenBatches
 from trainer.explain.compiler import CompilerLook
 from trainer.explain.explanation import Coverage
 from trainer.explain.profiling import StepProfile
-from trainer.passes import Passes
+from trainer.loops.lightning import LightningLoop
 from trainer.telemetry.telling import Teller
 
 SETTLING_BATCHES = 2
@@ -135,7 +135,7 @@ class Watching(L.Callback):
         program, batch = self._compile.program, self._batch
         if batch is None or program is None or not isinstance(exception, Exception):
             return
-        passes = Passes(trainer, cuda_graphs=False)
+        passes = LightningLoop(trainer, cuda_graphs=False)
         with contextlib.suppress(Exception), passes.quiet(), eager(program):
             passes.step(batch)
             self.eager_passed = True

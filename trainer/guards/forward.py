@@ -154,7 +154,8 @@ class _Kept:
     def __init__(self, loop: Loop) -> None:
         self._parameters = [(parameter, parameter.data, parameter.grad) for parameter in loop.module.parameters()]
         groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
-        self._plain = [(held, dict(held)) for held in (*map(vars, loop.schedulers), *groups)]
+        plain: list[dict[str, Any]] = [*(vars(scheduler) for scheduler in loop.schedulers), *groups]
+        self._plain = [(held, dict(held)) for held in plain]
         gradients = [gradient for *_, gradient in self._parameters if gradient is not None]
         self.writes = _Writes([*(parameter for parameter, *_ in self._parameters), *gradients])
         """Inside, what is about to be written to is copied."""

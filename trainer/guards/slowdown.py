@@ -99,10 +99,14 @@ class Slowdown:
 
 def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
     """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-    wait()
+    _wait(device)
     began = time.perf_counter()
     for _ in range(times):
         work()
-    wait()
+    _wait(device)
     return (time.perf_counter() - began) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

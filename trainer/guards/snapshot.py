@@ -30,7 +30,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strategies.cuda_graph.state import entries_of
-from strategies.cuda_graph.values import origin_of, refill
+from strategies.cuda_graph.values import refill
+from strategies.graph_engine import origin_of
 from strategies.loop import Loop
 from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import installed

@@ -25,8 +25,7 @@ from trainer.locate.capture import Captured, captured
 from trainer.locate.observe import Observer
 from trainer.locate.tree import holds
 from trainer.locate.trial import OPTIMIZER, Node, Outcome, Site, Trial
-from trainer.loops.lightning import LightningLoop
-from trainer.passes import Passes, why_not
+from trainer.loops.lightning import LightningLoop, why_not
 from trainer.telemetry import hardware
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
@@ -54,7 +53,7 @@ class Bench:
         program: Program,
         strategies: Sequence[Strategy],
         batches: Sequence[Any],
-        passes: Passes,
+        passes: LightningLoop,
         *,
         cuda_graphs: bool,
         kinds: Sequence[str],

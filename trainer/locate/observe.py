@@ -25,7 +25,7 @@ from trainer.guards.preflight import REPLAYED_FROM
 from trainer.guards.slowdown import MARGIN, seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.locate.trial import Outcome, Trial
-from trainer.passes import Passes
+from trainer.loops.lightning import LightningLoop
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number as figure
@@ -51,7 +51,7 @@ class Observer:
         cuda_graphs: Whether Inductor replays what it compiled from CUDA graphs.
     """
 
-    def __init__(self, trainer: L.Trainer, program: Program, passes: Passes, *, cuda_graphs: bool) -> None:
+    def __init__(self, trainer: L.Trainer, program: Program, passes: LightningLoop, *, cuda_graphs: bool) -> None:
         self._trainer, self._program, self._passes = trainer, program, passes
         self._repeats = REPLAYED_FROM if cuda_graphs else 2  # the first step makes the optimizer's state
         self._phase, self._batch = "forward", 0

@@ -27,7 +27,7 @@ from trainer.explain.batches import kind_of
 from trainer.guards.rollback import throwaway, throwaway_trainer
 from trainer.locate.bench import Bench
 from trainer.locate.scope import searched
-from trainer.passes import Passes
+from trainer.loops.lightning import LightningLoop
 from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
@@ -129,7 +129,7 @@ class _Opening(L.Callback):
             )
         strategies = self._compile.strategies
         cuda_graphs = program.uses_cuda_graphs
-        passes = Passes(trainer, cuda_graphs=cuda_graphs)
+        passes = LightningLoop(trainer, cuda_graphs=cuda_graphs)
         with passes.quiet():
             bench = Bench(
                 trainer,

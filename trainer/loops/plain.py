@@ -140,7 +140,7 @@ class PlainLoop:
             raise SkippedStep("training_step returned None on the first batch")
         if inspect is not None:
             inspect(loss)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         loss = self.train(batch, inspect)
