@@ -97,7 +97,7 @@ class Workload:
         for form in FORMS:
             if form.startswith("compiled"):
                 graph = form == "compiled"
-                self.strategies[form] = Optimizer(backend=options.backend, graph=graph, compare=False)
+                self.strategies[form] = Optimizer(backend=options.backend, graph=graph)
                 self.strategies[form].check()
                 self.programs[form] = Program(module=self.module, blocks=declared.blocks, device=self.device)
 
@@ -118,7 +118,7 @@ class Workload:
 
     def stepper(self, form: str, clip: float | None) -> Callable[[], None]:
         """What runs one step of this form, as a training loop with a schedule would."""
-        from strategies.optimizer_step import installed
+        from strategies.optimizer.step import installed
 
         optimizer = self.optimizer(form)
         parameters = list(self.module.parameters())

@@ -17,8 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from strategies.artifact_signature import KEY_VARIABLE, read_key
-from strategies.artifact_store import ArtifactStore, Refused
+from strategies.cached.store import KEY_VARIABLE, ArtifactStore, Refused, read_key
 
 EXAMPLES = f"""\
 examples:

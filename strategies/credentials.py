@@ -39,7 +39,7 @@ VALUES = tuple(
         r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]+",
     )
 )
-"""Credentials in a text; what a first group matches is no secret and stays."""
+"""Credentials in a text; what a first group matches is not a secret and stays."""
 
 
 def hidden(text: str) -> str:

@@ -55,7 +55,7 @@ class Dynamic(Strategy):
         if self.how == "always":
             program.dynamic = True
         elif self.how == "mark":
-            from strategies.dynamic_marks import Marks
+            from strategies.padding import Marks
 
             marks = Marks(program.ragged)
             program.padding.observe = marks.observe

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -54,30 +56,14 @@ class Padding:
     seen: Callable[[], dict[str, Any]] | None = None
     """Figures of the batches that were really handed out, for the report; filled in like ``edges``."""
 
-    def length(self, batch: Any) -> int:
-        """Positions that the model computes with for ``batch``. Raises ValueError when a declared tensor is missing."""
-        return length_of(batch, self.ragged)
-
-    def rows(self, batch: Any) -> int:
-        """Examples in ``batch``."""
-        return tensor_of(batch, self.ragged[0]).shape[0]
-
-    def edge_of(self, length: int) -> int:
-        """The edge that a batch of ``length`` is padded up to; beyond the last one, the next multiple."""
-        return edge_of(length, self.edges, self.multiple, self.limit)
-
-    def to_edge(self, batch: Any, edge: int) -> Any:
-        """A copy of ``batch`` whose declared tensors are padded or cut to ``edge`` positions (and their extra)."""
-        return to_edge(batch, self.ragged, edge)
-
     def resized(self, batch: Any, rows: int, edge: int) -> Any:
         """A copy of ``batch`` with ``rows`` examples (repeated or left out) of ``edge`` positions.
 
         Every tensor with as many entries in dimension 0 as the batch has examples is resized; everything else, numbers
         included, stays as it is.
         """
-        before = self.rows(batch)
-        return self.to_edge(batch if rows == before else _resize(batch, before, rows), edge)
+        before = tensor_of(batch, self.ragged[0]).shape[0]
+        return to_edge(batch if rows == before else _resize(batch, before, rows), self.ragged, edge)
 
 
 def edge_of(length: int, edges: Sequence[int], multiple: int, limit: int | None = None) -> int:
@@ -137,8 +123,8 @@ def tensor_of(batch: Any, entry: Ragged) -> Tensor:
     return value
 
 
-def _replaced(batch: Any, changed: Mapping[str, Tensor]) -> Any:
-    """A shallow copy of ``batch`` with other tensors."""
+def _replaced(batch: Any, changed: Mapping[str, Any]) -> Any:
+    """A shallow copy of ``batch`` with other parts."""
     if isinstance(batch, Mapping):
         copied: Any = copy.copy(batch)  # a BatchEncoding stays one
         for name, value in changed.items():
@@ -162,23 +148,72 @@ def _resize(value: Any, before: int, rows: int) -> Any:
     if isinstance(value, Tensor):
         if value.ndim == 0 or value.shape[0] != before:
             return value
-        index = torch.arange(rows, device=value.device) % before
-        return value.index_select(0, index)
+        return value.index_select(0, torch.arange(rows, device=value.device) % before)
+    parts = _parts(value)
+    return _replaced(value, {name: _resize(part, before, rows) for name, part in parts.items()}) if parts else value
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """What ``value`` is made of, by the names that ``_replaced`` takes; empty for what is taken as it is."""
     if isinstance(value, Mapping):
-        copied: Any = copy.copy(value)
-        for name in list(value):
-            copied[name] = _resize(value[name], before, rows)
-        return copied
+        return dict(value)
     if hasattr(value, "_fields"):
-        return type(value)(*(_resize(item, before, rows) for item in value))
+        return {name: getattr(value, name) for name in value._fields}
     if isinstance(value, list | tuple):
-        return type(value)([_resize(item, before, rows) for item in value])
+        return {str(index): part for index, part in enumerate(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [entry.name for entry in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: _resize(getattr(value, name), before, rows) for name in names})
-    if hasattr(value, "__dict__") and type(value).__module__ != "builtins" and not callable(value):
-        copied = copy.copy(value)
-        for name, item in vars(value).items():
-            setattr(copied, name, _resize(item, before, rows))
-        return copied
-    return value
+        return {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+    plain = type(value).__module__ == "builtins" or callable(value) or not hasattr(value, "__dict__")
+    return {} if plain else dict(vars(value))
+
+
+class Marks:
+    """Marks the batch's ragged tensors, and every input of a region that is as long as the batch.
+
+    A region deep in the network is handed tensors that the module made, to which no mark on the batch carries over.
+    Which of their dimensions are positions is known by size, and no longer of one that kept its size when the length
+    changed: a width may happen to be as large as a batch is long. ``maybe_mark_dynamic`` is used and not
+    ``mark_dynamic``: that one raises ConstraintViolationError where such a dimension turns out to be a constant.
+    """
+
+    def __init__(self, ragged: Sequence[Ragged]) -> None:
+        self._ragged = tuple(ragged)
+        self._length = 0
+        self._sizes: set[int] = set()
+
+    def observe(self, batch: Any) -> None:
+        """A batch is about to be used: mark its ragged tensors and remember its length."""
+        self._length = length = length_of(batch, self._ragged)
+        self._sizes = {length, *(length + entry.extra for entry in self._ragged)}
+        for entry in self._ragged:
+            _mark(tensor_of(batch, entry), entry.dim)
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` with its tensors marked first."""
+        last: dict[tuple[object, int], tuple[int, int]] = {}
+        fixed: set[tuple[object, int]] = set()
+
+        @functools.wraps(call)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # part of a larger region, whose own inputs are marked
+                return call(*args, **kwargs)
+            for name, value in itertools.chain(enumerate(args), kwargs.items()):
+                if isinstance(value, Tensor):
+                    for dim, size in enumerate(value.shape[1:], start=1):
+                        key = (name, dim)
+                        before, length = last.get(key, (-1, self._length))
+                        if size == before and length != self._length:
+                            fixed.add(key)
+                        last[key] = size, self._length
+                        if size in self._sizes and key not in fixed:
+                            _mark(value, dim)
+            return call(*args, **kwargs)
+
+        return marked
+
+
+def _mark(tensor: Tensor, dim: int) -> None:
+    # A size of 0 or 1 is a constant to Dynamo whatever is marked.
+    if tensor.shape[dim] > 1:
+        # https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)

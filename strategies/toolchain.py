@@ -1,4 +1,4 @@
-"""What the compiler needs of the machine, looked for before any work starts: each lack is one line with its mend.
+"""What the compiler needs of the machine, looked for before any work starts: each lack is one line with its fix.
 
 A C++ compiler and Python's headers on a CPU, Triton on a CUDA device, a cache directory that can be written to, and
 that nobody has switched the compiler off.
@@ -23,7 +23,7 @@ OLDEST_FOR_TRITON = (7, 0)
 
 
 def switched_off() -> str | None:
-    """What switches the compiler off, and the mend, or None when nothing does."""
+    """What switches the compiler off, and the fix, or None when nothing does."""
     for switch in SWITCHES:
         if os.environ.get(switch) == "1":
             return f"{switch}=1 switches the compiler off: unset it, or use compile=eager"
@@ -47,7 +47,7 @@ def missing_triton() -> str | None:
 
 
 def triton_lacks(installed: bool, device: str, capability: tuple[int, int]) -> str | None:
-    """What keeps Triton from serving a CUDA device, and the mend, or None when nothing does."""
+    """What keeps Triton from serving a CUDA device, and the fix, or None when nothing does."""
     if not installed:
         return "Inductor needs Triton on a CUDA device, it is not installed: pip install triton, or use compile=eager"
     if capability < OLDEST_FOR_TRITON:

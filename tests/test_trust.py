@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.artifact_signature import read_key
+from strategies.cached.store import read_key
 from strategies.errors import one_line
 from tests.conftest import ROOT
 from tests.evidence.records import record

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.warm_cache import main
-from strategies.artifact_store import ArtifactStore
+from strategies.cached.store import ArtifactStore
 from tests.conftest import ROOT
 from tests.trainer.runs import SMALLEST
 

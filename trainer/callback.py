@@ -31,7 +31,7 @@ from trainer.guards.parity import ReplayParity
 from trainer.guards.preflight import Guarding
 from trainer.guards.rollback import optimizer_to_eager
 from trainer.guards.slowdown import Sample
-from trainer.loading.loaders import pad_loaders
+from trainer.loading import pad_loaders
 from trainer.loops.lightning import LightningLoop
 from trainer.telemetry.events import Event
 from trainer.telemetry.record import RunRecord

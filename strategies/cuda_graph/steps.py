@@ -23,8 +23,8 @@ from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import HostState, Names, Value, entries_of
 from strategies.errors import one_line
 from strategies.graph_engine import NotYet
-from strategies.graphed_optimizer import GraphedStep, graphed
 from strategies.loop import Loop, MicroBatch
+from strategies.optimizer.graphs import GraphedStep, graphed
 from strategies.torch_patches import as_capturing
 
 MAX_CONSTANTS = 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from strategies import Program, Regional, Stage, Strategy
-from strategies.optimizer_step import install
+from strategies.optimizer.step import install
 
 _NUMBERS = itertools.count()
 
@@ -119,7 +119,7 @@ class FaultyStep(Strategy):
         install(program.optimizers[0], _Faulty(program.optimizers[0], self.step), after_first=lambda: None)
 
     def end(self, program: Program) -> None:
-        from strategies.optimizer_step import uninstall
+        from strategies.optimizer.step import uninstall
 
         uninstall(program.optimizers[0])
 

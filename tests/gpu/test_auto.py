@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.auto.probe import Work, captured_seconds, device_work
+from trainer.auto.trial import Work, captured_seconds, device_work
 from trainer.guards.slowdown import seconds_of
 from trainer.loops.lightning import LightningLoop
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.artifact_bundle import LIBRARIES, TORCH, Bundle, read_libraries, write_libraries
+from strategies.cached.directory import LIBRARIES, TORCH, Bundle, read_libraries, write_libraries
 
 
 def archive(*members: tuple[str, bytes], kind: bytes = tarfile.REGTYPE, torch: bool = True) -> bytes:
@@ -58,7 +58,7 @@ def test_a_path_that_pack_would_not_write_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_links_and_devices_are_refused(kind: bytes) -> None:
-    with pytest.raises(ValueError, match="no plain file"):
+    with pytest.raises(ValueError, match="not a plain file"):
         Bundle.unpack(archive((f"{LIBRARIES}/a/b.so", b""), kind=kind))
 
 

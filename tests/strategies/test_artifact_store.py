@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from strategies import artifact_store
-from strategies.artifact_signature import signature_of
-from strategies.artifact_store import ArtifactStore, Refused
+from strategies.cached import store as artifact_store
+from strategies.cached.store import ArtifactStore, Refused, signature_of
 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"fedcba9876543210"
@@ -73,7 +72,7 @@ def test_an_empty_store_holds_nothing(local: ArtifactStore, memory: str) -> None
         ("json", lambda data: b"[" * 100_000, "cannot be read"),
         ("json", lambda data: b"{}", "cannot be read"),
         ("json", lambda data: b"\xff\xfe", "cannot be read"),
-        ("json", lambda data: b" " * (artifact_store.LARGEST_MANIFEST + 1), "too large"),
+        ("json", lambda data: b" " * (artifact_store.MAX_MANIFEST_BYTES + 1), "too large"),
         ("json", lambda data: data.replace(b'"schema": 1', b'"schema": 2'), "format is 2"),
         ("json", lambda data: data.replace(PROGRAM.encode(), FOREIGN.encode()), "another bundle"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from strategies import Buckets, Program, Ragged, buckets
-from strategies.bucket_edges import (
+from strategies.buckets.edges import (
     METHODS,
     clear_of_64,
     optimal,

@@ -54,8 +54,8 @@ def padding(batch: Any, **options: Any) -> Padding:
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
 def test_a_batch_of_any_make_is_padded_cut_and_resized_in_a_copy(batch: Any) -> None:
     rule = padding(batch)
-    assert (rule.length(batch), rule.rows(batch)) == (4, 2)
-    longer, shorter, same = (rule.to_edge(batch, edge) for edge in (6, 2, 4))
+    assert length_of(batch, rule.ragged) == 4
+    longer, shorter, same = (to_edge(batch, rule.ragged, edge) for edge in (6, 2, 4))
     assert type(longer) is type(batch)
     assert read(longer, "tokens").tolist() == [[1, 2, 3, 4, 5, -1, -1], [6, 7, 8, 9, 10, -1, -1]]
     assert read(longer, "tokens").dtype == torch.int64

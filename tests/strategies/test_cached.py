@@ -19,10 +19,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.compiler._cache import CacheArtifactManager
 
-from strategies import Cached, Program, Regional, Whole, artifact_store
-from strategies.artifact_directory import VARIABLES
-from strategies.artifact_fingerprint import facts_of, fingerprint_of
-from strategies.artifact_store import ArtifactStore
+from strategies import Cached, Program, Regional, Whole
+from strategies.cached import store as artifact_store
+from strategies.cached.directory import VARIABLES
+from strategies.cached.session import facts_of, fingerprint_of
+from strategies.cached.store import ArtifactStore
 from tests.strategies.modules import Block, new_program
 
 KEY = "a secret of the team"

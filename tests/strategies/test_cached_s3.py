@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strategies import Cached
-from strategies.artifact_store import ArtifactStore, Refused
+from strategies.cached.store import ArtifactStore, Refused
 
 server = pytest.importorskip("moto.server", reason="the test extra brings moto[server]")
 pytest.importorskip("s3fs", reason="the test extra brings s3fs")

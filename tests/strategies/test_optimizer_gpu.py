@@ -1,4 +1,4 @@
-"""``compile=optimizer`` on a CUDA device: eager's numbers, few kernels, a comparison with fused, CUDA graphs."""
+"""``compile=optimizer`` on a CUDA device: eager's numbers, few kernels, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from strategies import Optimizer, Program
-from strategies.optimizer_step import installed
+from strategies.optimizer.step import installed
 from tests.strategies.modules import Block, Stack
 
 pytestmark = pytest.mark.gpu
@@ -44,9 +44,6 @@ def test_parameters_and_state_are_eagers(options: dict[str, bool]) -> None:
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=1e-3, atol=1e-5)
     report = program.report["optimizer"]
     assert (report["form"], report["graphs"], report["chunks"]) == ("functional", 2, 7)
-    for form in ("compiled", "fused", "foreach"):
-        assert report[f"{form}_milliseconds"] > 0
-    assert report["compared_tensors"] == 28
 
 
 def test_a_step_is_one_kernel_a_chunk_and_never_waits_for_the_device() -> None:

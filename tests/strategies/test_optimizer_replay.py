@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from strategies import Optimizer, Program
-from strategies.optimizer_replay import MOST_CAPTURES, MOST_GRAPHS, Replays
-from strategies.optimizer_step import installed
+from strategies.optimizer.graphs import MAX_CAPTURES, MAX_GRAPHS, Replays
+from strategies.optimizer.step import installed
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 from tests.trainer.recording import RecordingEngine
@@ -33,7 +33,9 @@ class Pair:
         self.told: list[str] = []
         self.update: Any = installed(self.optimizers[1])
         self.update.replays = Replays(
-            engine or RecordingEngine(self.modules[1]), tell=self.told.append, wanted=lambda: self.program.step is None
+            engine or RecordingEngine(self.modules[1]),
+            report=self.told.append,
+            wanted=lambda: self.program.step is None,
         )
         self.places: dict[str, list[torch.Tensor]] = {}
         self.number = 0
@@ -66,7 +68,7 @@ class Pair:
         return counts["launched_steps"], counts["replayed_steps"]
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RAdam, torch.optim.SGD])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 def test_gradients_that_stay_are_replayed_with_eagers_numbers(make: Any, graphs: list[GraphModule]) -> None:
     pair = Pair(make=make)
     for _ in range(12):
@@ -178,12 +180,12 @@ def test_graphs_are_few_and_captures_end() -> None:
             return call, None
 
     told: list[str] = []
-    replays = Replays(Counting(), tell=told.append, wanted=lambda: True)
-    for key in range(2 * MOST_CAPTURES):
+    replays = Replays(Counting(), report=told.append, wanted=lambda: True)
+    for key in range(2 * MAX_CAPTURES):
         assert not replays.run(key, lambda: None), "seen for the first time"
-        assert replays.run(key, lambda: None) == (key < MOST_CAPTURES)
-    assert len(replays._graphs) == MOST_GRAPHS
-    assert replays.captures == MOST_CAPTURES
+        assert replays.run(key, lambda: None) == (key < MAX_CAPTURES)
+    assert len(replays._graphs) == MAX_GRAPHS
+    assert replays.captures == MAX_CAPTURES
     assert len(told) == 1
 
 

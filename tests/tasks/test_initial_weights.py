@@ -12,7 +12,7 @@ from torch import nn
 
 from scripts.hand_loop import placed
 from strategies import Regional, Whole
-from strategies.artifact_fingerprint import model_digest
+from strategies.cached.session import model_digest
 from tasks import TASKS, Task
 from tasks.bert_network import BertNetwork
 from tasks.captioner_size import CaptionerSize

@@ -11,7 +11,7 @@ import lightning as L
 from strategies import Program, Regional, Strategy
 from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
-from strategies.optimizer_step import install
+from strategies.optimizer.step import install
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import fit
 from tests.trainer.recording import RecordingEngine

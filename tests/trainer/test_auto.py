@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from strategies import STRATEGIES, CudaGraph, Program, Regional, Whole
-from strategies.artifact_fingerprint import fingerprint_of
 from strategies.auto import Auto
+from strategies.cached.session import fingerprint_of
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
-from trainer.auto import candidates, chooser, estimates, trial
-from trainer.auto.probe import Work
-from trainer.auto.program_key import program_facts
+from trainer.auto import chooser, estimates, trial
+from trainer.auto import trial as candidates
+from trainer.auto.remembered import program_facts
+from trainer.auto.trial import Work
 from trainer.callback import Compile
 
 MANY = "compile.auto.planned_steps=1000000000"
@@ -281,7 +282,7 @@ class ByHand(Blocks):
 def test_where_no_step_can_be_timed_it_says_so_and_trains_eager(tmp_path: Path) -> None:
     callback = Compile([Auto(remember=False)])
     fit(ByHand(), tmp_path, [callback])
-    assert "optimizes by hand" in callback.record.report["auto"]["reason"]
+    assert "manual optimization" in callback.record.report["auto"]["reason"]
     assert any("auto: eager, because" in note for note in callback.record.notes)
 
 

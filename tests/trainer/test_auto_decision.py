@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import CAPTURE_SECONDS, IMPORT_SECONDS, Estimates
-from trainer.auto.measured import EAGER, Module
+from trainer.auto.estimates import (
+    CAPTURE_SECONDS,
+    EAGER,
+    IMPORT_SECONDS,
+    Estimates,
+    Module,
+    best,
+    decision_line,
+    next_trial,
+)
 from trainer.auto.remembered import Remembered, directory
-from trainer.auto.words import say
 
 MARGIN = 0.02
 
@@ -97,8 +103,8 @@ def test_what_the_steps_to_come_cannot_pay_for_is_not_tried() -> None:
     known = estimates(MEASURED["gpt2"], 50)
     assert measure(known, MEASURED["gpt2"]) == [EAGER]
     assert best(known, MARGIN).name == EAGER
-    assert "regional" in say(known, best(known, MARGIN))
-    assert "expected, not tried" in say(known, best(known, MARGIN))
+    assert "regional" in decision_line(known, best(known, MARGIN))
+    assert "expected, not tried" in decision_line(known, best(known, MARGIN))
 
 
 def test_regional_is_tried_first_and_says_what_whole_can_be_expected_to_give() -> None:
@@ -149,7 +155,9 @@ def test_what_cannot_be_captured_runs_as_it_is(capture: str, left: str) -> None:
     row = best(known, MARGIN)
     assert row.name == left
     assert row.step_seconds == 0.03
-    assert ("regional+cuda_graph is out: not captured, it reads a value" in say(known, row)) == (capture == "maybe")
+    assert ("regional+cuda_graph is out: not captured, it reads a value" in decision_line(known, row)) == (
+        capture == "maybe"
+    )
 
 
 def test_a_bound_is_called_one() -> None:
@@ -158,7 +166,9 @@ def test_a_bound_is_called_one() -> None:
     measure(known, truth)
     known.modules[EAGER].at_most = True
     row = best(known, MARGIN)
-    assert say(known, row).startswith("auto: cuda_graph, at most 17.7 s for 500 steps of 34.4 ms; eager 18.5 s")
+    assert decision_line(known, row).startswith(
+        "auto: cuda_graph, at most 17.7 s for 500 steps of 34.4 ms; eager 18.5 s"
+    )
     assert [line["strategies"] for line in (row.facts() for row in known.rows()) if "at_most" in line] == ["cuda_graph"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.auto.probe import device_work, step_seconds
+from trainer.auto.trial import device_work, step_seconds
 
 TRAINER: Any = SimpleNamespace(
     strategy=SimpleNamespace(root_device=torch.device("cpu"), broadcast=lambda figure: figure)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandom
 from strategies import Buckets, Dynamic, Strategy
 from tests.trainer.ragged_modules import RAGGED, TextData, TextModel, Texts, TextsWithLengths, collate, fit
 from trainer.callback import Compile
-from trainer.loading.lengths import known_lengths
+from trainer.loading import known_lengths
 
 
 def with_(strategy: Strategy) -> Compile:

@@ -73,7 +73,7 @@ class HalfHeads(Strategy):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
 
     def begin(self, program: Program) -> None:
-        from strategies.optimizer_step import install
+        from strategies.optimizer.step import install
 
         install(program.optimizers[0], _HalfHeads(program), after_first=lambda: None)
 

@@ -17,7 +17,8 @@ from strategies.auto import Auto
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
-from trainer.auto import candidates, chooser, trial
+from trainer.auto import chooser, trial
+from trainer.auto import trial as candidates
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import Preflight

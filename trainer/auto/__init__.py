@@ -1,1 +1,1 @@
-"""``compile=auto`` at work: what a strategy would cost and give is measured or estimated, and the cheapest is taken."""
+"""``compile=auto``: what a strategy would cost and give is measured or estimated, and the cheapest is taken."""

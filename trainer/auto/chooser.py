@@ -1,4 +1,4 @@
-"""Chooser: times eager, tries what the steps to come could pay for, and says which strategies take the least time."""
+"""Chooser: times eager, tries what the steps to come could pay for, and names the strategies that take least time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Any
 import lightning as L
 
 from strategies import STRATEGIES, Program, Strategy
-from strategies.artifact_fingerprint import facts_of, fingerprint_of
 from strategies.auto import Auto
+from strategies.cached.session import facts_of, fingerprint_of
 from strategies.errors import one_line
 from strategies.loop import SkippedStep
 from strategies.prepare import is_prepared
-from trainer.auto.candidates import Candidate, prepare
-from trainer.auto.decision import best, next_trial
-from trainer.auto.estimates import IMPORT_SECONDS, Estimates
-from trainer.auto.measured import EAGER, Module, Row
-from trainer.auto.program_key import program_facts
-from trainer.auto.remembered import Remembered, directory
-from trainer.auto.trial import Trials
-from trainer.auto.words import say
+from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row, best, decision_line, next_trial
+from trainer.auto.remembered import Remembered, directory, program_facts
+from trainer.auto.trial import Candidate, Trials, prepare
 from trainer.guards.preflight import shapes_of
 from trainer.guards.slowdown import Sample
 from trainer.loops.lightning import LightningLoop, why_not
@@ -57,7 +52,7 @@ class Chooser:
         if reason is None and not self._trainer.lightning_module.automatic_optimization:
             # A step could be timed. What its seconds are multiplied with could not be known: each batch may count for
             # several optimizer steps, or for none.
-            reason = "the module optimizes by hand, and how many steps are to come nobody else knows"
+            reason = "under manual optimization only the module knows how many steps are to come"
         if reason is not None:
             return self._without_choice(reason)
         remembered = self._remembered(batch)
@@ -180,7 +175,7 @@ class Chooser:
         source = (
             f"by what a run of {known} measured" if known and not trials.tried else f"timed in {trials.seconds:.1f} s"
         )
-        self._program.notes.append(f"{say(estimates, row)} ({source})")
+        self._program.notes.append(f"{decision_line(estimates, row)} ({source})")
 
     def _sample(self, estimates: Estimates, row: Row) -> Sample | None:
         eager, compiled = estimates.modules[EAGER].step_seconds, estimates.modules[row.module].step_seconds

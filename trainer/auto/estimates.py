@@ -8,10 +8,14 @@ compile times and the rule's.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from trainer.auto.measured import EAGER, Module, Row
+from strategies import Strategy
+from strategies.auto import Auto
 
+EAGER = "eager"
 FUSED = {"cuda": 1.40, "cpu": 1.15}
 """How many times faster than eager's the device's work of a compiled step is: 1.35 to 1.55 over six models (H200)."""
 WHOLE_OVER_REGIONAL = 1.02
@@ -122,15 +126,7 @@ class Estimates:
     def _row(self, module: Module, captured: bool) -> Row:
         why = module.failed or (module.cannot_capture if captured and self.capture == "maybe" else None)
         if why:
-            return Row(
-                module=module.name,
-                captured=captured,
-                measured=False,
-                step_seconds=None,
-                cost_seconds=None,
-                total_seconds=None,
-                why=why,
-            )
+            return Row(module=module.name, captured=captured, measured=False, why=why)
         # Where all steps are to be captured, those that cannot be run as they are.
         replayed = captured and module.cannot_capture is None
         step = self._device_seconds(module) if replayed else self._step_seconds(module)
@@ -184,3 +180,151 @@ class Estimates:
 
 def _ratio(eager: float | None, compiled: float | None) -> float | None:
     return eager / compiled if eager and compiled else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Module:
+    """A way to compile modules: ``eager``, ``regional`` or ``whole``."""
+
+    name: str
+    graphs: int = 0
+    """Graphs that have to be compiled, each for training alone, over all shapes; 0 for eager."""
+    leaves: int = 0
+    """Modules without children in them."""
+    step_seconds: float | None = None
+    """Of an optimizer step as the host launches it, measured; None before."""
+    device_seconds: float | None = None
+    """What it would take captured; None where that was not measured."""
+    at_most: bool = False
+    """Whether ``device_seconds`` is only known not to be exceeded: the host did not launch the step in time."""
+    cannot_capture: str | None = None
+    """Why no graph can stand for its steps."""
+    cold_seconds: float | None = None
+    """From applying it until its first whole step was over, measured in this run or remembered; compiled anew. Without
+    Inductor's import."""
+    warm_seconds: float | None = None
+    """The same, taken from the compiler's caches."""
+    spent: bool = False
+    """Whether compiling it is behind us, so that choosing it costs nothing more."""
+    failed: str | None = None
+    """Why it cannot be had."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One line of the decision's table: modules compiled in one way, steps captured or not."""
+
+    module: str
+    captured: bool
+    measured: bool
+    """Whether the step was timed, or is expected."""
+    step_seconds: float | None = None
+    cost_seconds: float | None = None
+    """What is still to be spent before its steady steps."""
+    total_seconds: float | None = None
+    """Both, for the planned steps."""
+    at_most: bool = False
+    """Whether ``step_seconds`` is only known not to be exceeded."""
+    why: str = ""
+    """Why it was not tried, where it was not."""
+
+    @property
+    def name(self) -> str:
+        """As in ``compile=[...]``."""
+        names = [name for name in (self.module,) if name != EAGER] + (["cuda_graph"] if self.captured else [])
+        return "+".join(names) or EAGER
+
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "strategies": self.name,
+            "measured": self.measured,
+            "step_seconds": self.step_seconds,
+            "cost_seconds": self.cost_seconds,
+            "total_seconds": self.total_seconds,
+            **({"at_most": True} if self.at_most else {}),
+            **({"why": self.why} if self.why else {}),
+        }
+
+
+FIRST = "regional"
+"""Tried before others that are worth a trial: it costs least, and tells what they can be expected to give."""
+
+
+def next_trial(estimates: Estimates, margin: float) -> Module | None:
+    """What to try next: eager first, then whatever may save more than ``margin`` of the best total time so far."""
+    eager = estimates.modules[EAGER]
+    if eager.step_seconds is None and eager.failed is None:
+        return eager
+    leader = _leader(estimates)
+    worth = []
+    for row in estimates.rows():
+        module = estimates.modules[row.module]
+        if module.step_seconds is None and module.failed is None and _may_save(row, leader, margin):
+            worth.append(module)
+    first = [module for module in worth if module.name == FIRST]
+    return next(iter(first or worth), None)
+
+
+def best(estimates: Estimates, margin: float) -> Row:
+    """The row to take: of the measured ones that with the least total time, eager unless more than ``margin`` is saved;
+    one of them was measured."""
+    leader = _leader(estimates)
+    eager = estimates.modules[EAGER]
+    plain = [row for row in estimates.rows() if row.module == EAGER and row.measured]
+    # Captured where that was asked for; otherwise plainly as it is.
+    plain = [row for row in plain if row.captured is (estimates.capture == "always")]
+    if eager.failed is None and plain and (leader is None or not _may_save(leader, plain[0], margin)):
+        return plain[0]
+    assert leader is not None
+    return leader
+
+
+def _leader(estimates: Estimates) -> Row | None:
+    return next((row for row in estimates.rows() if row.measured and row.total_seconds is not None), None)
+
+
+def _may_save(row: Row, leader: Row | None, margin: float) -> bool:
+    """Whether ``row`` is expected to take less time than ``leader``; where nothing is known, anything may."""
+    if leader is None or leader.total_seconds is None:
+        return True
+    return row.total_seconds is not None and row.total_seconds < (1 - margin) * leader.total_seconds
+
+
+def decision_line(estimates: Estimates, chosen: Row) -> str:
+    """The decision for the user: the choice, its total time, and what it was chosen over."""
+    rows = {row.name: row for row in estimates.rows()}
+    each = "" if chosen.step_seconds is None else f" of {chosen.step_seconds * 1e3:,.1f} ms"
+    expected = f"{'at most' if chosen.at_most else 'about'} {_time(chosen.total_seconds)}"
+    parts = [f"{expected} for {estimates.steps:,} steps{each}"]
+    eager = rows.get(EAGER)
+    if eager is not None and chosen.name != EAGER and eager.total_seconds is not None:
+        parts.append(f"eager {_time(eager.total_seconds)}")
+    others = [row for row in rows.values() if row.name not in (chosen.name, EAGER)]
+    parts += [
+        f"{row.name} {_time(row.total_seconds)}{'' if row.measured else ' expected, not tried'}"
+        for row in others
+        if row.total_seconds is not None
+    ]
+    for row in others:
+        plain = rows.get(row.module)
+        if row.why and not (row.captured and plain is not None and plain.why):  # for both in the same words
+            parts.append(f"{row.name} is out: {row.why}")
+    return f"auto: {chosen.name}, {'; '.join(parts)}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def refuse_choice(strategies: Iterable[Strategy]) -> None:
+    """Raise ValueError where ``auto`` is among strategies that are looked at: only a run has steps to choose for."""
+    if any(isinstance(strategy, Auto) for strategy in strategies):
+        raise ValueError(
+            "compile=auto: only a run chooses; python -m trainer with the same arguments says what (`auto: ...`), name "
+            "that here, as in compile=[regional,cuda_graph]"
+        )

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from torch import nn
 
-from strategies import Program
-from strategies.compose import eager
+from strategies import STRATEGIES, Program, Strategy
+from strategies.base import Region
+from strategies.compose import compiler_settings, eager
 from strategies.cuda_graph.steps import observed
 from strategies.errors import is_out_of_memory, one_line
-from strategies.graph_engine import first_line
+from strategies.graph_engine import CudaEngine, first_line
 from strategies.loop import SkippedStep
 from strategies.prepare import Preparation, is_prepared
-from trainer.auto.candidates import Candidate
-from trainer.auto.estimates import GAPS, Estimates
-from trainer.auto.measured import EAGER, Module
-from trainer.auto.probe import captured_seconds, device_work, step_seconds
+from strategies.regions import uncompile
+from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
@@ -205,3 +207,159 @@ class Trials:
         self.wear(EAGER)
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         memory.give_back(self._trainer.strategy.root_device)
+
+
+MIN_STEPS, MAX_STEPS = 2, 8
+MAX_SECONDS, MAX_SHARE = 0.25, 0.005
+"""Timing one candidate takes no longer than this, in seconds and as a share of the planned run, or ``MIN_STEPS``."""
+CALIBRATION_CYCLES = 2_000_000
+"""About a thousandth of a second of a GPU's clock."""
+
+
+def step_seconds(trainer: L.Trainer, step: Callable[[], Any], *, about: float, planned_steps: int) -> float:
+    """Seconds of a step in a row of them, as in training. The same on all processes.
+
+    ``step`` must have run before, the last time in ``about`` seconds.
+    """
+    affordable = int(min(MAX_SECONDS, MAX_SHARE * planned_steps * about) / max(about, 1e-9))
+    steps = int(trainer.strategy.broadcast(max(MIN_STEPS, min(MAX_STEPS, affordable))))
+    return float(trainer.strategy.broadcast(seconds_of(trainer.strategy.root_device, step, times=steps)))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a device does for a step."""
+
+    seconds: float
+    exact: bool
+    """Whether the host had launched all of it before the device began; if not, it may take less than ``seconds``."""
+
+
+def device_work(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: float) -> Work | None:
+    """What the device does for a step, the host's launches left out; None where it is no CUDA device.
+
+    The device is kept asleep while the host launches the step, and timed once it wakes: what it does then is what a
+    CUDA graph of the step would take. It may come out some percent too short: a device that has just slept runs at
+    higher clocks. A step of more launches than the device's queue takes (1,024), or one that reads a value on the host,
+    comes out too long, the more so the slower the host; ``captured_seconds`` does not.
+    """
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    cycles = int(CALIBRATION_CYCLES * 1.5 * launched_seconds / _sleep_seconds(device, CALIBRATION_CYCLES))
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(cycles)
+    seconds, exact = trainer.strategy.broadcast(_between_events(device, step))
+    return Work(seconds, exact)
+
+
+def captured_seconds(trainer: L.Trainer, passes: LightningLoop, batch: Any) -> float:
+    """Seconds of an optimizer step replayed from CUDA graphs, on one device.
+
+    Forward and backward are captured for it, which costs about a step of the host and their memory once more, given
+    back; the optimizer's launches fit in the queue. Raises what capturing them raises.
+    """
+    device = trainer.strategy.root_device
+    try:
+        replayed = trainer.accumulate_grad_batches * _replay_seconds(device, lambda: passes.train(batch))
+        launched = seconds_of(device, passes.optimize)
+        optimizer = device_work(trainer, passes.optimize, launched)
+        return replayed + (launched if optimizer is None else optimizer.seconds)
+    finally:
+        trainer.lightning_module.zero_grad(set_to_none=True)  # they lie in the graph's memory
+        torch.cuda.empty_cache()
+
+
+def _replay_seconds(device: torch.device, micro_batch: Callable[[], Any]) -> float:
+    engine = CudaEngine(device)
+    engine.eager(micro_batch)
+    torch.cuda.empty_cache()  # a graph has memory of its own
+    replay, _ = engine.capture(micro_batch)
+    return seconds_of(device, replay, times=MIN_STEPS)
+
+
+def _sleep_seconds(device: torch.device, cycles: int) -> float:
+    torch.cuda._sleep(cycles)  # the first one loads its kernel
+    torch.cuda.synchronize(device)
+    return _between_events(device, lambda: torch.cuda._sleep(cycles))[0]
+
+
+def _between_events(device: torch.device, work: Callable[[], Any]) -> tuple[float, bool]:
+    """Seconds of ``work`` on the device, and whether it was all launched before the device began with it."""
+    with torch.cuda.device(device):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        work()
+        launched_first = not began.query()
+        ended.record()
+        ended.synchronize()
+    return began.elapsed_time(ended) / 1e3, launched_first
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """One strategy of the MODULE stage, applied to a program when it is put on, and taken off again."""
+
+    strategy: Strategy
+    kinds: list[int]
+    """Modules without children in each kind of region; regions of one kind share their compiled code."""
+    notes: list[str]
+    _regions: list[Region] = field(default_factory=list, init=False)
+    _calls: list[Any] = field(default_factory=list, init=False)
+    """Compiled calls of the regions, there once it has been put on; what they have compiled stays with them while they
+    are off."""
+    _settings: dict[str, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def needs_inductor(self) -> bool:
+        """Whether Inductor compiles it."""
+        return self.strategy.needs_inductor
+
+    def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
+        """Let the program's modules run compiled in this way; compiler settings hold until ``settings`` is closed."""
+        if not self._calls:
+            self._apply(program)
+        for region, call in zip(self._regions, self._calls, strict=True):
+            program.module.get_submodule(region.path)._compiled_call_impl = call
+        program.regions[:] = self._regions
+        program.settings.update(self._settings)
+        settings.enter_context(compiler_settings(self._settings))
+
+    def take_off(self, program: Program) -> None:
+        """Let them run eager again; nothing is lost."""
+        uncompile(program)
+
+    def _apply(self, program: Program) -> None:
+        view = _view(program, outlined=False)
+        try:
+            self.strategy.apply(view)
+            self._regions = list(view.regions)
+            self._calls = [program.module.get_submodule(region.path)._compiled_call_impl for region in view.regions]
+        finally:
+            uncompile(view)
+        self._settings = dict(view.settings)
+
+
+def prepare(name: str, program: Program) -> Candidate:
+    """The candidate ``name`` for ``program``, which is left as it was; nothing is handed to the compiler yet.
+
+    Raises ValueError where it does not apply.
+    """
+    strategy = STRATEGIES[name]()
+    view = _view(program, outlined=True)
+    strategy.apply(view)
+    modules = [program.module.get_submodule(region.path) for region in view.regions]
+    return Candidate(strategy=strategy, kinds=_kinds(modules), notes=list(view.notes))
+
+
+def _view(program: Program, *, outlined: bool) -> Program:
+    return dataclasses.replace(program, outlined=outlined, regions=[], notes=[], settings={}, report={})
+
+
+def _kinds(modules: list[nn.Module]) -> list[int]:
+    kinds: dict[tuple[Any, ...], int] = {}
+    for module in modules:
+        leaves = sum(1 for child in module.modules() if next(child.children(), None) is None)
+        shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
+        kinds[type(module), shapes] = leaves
+    return list(kinds.values())

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from strategies.artifact_signature import distrust_of
+from strategies.cached.store import distrust_of
 from strategies.toolchain import cache_directories, unwritable
 from trainer.doctor.finding import Finding, error, ok, warning
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from strategies import Modular, Strategy
 from strategies.options import KNOBS
-from trainer.auto.words import refuse_choice
+from trainer.auto.estimates import refuse_choice
 
 BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 """Choices of ``--backend``; ``configured`` leaves each strategy its own."""

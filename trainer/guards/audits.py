@@ -22,7 +22,7 @@ from torch import Tensor
 from strategies import Program
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
-from strategies.optimizer_step import installed
+from strategies.optimizer.step import installed
 from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
 from trainer.guards.draws import draws_as_eager
 from trainer.guards.forward import (

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Program
-from strategies.optimizer_step import installed
-from strategies.optimizer_update import FunctionalUpdate
+from strategies.optimizer.functional import FunctionalUpdate
+from strategies.optimizer.step import installed
 from strategies.options import file_of_backend
 from trainer.guards.snapshot import drew_random_numbers, random_state
 

@@ -26,7 +26,7 @@ from strategies.base import Region
 from strategies.compose import eager
 from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
 from strategies.loop import Loop
-from strategies.optimizer_step import installed, uninstall
+from strategies.optimizer.step import installed, uninstall
 from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.explain.guards import guard_of, read_recompile
 from trainer.telemetry.compiler import CompilerWatch

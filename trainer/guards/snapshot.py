@@ -33,8 +33,8 @@ from strategies.cuda_graph.state import entries_of
 from strategies.cuda_graph.values import refill
 from strategies.graph_engine import origin_of
 from strategies.loop import Loop
-from strategies.optimizer_step import installed
-from strategies.optimizer_update import FunctionalUpdate
+from strategies.optimizer.functional import FunctionalUpdate
+from strategies.optimizer.step import installed
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""

@@ -21,11 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from strategies.optimizer_formulas import formula_of
-from strategies.optimizer_generic import GenericUpdate
-from strategies.optimizer_plan import numbers_of
-from strategies.optimizer_step import ATTRIBUTE, UNSCALES, installed
-from strategies.optimizer_update import FunctionalUpdate
+from strategies.optimizer.formulas import formula_of, numbers_of
+from strategies.optimizer.functional import FunctionalUpdate
+from strategies.optimizer.step import ATTRIBUTE, UNSCALES, GenericUpdate, installed
 from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, perturb, worst_of
 from trainer.telemetry.events import AuditDifference
 

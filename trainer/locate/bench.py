@@ -17,7 +17,7 @@ from torch import nn
 from strategies import Modular, Program, Stage, Strategy
 from strategies.errors import one_line
 from strategies.modular import Part
-from strategies.optimizer_step import installed, own_step
+from strategies.optimizer.step import installed, own_step
 from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.guards.snapshot import Snapshot

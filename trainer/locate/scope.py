@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from strategies.base import Stage, Strategy
 from strategies.compose import label
-from trainer.auto.words import refuse_choice
+from trainer.auto.estimates import refuse_choice
 
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",

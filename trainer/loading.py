@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
 import numpy as np
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+)
 
-from strategies import Program
-from strategies.bucket_batches import BucketBatchSampler, batch_sizes
-from strategies.bucket_edges import padded_share, padded_share_by_edge, share_of_random_batches
-from strategies.padding import Padding
-from trainer.loading.accepted import evaluation_sizes, require_map_style, require_replaceable_order
-from trainer.loading.batches import BucketLoader, PaddingCollate, with_buckets, with_collate
-from trainer.loading.lengths import known_lengths, measured_lengths
+from strategies import Program, Ragged
+from strategies.buckets.batches import BucketBatchSampler, batch_sizes
+from strategies.buckets.loaders import (
+    BucketLoader,
+    PaddingCollate,
+    evaluation_sizes,
+    plan_notes,
+    planned,
+    require_map_style,
+    require_replaceable_order,
+    with_buckets,
+    with_collate,
+)
+from strategies.padding import Padding, length_of
+
+REPORT_SECONDS = 10.0
+"""Between two lines about a pass that takes long."""
+MEASURED_AT_ONCE = 64
+
+_measured: weakref.WeakKeyDictionary[Any, NDArray[np.int64]] = weakref.WeakKeyDictionary()
+"""Lengths by data set. Not kept in a file: nothing about a data set in general says that it is the one of last time."""
 
 
 def pad_loaders(trainer: L.Trainer, program: Program) -> None:
@@ -138,7 +164,8 @@ class LoaderPadder:
         self._batches = batches
         collate = PaddingCollate(loader.collate_fn, padding)
         self._collates["training"] = [collate]
-        self._report(lengths, batches, loader)
+        self.program.report[padding.name] = report = planned(lengths, batches, loader)
+        self.program.notes.extend(plan_notes(report, padding, batches, loader))
         return with_buckets(loader, batches, collate)
 
     def _edges(self, lengths: NDArray[np.int64]) -> tuple[int, ...]:
@@ -161,7 +188,7 @@ class LoaderPadder:
         )
 
     def _resume(self, batches: BucketBatchSampler) -> None:
-        """Go on where the loop's restored progress says: it counts the batches it took, not those fetched ahead."""
+        """Continue where the loop's restored progress says: it counts the batches it took, not those fetched ahead."""
         loop = self._trainer.fit_loop
         if self._trainer.ckpt_path is None:
             return
@@ -172,37 +199,6 @@ class LoaderPadder:
             batches.resume(epoch=epoch + 1, batches=0)
         else:
             batches.resume(epoch=epoch, batches=progress.current.ready)
-
-    def _report(self, lengths: NDArray[np.int64], batches: BucketBatchSampler, loader: DataLoader[Any]) -> None:
-        padding, by_edge = self.padding, batches.batches_by_edge()
-        report = {
-            "edges": list(padding.edges),
-            "batch_sizes": [batches.batch_sizes[edge] for edge in padding.edges],
-            "examples": [int(count) for count in batches.examples],
-            "batches_each_epoch": [by_edge[edge] for edge in padding.edges],
-            "left_out_each_epoch": batches.left_out,
-            "longest": int(lengths.max()),
-            "padded_share_of_the_edges": padded_share(lengths, padding.edges),
-            "padded_share_by_edge": padded_share_by_edge(lengths, padding.edges),
-            "expected_padded_share": batches.planned_padded_share,
-            "padded_share_of_random_batches": None
-            if loader.batch_size is None
-            else share_of_random_batches(lengths, loader.batch_size, seed=batches.seed),
-        }
-        self.program.report[padding.name] = report
-        sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
-        rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        note = (
-            f"{padding.name}: {len(lengths):,} examples padded up to {', '.join(map(str, padding.edges))}; "
-            f"batches of {rows}; expected padded share {batches.planned_padded_share:.1%}"
-        )
-        if report["padded_share_of_random_batches"] is not None:
-            note += f" (random batches padded to their longest: {report['padded_share_of_random_batches']:.1%})"
-        if batches.left_out:
-            note += f"; {batches.left_out} left out each epoch, others each time: the loader's drop_last=True"
-        self.program.notes.append(note)
-        if isinstance(loader.sampler, SequentialSampler) and batches.replicas == 1:
-            self.program.notes.append(f"{padding.name}: the training loader did not shuffle its examples; they are now")
 
     def _seen(self) -> dict[str, Any]:
         """What was handed out so far."""
@@ -215,3 +211,76 @@ class LoaderPadder:
             figures["drawn_batches"] = drawn["batches"]
             figures["seen_padded_share"] = 1 - drawn["useful_positions"] / drawn["positions"]
         return figures
+
+
+def known_lengths(dataset: Any) -> NDArray[np.int64] | None:
+    """The attribute ``lengths`` of ``dataset`` or, for subsets and concatenations, of what they are made of.
+
+    Raises ValueError when it does not have one length an example.
+    """
+    if isinstance(dataset, Subset):
+        within = known_lengths(dataset.dataset)
+        return None if within is None else within[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [known_lengths(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate([p for p in parts if p is not None])
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        return None
+    values = np.asarray(lengths, dtype=np.int64)
+    if values.shape != (len(dataset),):
+        raise ValueError(
+            f"{type(dataset).__name__}.lengths must hold one length for each of {len(dataset)} examples; "
+            f"its shape is {values.shape}"
+        )
+    return values
+
+
+def measured_lengths(
+    loader: DataLoader[Any], ragged: Sequence[Ragged], *, broadcast: Callable[[Any], Any], first_process: bool
+) -> NDArray[np.int64]:
+    """Measure every example of ``loader``'s data set as a batch of its own, with the loader's workers and collate rule.
+
+    The first process measures and ``broadcast`` hands the result to the others, so that all of them plan the same
+    batches even where an example differs from one reading to the next.
+    """
+    lengths = None
+    if first_process:
+        with contextlib.suppress(TypeError):  # what cannot be hashed or referred to weakly is measured each time
+            lengths = _measured.get(loader.dataset)
+        if lengths is None:
+            lengths = _measure(loader, ragged)
+            with contextlib.suppress(TypeError):
+                _measured[loader.dataset] = lengths
+    return broadcast(lengths)
+
+
+def _lengths_of(items: Sequence[Any], *, collate: Callable[[Any], Any], ragged: Sequence[Ragged]) -> list[int]:
+    """Lengths of examples, each one as a batch of its own."""
+    return [length_of(collate([item]), ragged) for item in items]
+
+
+def _measure(loader: DataLoader[Any], ragged: Sequence[Ragged]) -> NDArray[np.int64]:
+    dataset: Dataset[Any] = loader.dataset
+    total = len(dataset)  # type: ignore[arg-type]
+    rank_zero_info(
+        f"compile: measuring the lengths of {total:,} examples once; an attribute `lengths` of {type(dataset).__name__}"
+        " (positions of each example) would spare this"
+    )
+    lengths: list[int] = []
+    began = reported = time.perf_counter()
+    with isolate_rng():  # reading an example may draw random numbers, which the training must not miss
+        for measured in DataLoader(
+            dataset,
+            batch_size=MEASURED_AT_ONCE,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            collate_fn=partial(_lengths_of, collate=loader.collate_fn, ragged=ragged),
+        ):
+            lengths.extend(measured)
+            if time.perf_counter() - reported > REPORT_SECONDS:
+                reported = time.perf_counter()
+                rank_zero_info(f"compile: {len(lengths):,} of {total:,} examples measured")
+    rank_zero_info(f"compile: {total:,} examples measured in {time.perf_counter() - began:.1f} s")
+    return np.array(lengths, dtype=np.int64)

@@ -11,8 +11,8 @@ from strategies.base import Program, Stage, Strategy
 from strategies.credentials import refuse_credentials
 
 if TYPE_CHECKING:
-    from strategies.artifact_session import Session
-    from strategies.artifact_store import ArtifactStore
+    from strategies.cached.session import Session
+    from strategies.cached.store import ArtifactStore
 
 URL_VARIABLE = "CRUCIBLE_CACHE_URL"
 """Environment variable with the folder of a run that names none; a run that must start cold is given an empty one."""
@@ -20,7 +20,7 @@ SWITCHES = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE"
 
 
 class HoldsSession:
-    """Gives a slotted dataclass one attribute that is no field: the state of a run is not configuration."""
+    """Gives a slotted dataclass one attribute that is not a field: the state of a run is not configuration."""
 
     __slots__ = ("_session",)
 
@@ -36,7 +36,7 @@ class Cached(Strategy, HoldsSession):
     """Load compiled artifacts before anything compiles, and store what a run had to compile anew.
 
     Artifacts are found by a fingerprint of torch, Triton, CUDA, device, strategies, precision and model structure, and
-    checked (SHA-256, signature) before torch sees them; see ``artifact_store`` and ``artifact_signature``. A store that
+    checked (SHA-256, signature) before torch sees them; see ``store``. A store that
     is missing, unreachable, read-only, full, corrupt or not to be trusted costs the run its warm start and no more.
 
     Torch's tracing of the Python code is not cached: ``caching_precompile`` would, but finds modules compiled in place
@@ -83,7 +83,7 @@ class Cached(Strategy, HoldsSession):
         import fsspec
         from fsspec.utils import get_protocol
 
-        from strategies.artifact_signature import read_key
+        from strategies.cached.store import read_key
 
         if not self.url:
             refuse_credentials(os.environ.get(URL_VARIABLE), URL_VARIABLE)
@@ -100,28 +100,24 @@ class Cached(Strategy, HoldsSession):
 
     def apply(self, program: Program) -> None:
         """Fetch, verify and load, before the other strategies hand anything to the compiler."""
-        from strategies.artifact_deadline import told
-        from strategies.artifact_fingerprint import facts_of, fingerprint_of
-        from strategies.artifact_session import Session
+        from strategies.cached.session import Session, facts_of, reason_of
 
         try:
-            facts = facts_of(program, leave_out=self.name)
             session = Session(
                 self.store,
-                fingerprint=fingerprint_of(facts),
-                facts=facts,
+                facts=facts_of(program, leave_out=self.name),
                 shown_url=self._url(),
                 timeout_seconds=self.timeout_seconds,
                 max_bytes=None if self.read_only else self.max_gib * 2**30,
             )
             session.open()
         except Exception as error:  # no place for a directory, a model that cannot be described
-            program.report[self.name] = {"state": "cold", "reason": told(error), "url": self._url()}
-            program.notes.append(f"cached: cold start, and nothing will be stored: {told(error)}")
+            program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self._url()}
+            program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")
             return
         self._hold(session)
         program.findings.update(session.findings)
-        self._tell(program, session)
+        self._report(program, session)
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose session was closed: a validation came before, for instance."""
@@ -134,17 +130,16 @@ class Cached(Strategy, HoldsSession):
         if session is not None:
             self._hold(None)
             session.close(program.findings)
-            self._tell(program, session)
+            self._report(program, session)
 
     def store(self) -> ArtifactStore:
         """Connect to the store. Raises ValueError for a key that cannot be used, and what the file system raises."""
-        from strategies.artifact_signature import read_key
-        from strategies.artifact_store import ArtifactStore
+        from strategies.cached.store import ArtifactStore, read_key
 
         key = read_key("compile.cached.key_file", self.key_file)
         return ArtifactStore(self._url(), key=key, storage_options=self.storage_options)
 
-    def _tell(self, program: Program, session: Session) -> None:
+    def _report(self, program: Program, session: Session) -> None:
         program.report[self.name] = session.facts
         program.notes.extend(f"cached: {note}" for note in session.notes)
         session.notes.clear()

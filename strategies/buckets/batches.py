@@ -158,8 +158,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         shuffled = torch.randperm(len(self.lengths), generator=generator).numpy()
         if self.left_out:
-            turns = torch.randperm(len(shuffled), generator=torch.Generator().manual_seed(self.seed)).numpy()
-            out = turns[np.arange(epoch * self.left_out, (epoch + 1) * self.left_out) % len(turns)]
+            rotation = torch.randperm(len(shuffled), generator=torch.Generator().manual_seed(self.seed)).numpy()
+            out = rotation[np.arange(epoch * self.left_out, (epoch + 1) * self.left_out) % len(rotation)]
             shuffled = shuffled[~np.isin(shuffled, out)]
         examples = shuffled[np.argsort(self._bucket[shuffled], kind="stable")]
         places = torch.rand(len(self._starts), generator=generator, dtype=torch.float64).numpy()

@@ -1,26 +1,38 @@
 """One run's use of an artifact store: fetch and load before anything compiles, verify and store after training.
 
-Nothing that goes wrong here ends the run: it goes on cold, and ``notes`` and ``facts`` say why.
+Nothing that goes wrong here ends the run: it continues cold, and ``notes`` and ``facts`` say why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
 import re
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.artifact_bundle import Bundle, read_libraries, write_libraries
-from strategies.artifact_deadline import told, within
-from strategies.artifact_directory import own_directory
-from strategies.artifact_store import ArtifactStore, Loaded, Refused
+from strategies.cached.directory import Bundle, own_directory, read_libraries, write_libraries
+from strategies.cached.store import ArtifactStore, Loaded, Refused
+from strategies.credentials import hidden
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from strategies.base import Program
+
 
 MIB = 1 << 20
-NAMED = 5
+MAX_NAMED = 5
 """Compiled functions that a note names; the record has all of them."""
 
 
@@ -29,7 +41,7 @@ class Session:
 
     Args:
         make_store: Connects to the store; called once, within the time limit.
-        fingerprint, facts: Of the program, see ``artifact_fingerprint``.
+        facts: Of the program, see ``facts_of``.
         shown_url: URL for notes and record.
         timeout_seconds: Longest time that fetching, and storing, may take.
         max_bytes: Size above which the store is pruned; None while nothing may be written.
@@ -39,22 +51,26 @@ class Session:
         self,
         make_store: Callable[[], ArtifactStore],
         *,
-        fingerprint: str,
         facts: dict[str, Any],
         shown_url: str,
         timeout_seconds: float,
         max_bytes: float | None,
     ) -> None:
-        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": shown_url, "fingerprint": fingerprint}
+        self._fingerprint, self._url = fingerprint_of(facts), shown_url
+        self.facts: dict[str, Any] = {
+            "state": "cold",
+            "reason": None,
+            "url": shown_url,
+            "fingerprint": self._fingerprint,
+        }
         """What goes into the record."""
         self.notes: list[str] = []
         """Lines for the user; the owner takes them."""
         self.findings: dict[str, Any] = {}
-        """What the runs that stored the loaded bundles had found out, see ``Program.findings``."""
+        """Of the runs that stored the loaded bundles, see ``Program.findings``."""
         self._make_store, self._program_facts = make_store, facts
         self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
-        self._fingerprint = fingerprint
-        self._loaded: list[tuple[Loaded, list[str]]] = []
+        self._loaded: list[Loaded] = []
         self._libraries: set[str] = set()
         self._stack = contextlib.ExitStack()
 
@@ -72,12 +88,12 @@ class Session:
                 self._load(loaded, refused)
             reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
         except Exception as error:
-            reason, refused = f"the store cannot be read: {told(error)}", []
+            reason, refused = f"the store cannot be read: {reason_of(error)}", []
         seconds = time.perf_counter() - began
-        for loaded, _ in self._loaded:
+        for loaded in self._loaded:
             self.findings.update(loaded.manifest["findings"])
-        names = {name for _, artifacts in self._loaded for name in artifacts}
-        size = sum(len(loaded.data) for loaded, _ in self._loaded)
+        names = {name for loaded in self._loaded for name in loaded.manifest["artifacts"]}
+        size = sum(len(loaded.data) for loaded in self._loaded)
         self.facts.update(
             artifacts_loaded=len(names), bytes_loaded=size, load_seconds=round(seconds, 4), refused=refused
         )
@@ -118,10 +134,10 @@ class Session:
                 raise ValueError("torch cannot read its artifacts")
             write_libraries(bundle.libraries, self._directory)
         except Exception as error:
-            refused.append(f"bundle {loaded.name[-12:]} refused: {told(error)}")
+            refused.append(f"bundle {loaded.name[-12:]} refused: {reason_of(error)}")
             return
         self._libraries |= set(bundle.libraries)
-        self._loaded.append((loaded, loaded.manifest["artifacts"]))
+        self._loaded.append(loaded)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
@@ -135,8 +151,8 @@ class Session:
                 self._verify()
                 self._store(findings)
             except Exception as error:
-                self.facts["save_error"] = told(error)
-                self.notes.append(f"nothing stored: {told(error)} ({self._url})")
+                self.facts["save_error"] = reason_of(error)
+                self.notes.append(f"nothing stored: {reason_of(error)} ({self._url})")
 
     def _verify(self) -> None:
         now = {name: value - self._counters[name] for name, value in _read_counters().items()}
@@ -164,8 +180,8 @@ class Session:
                 'cannot cache that (TORCH_LOGS="torch._functorch._aot_autograd.autograd_cache" names the reasons)'
             )
         if self._loaded and (self._misses or now["bypasses"]):
-            more = f"; and {len(anew) - NAMED} more" if len(anew) > NAMED else ""
-            reason = "; ".join(anew[:NAMED]) + more or "torch does not say which"
+            more = f"; and {len(anew) - MAX_NAMED} more" if len(anew) > MAX_NAMED else ""
+            reason = "; ".join(anew[:MAX_NAMED]) + more or "torch does not say which"
             self.facts.update(state="partly", reason=reason)
             self.notes.append(
                 f"loaded {self.facts['artifacts_loaded']} artifacts but {self._misses + now['bypasses']} graphs "
@@ -209,14 +225,10 @@ class Session:
         name = store.save(
             data, fingerprint=self._fingerprint, facts=self._program_facts, artifacts=artifacts, findings=findings
         )
-        for loaded, held in self._loaded:
-            if loaded.name != name and set(held) <= set(artifacts):
+        for loaded in self._loaded:
+            if loaded.name != name and set(loaded.manifest["artifacts"]) <= set(artifacts):
                 store.remove(loaded.name)  # the new bundle holds all of it
         return len(store.evict(max_bytes=self._max_bytes or 0, keep=[name]))
-
-    @property
-    def _url(self) -> str:
-        return str(self.facts["url"])
 
 
 def compiled_anew(first: int) -> list[str]:
@@ -242,3 +254,108 @@ def _read_counters() -> dict[str, int]:
             count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
         ),
     }
+
+
+# ---- a deadline ----------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Do ``work``; raises what it raises, or TimeoutError when it takes longer than ``seconds`` (it then continues in
+    the background, where nobody waits for it)."""
+    done: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # A daemon, which no executor's threads are: the process may end without it.
+    threading.Thread(target=do, name="artifact-store", daemon=True).start()
+    if not wait([done], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return done.result()
+
+
+def reason_of(error: BaseException) -> str:
+    """Class and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {hidden(lines[0])[:300]}" if lines else type(error).__name__
+
+
+# ---- the fingerprint -------------------------------------------------------------------------------------------------
+
+REVISION = 2
+"""Raised when strategies let the compiler make something else of the same program: artifacts of before are stale."""
+
+
+def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
+    """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing."""
+    import torch
+
+    return {
+        "revision": REVISION,
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda or torch.version.hip,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
+        "device": device_facts(program.device or torch.device("cpu")),
+        "precision": program.precision,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "strategies": [strategy.facts() for strategy in program.strategies if strategy.name != leave_out],
+        "model": model_digest(program.module),
+    }
+
+
+def fingerprint_of(facts: dict[str, Any]) -> str:
+    """SHA-256, in hexadecimal digits, of ``facts``."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What compiled code depends on. Inductor's keys hold the index of the device; C++ is built for the very CPU."""
+    import torch
+
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return {"name": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}", "index": index}
+    return {"name": f"{device.type} {device.index or 0}", **cpu_facts()}
+
+
+def cpu_facts() -> dict[str, str]:
+    """Model and instruction sets of the processor; a library built for others may end the process."""
+    import torch
+
+    facts = {"isa": torch.backends.cpu.get_cpu_capability(), "processor": platform.processor()}
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = dict(line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines() if ":" in line)
+        named = {name.strip().lower(): value.strip() for name, value in lines.items()}
+        facts["processor"] = named["model name"] if "model name" in named else facts["processor"]
+        flags = " ".join(named[name] for name in ("flags", "features") if name in named)
+        facts["flags"] = hashlib.sha256(flags.encode()).hexdigest()[:16]
+    return facts
+
+
+def model_digest(module: nn.Module) -> str:
+    """SHA-256, in hexadecimal digits, of the tree: classes, and shape, type and gradient flag of each tensor."""
+    digest = hashlib.sha256()
+    for path, child in module.named_modules():
+        digest.update(f"{path}:{type(child).__module__}.{type(child).__qualname__}\n".encode())
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for path, tensor in tensors:
+            text = f"{kind} {path}:{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n"
+            digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

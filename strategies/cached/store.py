@@ -4,6 +4,9 @@ One flat folder. A bundle is ``<fingerprint>-<sha256>.bundle`` and, written afte
 (``.json``) that says what it holds and carries the signature; ``.used`` is empty and its age says when the bundle last
 served. Nothing is ever changed in place: two writers add two bundles and lose nothing, and a reader sees a bundle whole
 or not at all. A bundle that holds all of another one replaces it.
+
+Artifacts are executable data (torch unpickles them, libraries are loaded into the process): whoever can write them runs
+code as whoever loads them. So they are loaded only if they are signed (HMAC-SHA256) or lie where only the user writes.
 """
 
 from __future__ import annotations
@@ -11,25 +14,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import hmac
 import json
 import os
 import re
+import shlex
+import stat
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
-from strategies.artifact_signature import KEY_VARIABLE, distrust_of, refusal, signature_of
 
 SCHEMA = 1
 NAME = re.compile(r"(?P<name>[0-9a-f]{32}-(?P<sha256>[0-9a-f]{64}))\.(?P<kind>json|bundle|used)")
 """Files of ours; nothing else in the folder is read or removed."""
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{64}\.\w+\.[0-9a-f]{32}")
-LARGEST_MANIFEST = 4 << 20
+MAX_MANIFEST_BYTES = 4 << 20
 """Bytes; a manifest is read before anything vouches for it."""
 ABANDONED_SECONDS = 3600.0
 """A bundle without a manifest, or a temporary file, is somebody's write under way; after this time it is left over."""
@@ -73,6 +75,9 @@ class ArtifactStore:
     """
 
     def __init__(self, url: str, *, key: bytes | None = None, storage_options: dict[str, Any] | None = None) -> None:
+        import fsspec  # here, because the doctor reads this module on machines where nothing is installed
+        from fsspec.implementations.local import LocalFileSystem
+
         self.fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
         self.local = type(self.fs) is LocalFileSystem
         self.root = os.path.realpath(root) if self.local else str(root).rstrip("/")
@@ -82,17 +87,20 @@ class ArtifactStore:
 
     def bundles(self) -> list[Stored]:
         """All bundles, the one used longest ago first; empty where the folder does not exist."""
-        bundles: dict[str, Stored] = {}
-        kinds: dict[str, set[str]] = {}
+        files: dict[str, dict[str, dict[str, Any]]] = {}
         for info in self._files():
             if match := NAME.fullmatch(_base(info["name"])):
-                stored = bundles.setdefault(match["name"], Stored(name=match["name"], size=0, used=0, complete=False))
-                stored.size += info["size"] or 0
-                stored.used = max(stored.used, _modified(info))
-                kinds.setdefault(match["name"], set()).add(match["kind"])
-        for name, stored in bundles.items():
-            stored.complete = {"json", "bundle"} <= kinds[name]
-        return sorted(bundles.values(), key=lambda stored: (stored.used, stored.name))
+                files.setdefault(match["name"], {})[match["kind"]] = info
+        bundles = [
+            Stored(
+                name=name,
+                size=sum(info["size"] or 0 for info in kinds.values()),
+                used=max(map(_modified, kinds.values())),
+                complete={"json", "bundle"} <= kinds.keys(),
+            )
+            for name, kinds in files.items()
+        ]
+        return sorted(bundles, key=lambda stored: (stored.used, stored.name))
 
     def names(self, fingerprint: str) -> list[str]:
         """Bundles that were written for ``fingerprint``, oldest use first."""
@@ -104,7 +112,7 @@ class ArtifactStore:
         """The manifest of a bundle, once it is known to be genuine. Raises Refused."""
         path = self._path(name, "json")
         try:
-            if self.fs.size(path) > LARGEST_MANIFEST:
+            if self.fs.size(path) > MAX_MANIFEST_BYTES:
                 raise Refused("its manifest is too large to be one")
             manifest = json.loads(self.fs.cat_file(path))
             sha256, size = manifest["sha256"], manifest["bytes"]
@@ -143,7 +151,7 @@ class ArtifactStore:
         if not self.local:
             return "the store is not a local folder"
         paths = [self.root, self._path(name, "json")]
-        with contextlib.suppress(FileNotFoundError):  # a missing bundle is told as such
+        with contextlib.suppress(FileNotFoundError):  # a missing bundle is reported as such
             return next(filter(None, map(distrust_of, [*paths, self._path(name, "bundle")])), None)
         return None
 
@@ -256,8 +264,8 @@ def _base(path: str) -> str:
 
 def _modified(info: dict[str, Any]) -> float:
     """Modification time from a listing, which each file system names differently."""
-    for field in filter(info.__contains__, ("mtime", "LastModified", "last_modified", "updated", "created")):
-        value = info[field]
+    for name in filter(info.__contains__, ("mtime", "LastModified", "last_modified", "updated", "created")):
+        value = info[name]
         if isinstance(value, str):
             value = datetime.datetime.fromisoformat(value)
         if isinstance(value, datetime.datetime):
@@ -265,3 +273,84 @@ def _modified(info: dict[str, Any]) -> float:
         if isinstance(value, (int, float)):
             return float(value)
     return 0.0
+
+
+# ---- whether it may be loaded ----------------------------------------------------------------------------------------
+
+KEY_VARIABLE = "CRUCIBLE_CACHE_KEY"
+"""Environment variable that holds the key; a key file comes before it."""
+MIN_KEY_BYTES = 16
+"""Bytes that a key must have."""
+PURPOSE = b"crucible artifacts 1\n"
+"""Signed along, so that no other use of the same key yields a signature of ours."""
+
+
+def read_key(option: str, key_file: str | None) -> bytes | None:
+    """The key from ``key_file``, else from ``KEY_VARIABLE``; None where neither is given.
+
+    Raises ValueError, naming ``option`` or the variable, for a key that cannot be read, is too short, or that other
+    users can read (whoever knows it signs code that others run) or replace.
+    """
+    if key_file is None:
+        given, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").encode()
+        if not key:
+            return None
+    else:
+        given, path = f"{option}={key_file!r}", Path(key_file).expanduser()
+        try:
+            with path.open("rb") as file:
+                status, key = os.fstat(file.fileno()), file.read().strip()
+        except OSError as error:
+            raise ValueError(f"{given}: {error.strerror}") from error
+        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+            raise ValueError(f"{given}: it belongs to another user; copy it, or set {KEY_VARIABLE}")
+        if hasattr(os, "getuid") and status.st_mode & 0o077:
+            raise ValueError(f"{given}: other users may read or write it; chmod go= {shlex.quote(key_file)}")
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(f"{given}: a key of {len(key)} bytes is too short, at least {MIN_KEY_BYTES} are needed")
+    return key
+
+
+def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
+    """HMAC-SHA256, in hexadecimal digits, over everything in ``manifest`` but its signature."""
+    signed = {name: value for name, value in manifest.items() if name != "signature"}
+    text = json.dumps(signed, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hmac.new(key, PURPOSE + text.encode(), hashlib.sha256).hexdigest()
+
+
+def refusal(manifest: Mapping[str, Any], key: bytes | None, distrust: str | None) -> str | None:
+    """Why what ``manifest`` describes must not be loaded; None when it may be.
+
+    Args:
+        manifest: As stored, with a ``signature`` that is None where nobody signed.
+        key: The user's key, if there is one.
+        distrust: Why the place itself vouches for nothing; None where only the user can write there.
+    """
+    signature = manifest["signature"]
+    if signature is not None and key is not None:
+        right = isinstance(signature, str) and hmac.compare_digest(
+            signature.encode(), signature_of(manifest, key).encode()
+        )
+        return None if right else "its signature does not match the key"
+    if distrust is None:
+        return None
+    if key is None:
+        return f"no key to check it with (set {KEY_VARIABLE}), and {distrust}"
+    return f"it is not signed, and {distrust}"
+
+
+def distrust_of(path: str) -> str | None:
+    """Why others could have written the local file or directory ``path``; None when only this user can.
+
+    Raises OSError when it cannot be looked at.
+    """
+    if not hasattr(os, "getuid"):
+        return "this system does not say who may write there"
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a link"
+    if status.st_uid != os.getuid():
+        return f"{path} belongs to another user"
+    if status.st_mode & 0o022:
+        return f"other users may write {path} (chmod go-w)"
+    return None

@@ -1,17 +1,79 @@
-"""Padded batches: the rule that pads what a user's collate function makes, and loaders that use it."""
+"""Loaders with padded batches: batches drawn by length, padded by what wraps the user's collate function.
+
+Any torch DataLoader is taken whose own choice of examples is not lost by it. What trains decides when.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
-from strategies import Ragged
-from strategies.bucket_batches import BucketBatchSampler, PlannedBatch
+from strategies.base import Ragged
+from strategies.buckets.batches import BucketBatchSampler, PlannedBatch
+from strategies.buckets.edges import padded_share, padded_share_by_edge, share_of_random_batches
 from strategies.padding import Padding, edge_of, length_of, tensor_of, to_edge
+
+
+def require_map_style(loader: DataLoader[Any], name: str) -> None:
+    """Raise ValueError when examples cannot be fetched by their number."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not len(dataset):
+        raise ValueError(
+            f"compile.{name}: {type(dataset).__name__} cannot be grouped by length: it takes a data set with a length, "
+            "whose examples are fetched by their number; compile=dynamic takes others too"
+        )
+
+
+def require_replaceable_order(loader: DataLoader[Any], name: str) -> None:
+    """Raise ValueError when the training loader's own choice of examples would be lost."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        raise ValueError(
+            f"compile.{name}: the training loader draws its batches by a {type(batches).__name__}, which buckets would "
+            "replace; give it a batch_size instead"
+        )
+    whole = (
+        isinstance(sampler, SequentialSampler)
+        or (isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler))
+        or (isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset)
+    )
+    if not whole or (isinstance(sampler, RandomSampler) and len(sampler) != len(sampler.data_source)):
+        raise ValueError(
+            f"compile.{name}: the training loader draws its examples by a {type(sampler).__name__} of its own, which "
+            "buckets would replace by each example once an epoch; use a Subset of the data, or compile=dynamic"
+        )
+
+
+def evaluation_sizes(loader: DataLoader[Any], limit: float | None) -> set[int]:
+    """Rows of the batches that an evaluation of ``limit`` batches (or that share of them) meets; empty if unknown."""
+    rows = loader.batch_size
+    if rows is None or not isinstance(loader.sampler, Sized):
+        return set()
+    whole, last = divmod(len(loader.sampler), rows)
+    batches = len(loader)
+    if isinstance(limit, float):
+        batches = int(batches * limit)
+    elif limit is not None:
+        batches = min(batches, limit)
+    sizes = {rows} if min(whole, batches) else set()
+    if last and not loader.drop_last and batches == whole + 1:
+        sizes.add(last)
+    return sizes
+
 
 LOADER_OPTIONS = (
     "num_workers",
@@ -140,3 +202,42 @@ def with_collate(loader: DataLoader[Any], collate: PaddingCollate) -> DataLoader
     copied._iterator = None  # persistent workers of the user's loader are not ours
     copied.collate_fn = collate
     return copied
+
+
+def planned(lengths: NDArray[np.int64], batches: BucketBatchSampler, loader: DataLoader[Any]) -> dict[str, Any]:
+    """For the record: what an epoch of ``batches`` holds, which take the place of ``loader``'s."""
+    by_edge = batches.batches_by_edge()
+    random = None
+    if loader.batch_size is not None:
+        random = share_of_random_batches(lengths, loader.batch_size, seed=batches.seed)
+    return {
+        "edges": list(batches.edges),
+        "batch_sizes": list(batches.batch_sizes.values()),
+        "examples": batches.examples.tolist(),
+        "batches_each_epoch": list(by_edge.values()),
+        "left_out_each_epoch": batches.left_out,
+        "longest": int(lengths.max()),
+        "padded_share_of_the_edges": padded_share(lengths, batches.edges),
+        "padded_share_by_edge": padded_share_by_edge(lengths, batches.edges),
+        "expected_padded_share": batches.planned_padded_share,
+        "padded_share_of_random_batches": random,
+    }
+
+
+def plan_notes(
+    report: dict[str, Any], padding: Padding, batches: BucketBatchSampler, loader: DataLoader[Any]
+) -> list[str]:
+    """The same for the user."""
+    sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
+    rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    note = (
+        f"{padding.name}: {len(batches.lengths):,} examples padded up to {', '.join(map(str, padding.edges))}; "
+        f"batches of {rows}; expected padded share {batches.planned_padded_share:.1%}"
+    )
+    if report["padded_share_of_random_batches"] is not None:
+        note += f" (random batches padded to their longest: {report['padded_share_of_random_batches']:.1%})"
+    if batches.left_out:
+        note += f"; {batches.left_out} left out each epoch, others each time: the loader's drop_last=True"
+    if not isinstance(loader.sampler, SequentialSampler) or batches.replicas > 1:
+        return [note]
+    return [note, f"{padding.name}: the training loader did not shuffle its examples; they are now"]

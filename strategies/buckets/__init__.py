@@ -42,7 +42,7 @@ class Buckets(Strategy):
     method: str = "optimal"
     """``optimal`` (fewest padded positions for that count), or, to compare with, ``powers_of_two`` or ``quantiles``."""
     edges: list[int] | None = None
-    """Edges by hand, ascending, in positions; null = fitted to the lengths of the training data."""
+    """Given edges, ascending, in positions; null = fitted to the lengths of the training data."""
     limit: int | None = None
     """Most positions that the model takes; no edge is above it. null = no limit."""
     tokens_per_batch: int | None = None
@@ -119,7 +119,7 @@ class Buckets(Strategy):
         self, lengths: Sequence[int], *, choose: Callable[[Sequence[int]], tuple[int, ...]], program: Program
     ) -> tuple[int, ...]:
         """Edges at which cuDNN's attention is right; those that were given stay, with a note."""
-        from strategies import bucket_edges
+        from strategies.buckets import edges as bucket_edges
 
         edges = choose(lengths)
         clear = bucket_edges.clear_of_64(edges, multiple=self.multiple, limit=self.limit)
@@ -134,7 +134,7 @@ class Buckets(Strategy):
         return kept
 
     def _fitted(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        from strategies.bucket_edges import fitted
+        from strategies.buckets.edges import fitted
 
         return fitted(lengths, method=self.method, count=self.count, multiple=self.multiple, limit=self.limit)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from strategies.optimizer_replay import Replays
-    from strategies.optimizer_step import Update
+    from strategies.optimizer.graphs import Replays
+    from strategies.optimizer.step import Update
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 INDUCTOR: dict[str, Any] = {
@@ -27,18 +27,17 @@ INDUCTOR: dict[str, Any] = {
     "realize_opcount_threshold": 1_000_000,
     "realize_acc_reads_threshold": 1_000_000,
 }
-
 FEW_STEPS = 20
-"""Steps of which nothing is said: gradients take a few to come to lie where they were before."""
+"""Steps without a warning: gradients take a few to come to lie where they were before."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Optimizer(CompileOptions):
     """One kernel for each repeated block instead of a dozen passes over all tensors, compiled once for all blocks.
 
-    Adam, AdamW, RAdam, Adamax, SGD, RMSprop, Adagrad and Adadelta of ``torch.optim`` are computed by formulas over
-    chunks of parameters, ``fused=True`` ones included. Others are compiled as they are written, or run eager where that
-    cannot be; the record's report says which. ``param_groups`` and state dicts stay as they are without this strategy.
+    Adam, AdamW and SGD of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones
+    included. Others are compiled as they are written, or run eager where that cannot be; the record's report says
+    which. ``param_groups`` and state dicts stay as they are without this strategy.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -53,9 +52,6 @@ class Optimizer(CompileOptions):
     graph: bool = True
     """Whether the update's kernels are launched together, from a CUDA graph of their own, once gradients lie at the
     same addresses again. Without effect off a GPU and where ``cuda_graph`` captures the whole step."""
-    compare: bool = True
-    """Whether to time the first step's update against torch's foreach and fused ones on a GPU, and to say so when
-    fused is faster. Takes half a second and, for that time, up to half of the free memory."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for options that make no sense for an update."""
@@ -72,8 +68,7 @@ class Optimizer(CompileOptions):
 
     def begin(self, program: Program) -> None:
         """Put compiled updates in the place of the optimizers' steps."""
-        from strategies.optimizer_clip import fold_clipping
-        from strategies.optimizer_step import install
+        from strategies.optimizer.step import fold_clipping, install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
         if not program.optimizers:
@@ -89,13 +84,13 @@ class Optimizer(CompileOptions):
                     "the device at each step to know whether they are finite"
                 )
             update = self._update(optimizer, program)
-            install(optimizer, update, after_first=functools.partial(self._after_first, program, update))
+            install(optimizer, update, after_first=partial(self._report_first, program, update))
         if self.clip:
             fold_clipping(program.module)
 
     def is_compiled(self, program: Program) -> bool:
         """Whether any optimizer's step is compiled, or to be."""
-        from strategies.optimizer_step import installed
+        from strategies.optimizer.step import installed
 
         updates = [installed(optimizer) for optimizer in program.optimizers]
         forms = [getattr(update, "form", "eager") for update in updates]
@@ -103,7 +98,7 @@ class Optimizer(CompileOptions):
 
     def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
         """Let the optimizers take torch's own step inside."""
-        from strategies.optimizer_step import own_step
+        from strategies.optimizer.step import own_step
 
         stack = contextlib.ExitStack()
         for optimizer in program.optimizers:
@@ -112,9 +107,8 @@ class Optimizer(CompileOptions):
 
     def end(self, program: Program) -> None:
         """Give every optimizer its own step back, and Lightning its clipping."""
-        from strategies.optimizer_clip import unfold_clipping
-        from strategies.optimizer_step import installed, uninstall
-        from strategies.optimizer_update import FunctionalUpdate
+        from strategies.optimizer.functional import FunctionalUpdate
+        from strategies.optimizer.step import installed, unfold_clipping, uninstall
 
         unfold_clipping(program.module)
         for optimizer in program.optimizers:
@@ -122,51 +116,48 @@ class Optimizer(CompileOptions):
             if isinstance(update, FunctionalUpdate) and self.name in program.report:
                 counts = update.counts()
                 self._report(program, counts)
-                if line := self._launched(program, **counts):
-                    program.notes.append(line)
+                if self._hardly_replayed(program, **counts):
+                    program.notes.append(
+                        f"optimizer: {counts['launched_steps']} of {sum(counts.values())} steps were launched kernel "
+                        "by kernel, because gradients lay elsewhere each time; with cuda_graph they are part of the "
+                        "step's graph"
+                    )
             uninstall(optimizer)
 
-    def _launched(self, program: Program, *, replayed_steps: int, launched_steps: int) -> str | None:
-        """What to say when graphs were wanted and gradients hardly ever came to lie where one was captured."""
+    def _hardly_replayed(self, program: Program, *, replayed_steps: int, launched_steps: int) -> bool:
+        """Whether graphs were wanted and gradients hardly ever came to lie where one was captured."""
         captured = any(strategy.captures_step for strategy in program.strategies)
         on_cuda = program.device is not None and program.device.type == "cuda"
-        if not self.graph or captured or not on_cuda or launched_steps < max(FEW_STEPS, replayed_steps):
-            return None
-        return (
-            f"optimizer: {launched_steps} of {launched_steps + replayed_steps} steps were launched kernel by kernel, "
-            "because gradients lay elsewhere each time; with cuda_graph they are part of the step's graph"
-        )
+        return self.graph and on_cuda and not captured and launched_steps >= max(FEW_STEPS, replayed_steps)
 
     def _update(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
         import torch
 
-        from strategies.optimizer_formulas import formula_of
-        from strategies.optimizer_generic import GenericUpdate
-        from strategies.optimizer_update import FunctionalUpdate
+        from strategies.optimizer.formulas import formula_of
+        from strategies.optimizer.functional import FunctionalUpdate
+        from strategies.optimizer.step import GenericUpdate
 
+        arguments = self.compile_arguments()
         formula = formula_of(optimizer)
-        if formula is not None and not _is_special(optimizer):
-            arguments = self.compile_arguments()
-            inductor = INDUCTOR if self.compiles_with_inductor else {}
-            arguments["options"] = {
-                # The update compares what could change itself; guards would cost as much time as the kernels.
-                "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-                **inductor,
-                **arguments.get("options", {}),
-            }
-            return FunctionalUpdate(
+        if formula is None or _is_special(optimizer):
+            return GenericUpdate(
                 optimizer,
-                formula,
-                places=_places(program),
-                # torch takes guard_filter_fn out of the options that it is given.
-                compiler=lambda function: torch.compile(function, **{**arguments, "options": {**arguments["options"]}}),
-                replays=self._replays(optimizer, program),
+                compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": None}),
+                report=lambda line: self._runs_eager(program, line),
             )
-        arguments = {**self.compile_arguments(), "dynamic": None}
-        return GenericUpdate(
+        options = {
+            # The update compares what could change itself; guards would cost as much time as the kernels.
+            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+            **(INDUCTOR if self.compiles_with_inductor else {}),
+            **arguments.get("options", {}),
+        }
+        return FunctionalUpdate(
             optimizer,
-            compiler=lambda function: torch.compile(function, **arguments),
-            tell=functools.partial(self._runs_eager, program),
+            formula,
+            places=_places(program),
+            # A copy for each: torch takes guard_filter_fn out of the options that it is given.
+            compiler=lambda function: torch.compile(function, **{**arguments, "options": {**options}}),
+            replays=self._replays(optimizer, program),
         )
 
     def _runs_eager(self, program: Program, line: str) -> None:
@@ -175,28 +166,19 @@ class Optimizer(CompileOptions):
 
     def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
         from strategies.graph_engine import CudaEngine
-        from strategies.optimizer_replay import Replays
+        from strategies.optimizer.graphs import Replays
 
         devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         if not self.graph or len(devices) != 1 or (device := devices.pop()).type != "cuda":
             return None
         return Replays(
             CudaEngine(device),
-            tell=lambda line: program.notes.append(f"optimizer: {line}"),
+            report=lambda line: program.notes.append(f"optimizer: {line}"),
             wanted=lambda: program.step is None,  # else the whole step is captured, in which this one is replayed too
         )
 
-    def _after_first(self, program: Program, update: Any) -> None:
-        from strategies.optimizer_compare import compare, verdict
-        from strategies.optimizer_update import FunctionalUpdate
-
-        facts = update.facts()
-        if self.compare and isinstance(update, FunctionalUpdate):
-            compared = compare(update)
-            facts.update(compared)
-            if line := verdict(compared):
-                program.notes.append(line)
-        self._report(program, facts)
+    def _report_first(self, program: Program, update: Update) -> None:
+        self._report(program, update.facts())
 
     def _report(self, program: Program, facts: dict[str, Any]) -> None:
         """One optimizer's facts; of several, their forms side by side and their figures added up."""
@@ -213,7 +195,7 @@ def _reason_for_eager(optimizer: Any, program: Program) -> str | None:
     import torch
 
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return "it is no torch.optim.Optimizer"
+        return "it is not a torch.optim.Optimizer"
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it evaluates the loss within its step, as often as the loss demands"
     step = vars(optimizer).get("step")

@@ -1,0 +1,340 @@
+"""Put a compiled update in the place of an optimizer's step, and take it out again; the generic form of such an update.
+
+The step stays a method of the same optimizer object: schedulers, gradient scalers, hooks and trainers that hold the
+optimizer call it as before. The closure runs before the update and is not compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Container, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
+
+ATTRIBUTE = "_compiled_update"
+"""Attribute of the optimizer: the update and the attribute ``step`` that was there before, or None."""
+UNSCALES = "_unscaled_before_compiled_update"
+LIGHTNING = ("lightning.", "pytorch_lightning.")
+
+
+class NothingCompiled(RuntimeError):
+    """The step was handed to the compiler and was not compiled."""
+
+
+class Update(Protocol):
+    """What stands in for the step."""
+
+    form: str
+    clips: bool
+    """Whether it clips by norm itself, in a step before which ``max_norm`` was set."""
+    max_norm: float | None
+
+    def __call__(self) -> None:
+        """Update parameters and state from the gradients."""
+
+    def release(self) -> None:
+        """Leave the optimizer as torch's own step expects it."""
+
+    def facts(self) -> dict[str, Any]:
+        """Figures for the record."""
+
+
+def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Callable[[], None]) -> None:
+    """Let ``optimizer.step`` call ``update``; ``after_first`` runs once, after the first step."""
+    first = True
+
+    @torch.optim.Optimizer.profile_hook_step  # runs the step's hooks and names it in profiles
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        nonlocal first
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if first:
+                first = False
+                _call_first(update)
+                after_first()
+            else:
+                update()
+        self._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    # Schedulers mark the step that they have wrapped, to see later that it was called; ours tells them itself.
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/optim/lr_scheduler.py (patch_track_step_called)
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    setattr(optimizer, ATTRIBUTE, (update, vars(optimizer).get("step")))
+    # Fused optimizers unscale gradients themselves under a GradScaler; the update leaves that to the scaler.
+    setattr(optimizer, UNSCALES, vars(optimizer).get("_step_supports_amp_scaling"))
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    # A bound method of this object, because schedulers take its __func__.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def installed(optimizer: torch.optim.Optimizer) -> Update | None:
+    """The update that stands in for the step of ``optimizer``, or None."""
+    update, _ = vars(optimizer).get(ATTRIBUTE, (None, None))
+    return update
+
+
+def uninstall(optimizer: torch.optim.Optimizer) -> None:
+    """Give ``optimizer`` its own step back; it continues from the state as it is."""
+    if installed(optimizer) is None:
+        return
+    update, step = vars(optimizer).pop(ATTRIBUTE)
+    update.release()
+    for name, value in (("step", step), ("_step_supports_amp_scaling", vars(optimizer).pop(UNSCALES))):
+        if value is None:
+            delattr(optimizer, name)
+        else:
+            setattr(optimizer, name, value)
+
+
+@contextlib.contextmanager
+def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
+    attributes = vars(optimizer)
+    if ATTRIBUTE not in attributes:
+        yield
+        return
+    kept, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
+    _, before = kept
+    if before is not None:
+        attributes["step"] = before
+    try:
+        yield
+    finally:
+        attributes[ATTRIBUTE], attributes["step"] = kept, step
+
+
+def _call_first(update: Any) -> None:
+    graphs = counters["stats"]["unique_graphs"]
+    update()
+    compiled = update.form == "eager" or counters["stats"]["unique_graphs"] > graphs
+    groups = update.optimizer.param_groups
+    if not compiled and any(parameter.grad is not None for group in groups for parameter in group["params"]):
+        raise NothingCompiled(
+            "optimizer: the step was handed to the compiler and was not compiled (is TORCHDYNAMO_DISABLE set?)"
+        )
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+def fold_clipping(module: nn.Module) -> None:
+    """Let clipping by norm under Lightning happen inside the compiled updates, which scale the gradients they read.
+
+    Lightning would write them once more. It is left to do so where the result would not be the same: a module with
+    gradient clipping of its own, manual optimization, or a precision or sharding plug-in that clips in its own way. The
+    gradients themselves stay unclipped, which only code that looks at them between the step and ``zero_grad`` can see;
+    an optimizer with step hooks is clipped as before.
+    """
+    plugin = _plugin(module)
+    if plugin is None:
+        return
+    clip = plugin.clip_grad_by_norm
+
+    def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+        update = installed(optimizer)
+        hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        if update is not None and update.clips and not hooked:
+            update.max_norm = float(clip_val)
+        else:
+            clip(optimizer, clip_val)
+
+    # An attribute of this one plug-in object: Lightning has no hook that could leave the gradients as they are.
+    plugin.clip_grad_by_norm = clip_grad_by_norm
+
+
+def unfold_clipping(module: nn.Module) -> None:
+    """Let Lightning clip by itself again."""
+    plugin = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
+    if plugin is not None and "clip_grad_by_norm" in vars(plugin):
+        del plugin.clip_grad_by_norm
+
+
+def _plugin(module: nn.Module) -> Any:
+    configure = getattr(type(module), "configure_gradient_clipping", None)
+    if configure is None or not configure.__module__.startswith(LIGHTNING):
+        return None
+    if not getattr(module, "automatic_optimization", False):
+        return None
+    plugin = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
+    clip = getattr(type(plugin), "clip_grad_by_norm", None)
+    # The base class's: torch's clip_grad_norm_ over the parameters of the optimizer.
+    return plugin if clip is not None and clip.__qualname__ == "Precision.clip_grad_by_norm" else None
+
+
+# ---- hyperparameters on the device -----------------------------------------------------------------------------------
+
+
+class DeviceScalar:
+    """One number of the host as a 0-D tensor of the device, so that no change of it recompiles.
+
+    A learning rate that is a Python float is a constant of compiled code, and is baked into a CUDA graph. The floats
+    stay where users, schedulers and state dicts look for them, in ``param_groups``.
+    """
+
+    __slots__ = ("_value", "tensor")
+
+    def __init__(self, value: Any, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.tensor = torch.empty((), device=device, dtype=dtype)
+        self._value = float("nan")
+        self.write(value)
+
+    def write(self, value: Any) -> None:
+        """Let the tensor have ``value``, a number or 0-D tensor. Waits for nothing; launches at most one kernel."""
+        if isinstance(value, Tensor):
+            self.tensor.copy_(value.detach(), non_blocking=True)
+            self._value = float("nan")
+        elif value != self._value:  # not-a-number is never equal to itself: it is written each time, without harm
+            self.tensor.fill_(value)
+            self._value = float(value)
+
+
+class Mirror:
+    """Every float of ``optimizer.param_groups`` (tuples of floats too, such as betas) as 0-D tensors on the device.
+
+    Parameters of one group are expected on one device. ``refresh`` follows groups that were added since.
+
+    Args:
+        optimizer: Whose groups are mirrored.
+        only: Names to mirror; empty = all.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, only: Container[str] = ()) -> None:
+        self.groups: list[dict[str, Tensor | tuple[Tensor, ...]]] = []
+        """Of each group, the tensors by name; the same objects for as long as the optimizer lives."""
+        self._optimizer, self._only = optimizer, only
+        self._scalars: list[dict[str, list[DeviceScalar]]] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Write what has changed on the host since the last time; to be called before each step."""
+        for group in self._optimizer.param_groups[len(self.groups) :]:
+            scalars = {name: own for name, own in _mirrored(group).items() if not self._only or name in self._only}
+            self._scalars.append(scalars)
+            self.groups.append(
+                {
+                    name: tuple(one.tensor for one in several)
+                    if isinstance(group[name], (tuple, list))
+                    else several[0].tensor
+                    for name, several in scalars.items()
+                }
+            )
+        for group, scalars in zip(self._optimizer.param_groups, self._scalars, strict=True):
+            for name, several in scalars.items():
+                for scalar, value in zip(several, _several(group[name]), strict=True):
+                    scalar.write(value)
+
+
+def _mirrored(group: dict[str, Any]) -> dict[str, list[DeviceScalar]]:
+    device = group["params"][0].device
+    precise = any(parameter.dtype == torch.float64 for parameter in group["params"])
+    dtype = torch.float64 if precise else torch.float32
+    return {
+        name: [
+            DeviceScalar(one, device=device, dtype=one.dtype if isinstance(one, Tensor) else dtype)
+            for one in _several(value)
+        ]
+        for name, value in group.items()
+        # "initial_lr" and the like are a scheduler's notes to itself; flags and counts of steps are no floats.
+        if name != "params"
+        and not name.startswith(("initial_", "max_", "base_"))
+        and _several(value)
+        and all(isinstance(one, float) or (isinstance(one, Tensor) and one.ndim == 0) for one in _several(value))
+    }
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+class GenericUpdate:
+    """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
+
+    A step that creates state differs from later ones, so that there may be a second graph. Every float is a tensor, so
+    that no schedule recompiles. An optimizer that branches on one of them (most of torch's ask whether the weight decay
+    is 0) is compiled with a tensor for the learning rate alone, and one that takes no such tensor with its floats,
+    which recompile when they change. One that cannot be compiled at all, or not often enough, runs eager. ``form`` says
+    which of these it is.
+
+    Args:
+        optimizer: Any.
+        compiler: Compiles one function.
+        report: Is given a line for the user when the step turns out to run eager.
+    """
+
+    clips = False
+    max_norm: float | None = None
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        compiler: Callable[[Callable[[], None]], Callable[[], None]],
+        report: Callable[[str], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.form = "generic"
+        self._compiler, self._report = compiler, report
+        self._mirror: Mirror | None = Mirror(optimizer)
+        self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
+        self._compiled: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        """One step."""
+        if self.form == "eager":
+            self._step()
+            return
+        try:
+            self._attempt()
+        except BackendCompilerFailed:
+            raise
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
+            self._next_form(error)
+            self()
+
+    def release(self) -> None:
+        """There is nothing to take off."""
+
+    def facts(self) -> dict[str, Any]:
+        """Figures for the record."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        return {"form": self.form, "tensors": count, "chunks": 1, "graphs": None}
+
+    def _step(self) -> None:
+        self._raw(self.optimizer)
+
+    def _attempt(self) -> None:
+        self._compiled = self._compiled or self._compiler(self._step)
+        groups = self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        if self._mirror is not None:
+            self._mirror.refresh()
+            for group, tensors in zip(groups, self._mirror.groups, strict=True):
+                group.update(tensors)
+        try:
+            self._compiled()
+        finally:
+            # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
+
+    def _next_form(self, error: Exception) -> None:
+        self._compiled = None
+        if self.form == "generic":
+            self.form, self._mirror = "generic, rate", Mirror(self.optimizer, only=("lr",))
+        elif self.form == "generic, rate":
+            self.form, self._mirror = "generic, floats", None
+        else:
+            self.form = "eager"
+            reason = str(error).strip().splitlines()[0]
+            self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
