@@ -5,11 +5,18 @@ Importing this module must stay cheap (no torch): the command line imports every
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     import lightning
+
+    from tasks.module import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +87,120 @@ class Task:
     def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
         """Items of the user's data left out so far, by reason; empty when nothing was skipped."""
         return {}
+
+
+def require_at_least(path: str, value: float | None, minimum: float) -> None:
+    """Raise ValueError unless ``value`` is None (automatic) or at least ``minimum``."""
+    if value is not None and not value >= minimum:
+        raise ValueError(f"{path}={value} must be at least {minimum}")
+
+
+def require_share(path: str, value: float, *, below_one: bool = False) -> None:
+    """Raise ValueError unless ``value`` lies in [0, 1], or in [0, 1) with ``below_one``."""
+    if not 0 <= value <= 1 or (below_one and value == 1):
+        raise ValueError(f"{path}={value} must be at least 0 and {'below' if below_one else 'at most'} 1")
+
+
+def require_multiple(path: str, value: int, divisor_path: str, divisor: int) -> None:
+    """Raise ValueError unless ``value`` is a multiple of ``divisor``."""
+    if value % divisor:
+        raise ValueError(f"{path}={value} must be a multiple of {divisor_path}={divisor}")
+
+
+def suggest(given: str, known: Iterable[str]) -> str:
+    """What an error about ``given`` ends with: the names in ``known`` that resemble it."""
+    matches = difflib.get_close_matches(given, list(known), n=3)
+    return f"; near: {', '.join(matches)}" if matches else ""
+
+
+INITIALISE = ("auto", "host", "device")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainedTask(Task):
+    """A task trained from random weights with AdamW under a linear warm-up and a cosine."""
+
+    learning_rate: float | None = None
+    """Highest learning rate of AdamW, reached after the warm-up. None: the task's own rule."""
+    weight_decay: float = 0.05
+    """AdamW's decoupled decay of weights; biases and norms have none."""
+    warmup_steps: int = 50
+    """Optimizer steps of linear warm-up."""
+    final_learning_rate: float = 0.05
+    """Learning rate at the last step, as a share of ``learning_rate``."""
+    initialise: str = "auto"
+    """Where initial weights are drawn: on the ``host``, or on the ``device`` (milliseconds for the host's seconds, but
+    other numbers from the same seed on another kind of device). ``auto``: on the device where there is a CUDA device or
+    the network has 1e9 parameters; else, and where a network cannot be built without memory, on the host."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        require_at_least("task.weight_decay", self.weight_decay, 0)
+        if math.isinf(self.weight_decay):
+            raise ValueError(f"task.weight_decay={self.weight_decay} must be finite")
+        require_at_least("task.warmup_steps", self.warmup_steps, 0)
+        require_share("task.final_learning_rate", self.final_learning_rate)
+        if self.initialise not in INITIALISE:
+            raise ValueError(f"task.initialise={self.initialise!r} is not one of {INITIALISE}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
+
+    def recipe(self, *, default_learning_rate: float, max_steps: int) -> Recipe:
+        """The optimizer and its schedule over ``max_steps`` optimizer steps."""
+        from tasks.module import Recipe
+
+        return Recipe(
+            learning_rate=default_learning_rate if self.learning_rate is None else self.learning_rate,
+            weight_decay=self.weight_decay,
+            warmup_steps=self.warmup_steps,
+            final_share=self.final_learning_rate,
+            max_steps=max_steps,
+        )
+
+    def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
+        """Items left out so far, by reason."""
+        skipped: dict[str, int] = getattr(data, "skipped", {})
+        return skipped
+
+
+@dataclass(kw_only=True, slots=True)
+class Loading:
+    """Base of every source of data."""
+
+    batch_size: int = 16
+    """Examples a batch on each device."""
+    num_workers: int | None = None
+    """Loader processes a device; None: one less than this process' cores, at most 8."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        require_at_least("task.data.batch_size", self.batch_size, 1)
+        require_at_least("task.data.num_workers", self.num_workers, 0)
+
+    def workers(self) -> int:
+        """Loader processes to start."""
+        if self.num_workers is not None:
+            return self.num_workers
+        return min(
+            8, len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) - 1
+        )
+
+
+Item = TypeVar("Item")
+
+
+def held_out(names: Mapping[Item, str], *, share: float) -> set[Item]:
+    """Items, given with their names, that are held out: ``share`` of them, at least one and never all.
+
+    An item stays on its side when others are added.
+    """
+    ranks = {
+        item: hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest() for item, name in names.items()
+    }
+    limit = int(share * 2**64).to_bytes(9, "big")[1:]
+    held = {item for item, rank in ranks.items() if rank < limit}
+    if not held and len(ranks) > 1:
+        held = {min(ranks, key=lambda item: ranks[item])}
+    if len(held) == len(ranks) > 1:
+        held.discard(max(ranks, key=lambda item: ranks[item]))
+    return held

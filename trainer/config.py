@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from strategies import STRATEGIES, Strategy
 from strategies.credentials import refuse_credentials
 from tasks import SCHEMAS
-from tasks.checks import near
+from tasks.base import suggest
 from trainer.run_modes import RUN_MODES
 from trainer.settings import Config
 
@@ -149,7 +149,7 @@ def _made_up(node: DictConfig, prefix: str) -> Iterator[str]:
     known = {option.name for option in dataclasses.fields(kind)}
     for key in map(str, node):
         if key not in known:
-            yield f"{prefix}{key} is not an option{near(key, known)}"
+            yield f"{prefix}{key} is not an option{suggest(key, known)}"
         elif prefix and isinstance(child := node[key], DictConfig):
             yield from _made_up(child, f"{prefix}{key}.")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tasks.captioner_size import CaptionerSize
-from tasks.models.captioner import CaptionNet
+from tasks.captioning.model import CaptionNet
+from tasks.captioning.task import CaptionerSize
 
 
 @pytest.fixture(autouse=True)

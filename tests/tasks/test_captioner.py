@@ -13,10 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer, vit_b_16, vit_l_16
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.models.captioner import CaptionNet
-from tasks.models.image_encoder import ImageEncoder
+from tasks.captioning.model import CaptionNet, ImageEncoder
+from tasks.captioning.task import CaptionerSize, Captioning
 
 SIZES = Path(__file__).resolve().parents[2] / "conf" / "task" / "size"
 

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.caption_data_module import CaptionDataModule
-from tasks.data.captions import CaptionData
-from tasks.data.coco import Coco
-from tasks.data.csv_file import Csv
-from tasks.data.image_files import ImageError, read_image
+from tasks.captioning.data import CaptionDataModule
+from tasks.captioning.sources import CaptionData, Coco, Csv
+from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.images import ImageError, read_image
 
 Write = Callable[..., Path]
 

@@ -12,11 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import get_model, list_models
 from torchvision.transforms.functional import normalize
 
-from tasks.image_classification import ImageClassification
-from tasks.models.image_classifier import MEAN, STD, ClassifierNet
-from tasks.models.image_classifier_flops import count_flops
-from tasks.models.image_classifier_library import build_model, skeleton
-from tasks.models.stochastic_depth import SharedStochasticDepth
+from tasks.image_classification.library import SharedStochasticDepth, build_model, count_flops, skeleton
+from tasks.image_classification.model import MEAN, STD, ClassifierNet
+from tasks.image_classification.task import ImageClassification
 
 KINDS = ("resnet18", "vit_ti_16", "mobilenet_v3_small", "timm/test_vit")
 """A network whose stem and tail are taken apart, another one, and two of which only blocks and parts are known."""

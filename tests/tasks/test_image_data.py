@@ -12,12 +12,9 @@ import pytest
 import torch
 from torchvision import datasets
 
-from tasks.data.image_folder import ImageFolder
-from tasks.data.labelled_data import LabelledData
-from tasks.data.labelled_dataset import LabelledDataModule
-from tasks.data.labelled_shapes import LabelledShapes
-from tasks.data.torchvision_dataset import TorchvisionDataset
-from tasks.image_classification import ImageClassification
+from tasks.image_classification.data import LabelledDataModule
+from tasks.image_classification.sources import ImageFolder, LabelledData, LabelledShapes, TorchvisionDataset
+from tasks.image_classification.task import ImageClassification
 
 Write = Callable[..., Path]
 

@@ -14,14 +14,13 @@ from scripts.hand_loop import placed
 from strategies import Regional, Whole
 from strategies.artifact_fingerprint import model_digest
 from tasks import TASKS, Task
-from tasks.bert_network import BertNetwork
-from tasks.captioner_size import CaptionerSize
-from tasks.data.labelled_shapes import LabelledShapes
-from tasks.data.shapes import Shapes
-from tasks.data.text_stdlib import Stdlib
-from tasks.language_network import Gpt2Network
-from tasks.models import materialise
-from tasks.models.materialise import is_on_meta, on_meta, start
+from tasks import module as materialise
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import CaptionerSize
+from tasks.image_classification.sources import LabelledShapes
+from tasks.language.networks import BertNetwork, Gpt2Network
+from tasks.language.sources import Stdlib
+from tasks.module import is_on_meta, on_meta, start
 from trainer.callback import Compile
 
 SMALL: dict[str, dict[str, Any]] = {

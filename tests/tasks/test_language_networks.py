@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.language_network import Gpt2Network, LanguageNetwork, LlamaNetwork
-from tasks.models.materialise import on_meta
+from tasks.language.networks import Gpt2Network, LanguageNetwork, LlamaNetwork
+from tasks.module import on_meta
 
 NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"
 GPT2 = Gpt2Network(layers=3, width=32, heads=2, vocabulary_size=300, max_tokens=24)

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from strategies.blocks import find_containers
-from tasks.language_modelling import LanguageModelling
-from tasks.models.materialise import materialise, on_meta
-from tasks.transformers_network import TransformersNetwork
+from tasks.language.networks import TransformersNetwork
+from tasks.language.task import LanguageModelling
+from tasks.module import materialise, on_meta
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -10,12 +10,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.data.generated import GeneratedBatch, generator
-from tasks.data.generated_tensors import class_patterns, noisy_examples
-from tasks.micro import Micro
-from tasks.micro_kinds import DEFAULTS
-from tasks.models.micro_images import ComplexMixed
-from tasks.models.micro_sequences import TransformerBlock
+from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
+from tasks.micro.model import ComplexMixed, TransformerBlock
+from tasks.micro.task import DEFAULTS, Micro
 
 SMALL: dict[str, dict[str, int]] = {
     "convnet": {"width": 4, "image_size": 16},

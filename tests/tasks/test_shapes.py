@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.shapes import Shapes
-from tasks.data.tokenizer import decode, load_tokenizer, train_tokenizer
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.tokenizer import decode, load_tokenizer, train_tokenizer
 
 
 def test_a_scene_depends_on_seed_split_and_index_alone() -> None:

@@ -11,12 +11,9 @@ import torch
 
 from strategies import Ragged
 from strategies.padding import length_of
-from tasks.data.text import TextData
-from tasks.data.text_data_module import TextDataModule
-from tasks.data.text_files import TextFiles
-from tasks.data.text_stdlib import Stdlib
-from tasks.data.text_tokens import encode
-from tasks.data.tokenizer import BEGIN, END, PAD, train_tokenizer
+from tasks.language.data import TextDataModule, encode
+from tasks.language.sources import Stdlib, TextData, TextFiles
+from tasks.tokenizer import BEGIN, END, PAD, train_tokenizer
 
 
 def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:
@@ -107,7 +104,7 @@ def test_tokens_are_kept_for_the_next_start(folder: Path, private_cache: Path, m
     kept = sorted(folder.glob("tokens-*.npy"))
     assert len(kept) == 2
     assert not private_cache.exists(), "beside the data, where that can be written"
-    monkeypatch.setattr("tasks.data.text_tokens.encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr("tasks.language.data.encode", lambda *_: pytest.fail("encoded again"))
     again = load(data)
     assert all(torch.equal(first.train_set[index], again.train_set[index]) for index in range(len(first.train_set)))
     monkeypatch.undo()

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.data.text import Documents
-from tasks.data.text_decoding import TextError, read_text
-from tasks.data.text_files import TextFiles
-from tasks.data.text_json_lines import JsonLines
+from tasks.language.sources import Documents, JsonLines, TextError, TextFiles, read_text
 
 WORDS = "gr\u00fc\u00dfe, \u4e16\u754c"
 

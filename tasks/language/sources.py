@@ -1,0 +1,407 @@
+"""Configuration that every source of text shares, and what a source hands to the data module."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import itertools
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tasks.base import Loading, held_out, require_at_least, require_share
+from tasks.resources import cache_folder
+
+PACKINGS = ("packed", "documents")
+
+
+@dataclass(kw_only=True, slots=True)
+class Documents:
+    """One split of a source of text."""
+
+    texts: list[str]
+    """One text a document, none of them blank."""
+    place: str
+    """Where the documents come from, for messages: a folder or a file."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Items already left out, by reason."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TextData(Loading):
+    """Base of every source of text.
+
+    A source says how documents are read (``read``); how they are split and made into rows is the same for all.
+    """
+
+    num_workers: int | None = 0
+    """Loader processes a device; None: one less than this process' cores, at most 8. A row is a slice of memory, which
+    no process makes faster than the training's own."""
+    packing: str = "packed"
+    """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful; or
+    ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted."""
+    max_tokens: int | None = None
+    """Positions of a packed row, most positions of a document; None: as many as the network takes."""
+    pad_to: int | None = None
+    """Positions of every batch of ``documents``, at most ``max_tokens``; None: as many as its longest one needs."""
+    max_documents: int | None = None
+    """Most documents to read, both splits together; None: all. A fixed choice, the same in every run."""
+    val_share: float = 0.02
+    """Share of the documents held out for validation, at least one; the same documents in every run. Of a source that
+    is one document, its end."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        Loading.__post_init__(self)
+        if self.packing not in PACKINGS:
+            raise ValueError(f"task.data.packing={self.packing!r} is not one of {PACKINGS}")
+        require_at_least("task.data.max_tokens", self.max_tokens, 2)
+        require_at_least("task.data.pad_to", self.pad_to, 2)
+        require_at_least("task.data.max_documents", self.max_documents, 2)
+        require_share("task.data.val_share", self.val_share, below_one=True)
+        if self.pad_to is not None and self.packing == "packed":
+            raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents: packed rows are full")
+
+    def documents(self, *, seed: int) -> tuple[Documents, Documents]:
+        """Read training and validation documents.
+
+        Args:
+            seed: Of the run, for a source that draws its text; files are split alike under every seed.
+
+        Raises:
+            ValueError: A source that cannot be used, by the name of its file.
+        """
+        skipped: dict[str, int] = {}
+        return self.split(list(itertools.islice(self.read(skipped), self.max_documents)), skipped)
+
+    def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield (name, text) of each document; the name decides on which side it falls. Counts what it leaves out.
+
+        Raises ValueError, naming the file, for a source that cannot be used.
+        """
+        raise NotImplementedError
+
+    def place(self) -> str:
+        """Where the documents come from, for messages."""
+        raise NotImplementedError
+
+    def split(self, named: list[tuple[str, str]], skipped: dict[str, int]) -> tuple[Documents, Documents]:
+        """Hold out a share of the documents by a hash of their names; blank ones are left out and counted.
+
+        Raises ValueError when fewer than one document a side is left.
+        """
+        kept = [(name, text) for name, text in named if not text.isspace() and text]
+        if len(kept) < len(named):
+            skipped["blank document"] = skipped.get("blank document", 0) + len(named) - len(kept)
+        if len(kept) == 1:
+            text = kept[0][1]
+            at = min(max(1, round(len(text) * (1 - self.val_share))), len(text) - 1)
+            train, val = [text[:at]], [text[at:]]
+        else:
+            held = held_out({name: name for name, _ in kept}, share=self.val_share)
+            train = [text for name, text in kept if name not in held]
+            val = [text for name, text in kept if name in held]
+        if not any(train) or not any(val):
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "it is empty"
+            raise ValueError(f"{self.place()} holds too little text to train on and to validate ({reasons})")
+        return (
+            Documents(texts=train, place=self.place(), skipped=skipped),
+            Documents(texts=val, place=f"what is held out of {self.place()} (task.data.val_share={self.val_share})"),
+        )
+
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer trained on these documents, and their tokens, are kept."""
+        return cache_folder()
+
+
+# UTF-32 before UTF-16: its little-endian mark begins with the other's.
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""Byte order marks and the encodings that they announce."""
+
+
+class TextError(ValueError):
+    """A file that cannot be read as text; the message names it."""
+
+
+def require_encoding(path: str, encoding: str) -> None:
+    """Raise ValueError, naming the option, for an encoding that Python does not know."""
+    try:
+        codecs.lookup(encoding)
+    except LookupError:
+        raise ValueError(f"{path}={encoding!r} is not an encoding that Python knows") from None
+
+
+def read_text(file: Path, *, encoding: str, option: str | None = None) -> str:
+    """Read ``file``: by its byte order mark where it has one, else as ``encoding``; line ends become newlines.
+
+    ``option`` is the one that chooses another encoding.
+
+    Raises TextError, naming the file, when it cannot be read or is not text in that encoding.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise TextError(f"{file} cannot be read ({error.strerror})") from None
+    used = next((name for mark, name in MARKS if data.startswith(mark)), encoding)
+    try:
+        text = data.decode(used)
+    except UnicodeDecodeError as error:
+        hint = "" if option is None or used != encoding else f"; another one is chosen by {option}"
+        raise TextError(f"{file} is not {used} text: byte {error.start} ({error.reason}){hint}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def leave_out(error: TextError, reason: str, skipped: dict[str, int]) -> None:
+    """Count an item that is left out, and say which one."""
+    skipped[reason] = skipped.get(reason, 0) + 1
+    print(f"left out: {error}", file=sys.stderr, flush=True)
+
+
+UNITS = ("file", "paragraph")
+BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
+
+
+@dataclass(kw_only=True, slots=True)
+class TextFiles(TextData):
+    """Text files: one, all of a folder, or those that a pattern with wildcards matches."""
+
+    path: str = ""
+    """A file, a folder (with everything below it), or a pattern such as ``/data/**/*.md``."""
+    suffix: str = ".txt"
+    """How the names of a folder's text files end; a file or a pattern is taken as it is."""
+    encoding: str = "utf-8"
+    """Encoding of files without a byte order mark, by Python's name: ``latin-1`` takes anything, and says so of
+    nothing. Files with a mark (UTF-8, UTF-16, UTF-32) are read by it."""
+    unit: str = "file"
+    """What a document is: a ``file``, or a ``paragraph`` (blank lines between)."""
+    val_path: str = ""
+    """Validation text, as ``path``; empty: a share of the documents is held out."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range or missing."""
+        TextData.__post_init__(self)
+        if not self.path:
+            raise ValueError("task.data.path='' must name a text file, a folder or a pattern")
+        if self.unit not in UNITS:
+            raise ValueError(f"task.data.unit={self.unit!r} is not one of {UNITS}")
+        require_encoding("task.data.encoding", self.encoding)
+
+    def documents(self, *, seed: int) -> tuple[Documents, Documents]:
+        """Read both splits. Raises ValueError, naming the file, for text that cannot be used."""
+        if not self.val_path:
+            return TextData.documents(self, seed=seed)
+        skipped: dict[str, int] = {}
+        train = [text for _, text in self._read("task.data.path", self.path, skipped) if text.strip()]
+        val = [text for _, text in self._read("task.data.val_path", self.val_path, skipped) if text.strip()]
+        for path, texts in ((self.path, train), (self.val_path, val)):
+            if not texts:
+                raise ValueError(f"{path} holds no text")
+        return (
+            Documents(texts=train[: self.max_documents], place=self.path, skipped=skipped),
+            Documents(texts=val[: self.max_documents], place=self.val_path),
+        )
+
+    def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield the documents of all files."""
+        return self._read("task.data.path", self.path, skipped)
+
+    def place(self) -> str:
+        """The path, as given."""
+        return self.path
+
+    def tokenizer_folder(self) -> Path:
+        """The folder of the text, or the last one before a wildcard."""
+        path = Path(self.path)
+        while glob.has_magic(str(path)) or path.is_file():
+            path = path.parent
+        return path
+
+    def _read(self, option: str, path: str, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
+        files, root = self._files(option, path)
+        first_error: TextError | None = None
+        read = 0
+        for file in files:
+            try:
+                text = read_text(file, encoding=self.encoding, option="task.data.encoding")
+            except TextError as error:
+                first_error = first_error or error
+                leave_out(error, "file does not decode", skipped)
+                continue
+            read += 1
+            name = file.relative_to(root).as_posix()
+            if self.unit == "file":
+                yield name, text
+                continue
+            parts = [part for part in BLANK_LINES.split(text) if part.strip()]
+            yield from ((f"{name}:{number}", part) for number, part in enumerate(parts))
+        if first_error is not None and not read:
+            raise ValueError(str(first_error) + (f"; so it is with all {len(files)} files" if len(files) > 1 else ""))
+
+    def _files(self, option: str, path: str) -> tuple[list[Path], Path]:
+        """Files in the order of their names, and the folder that names begin at."""
+        given = Path(path)
+        if given.is_dir():
+            files, what = sorted(file for file in given.rglob(f"*{self.suffix}") if file.is_file()), "holds no"
+            if not files:
+                raise ValueError(
+                    f"{option}={path!r} {what} files whose names end in {self.suffix!r} (task.data.suffix)"
+                )
+            return files, given
+        if given.is_file():
+            return [given], given.parent
+        files = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
+        if not files:
+            found = "matches no file" if glob.has_magic(path) else "is no file and no folder"
+            raise ValueError(f"{option}={path!r} {found}")
+        root = given
+        while glob.has_magic(str(root)):
+            root = root.parent
+        return files, root
+
+
+@dataclass(kw_only=True, slots=True)
+class JsonLines(TextData):
+    """A JSON lines file, UTF-8: one object a line, one document an object."""
+
+    file: str = ""
+    """File of training documents."""
+    key: str = "text"
+    """Key of the text within an object."""
+    val_file: str = ""
+    """File of validation documents; empty: a share of the lines is held out."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range or missing."""
+        TextData.__post_init__(self)
+        if not self.file:
+            raise ValueError("task.data.file='' must name a JSON lines file")
+
+    def documents(self, *, seed: int) -> tuple[Documents, Documents]:
+        """Read both splits. Raises ValueError, naming file and line, when no line can be used."""
+        if not self.val_file:
+            return TextData.documents(self, seed=seed)
+        skipped: dict[str, int] = {}
+        sides = [
+            [text for _, text in self._read(Path(file), skipped) if text.strip()][: self.max_documents]
+            for file in (self.file, self.val_file)
+        ]
+        for file, texts in zip((self.file, self.val_file), sides, strict=True):
+            if not texts:
+                raise ValueError(f"{file} holds no text")
+        return Documents(texts=sides[0], place=self.file, skipped=skipped), Documents(
+            texts=sides[1], place=self.val_file
+        )
+
+    def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield the documents; a line stays on its side when lines are appended."""
+        return self._read(Path(self.file), skipped)
+
+    def place(self) -> str:
+        """The file, as given."""
+        return self.file
+
+    def tokenizer_folder(self) -> Path:
+        """The folder of the training file."""
+        return Path(self.file).parent
+
+    def _read(self, file: Path, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
+        first_error: TextError | None = None
+        read = 0
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        text = self._text(line, place=f"{file} line {number}")
+                    except TextError as error:
+                        first_error = first_error or error
+                        leave_out(error, "broken line", skipped)
+                        continue
+                    read += 1
+                    yield str(number), text
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read ({error.strerror})") from None
+        if first_error is not None and not read:
+            raise ValueError(f"{first_error}; no line of it can be used")
+
+    def _text(self, line: bytes, *, place: str) -> str:
+        try:
+            # utf-8-sig: only the first line can begin with a byte order mark.
+            item = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise TextError(f"{place} is not UTF-8 ({error.reason})") from None
+        except json.JSONDecodeError as error:
+            raise TextError(f"{place} is not JSON ({error.msg} at column {error.colno})") from None
+        except RecursionError:
+            raise TextError(f"{place} is not JSON that can be read (nested too deeply)") from None
+        if not isinstance(item, dict):
+            raise TextError(f"{place} is no JSON object but a {type(item).__name__}")
+        if self.key not in item:
+            has = ", ".join(map(repr, item)) or "none"
+            raise TextError(f"{place} has no key {self.key!r} (task.data.key); it has {has}")
+        if not isinstance(item[self.key], str):
+            raise TextError(f"{place}: {self.key!r} is no text but a {type(item[self.key]).__name__}")
+        return str(item[self.key])
+
+
+STDLIB_UNITS = ("definition", "file")
+DEFINITION = re.compile(r"^(?:@[^\n]*\n)*(?:async def |def |class )", re.MULTILINE)
+"""A function or class at the left margin, with its decorators."""
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+"""Folders that are not the library itself."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Stdlib(TextData):
+    """Python's standard library as it is installed here: some 13 MB, which differ from one Python to the next."""
+
+    unit: str = "definition"
+    """What a document is: a top-level ``definition`` (function or class; the code before the first one is a document
+    too), or a ``file``."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        TextData.__post_init__(self)
+        if self.unit not in STDLIB_UNITS:
+            raise ValueError(f"task.data.unit={self.unit!r} is not one of {STDLIB_UNITS}")
+
+    def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""
+        folder = self._folder()
+        relative = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+        names = [name for name in relative if not LEFT_OUT.intersection(name.split("/")[:-1])]
+        if not names:
+            raise ValueError(f"{folder} holds no Python sources; take task/data=text or task/data=json_lines")
+        for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest()):
+            try:
+                text = read_text(relative[name], encoding="utf-8")
+            except TextError as error:
+                leave_out(error, "file does not decode", skipped)
+                continue
+            yield from ((f"{name}:{number}", part) for number, part in enumerate(self._parts(text)))
+
+    def place(self) -> str:
+        """Name the library."""
+        return "Python's standard library"
+
+    def _folder(self) -> Path:
+        return Path(sysconfig.get_path("stdlib"))
+
+    def _parts(self, text: str) -> list[str]:
+        if self.unit == "file":
+            return [text] if text.strip() else []  # an empty __init__.py is nothing that was left out
+        starts = [match.start() for match in DEFINITION.finditer(text)]
+        edges = [0, *(start for start in starts if start), len(text)]
+        return [part for begin, end in itertools.pairwise(edges) if (part := text[begin:end]).strip()]

@@ -1,0 +1,173 @@
+"""Language modelling: predict the next token of a text, with GPT-2, a Llama or any causal network of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least
+from tasks.language.networks import BertNetwork, Gpt2Network, LanguageNetwork
+from tasks.language.sources import Stdlib, TextData
+
+if TYPE_CHECKING:
+    import lightning
+
+
+@dataclass(kw_only=True, slots=True)
+class LanguageModelling(TrainedTask):
+    """Next-token prediction over text."""
+
+    name: ClassVar[str] = "language_modelling"
+    monitor: ClassVar[str | None] = "val/loss"
+
+    loss_chunks: int = 1
+    """Pieces of the positions whose logits are in memory at once in training; those of more than one are computed
+    again in backward, which costs another product with the head."""
+    network: LanguageNetwork = field(default_factory=LanguageNetwork)
+    """The network; the smallest GPT-2 where only the base is given."""
+    data: TextData = field(default_factory=TextData)
+    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range or at odds with each other."""
+        # The defaults are bare bases because OmegaConf lets a subclass replace the base, never another subclass.
+        if type(self.data) is TextData:
+            self.data = Stdlib(**asdict(self.data))
+        if type(self.network) is LanguageNetwork:
+            self.network = Gpt2Network()
+        TrainedTask.__post_init__(self)
+        require_at_least("task.loss_chunks", self.loss_chunks, 1)
+        _, most = self.network.limits()
+        for name in ("max_tokens", "pad_to"):
+            value = getattr(self.data, name)
+            if value is not None and value > most:
+                raise ValueError(f"task.data.{name}={value} must be at most the {most} positions of the network")
+
+    def build_data(self, *, seed: int) -> lightning.LightningDataModule:
+        """Build the data module. Raises ValueError, naming the file, for unusable input."""
+        from tasks.language.data import TextDataModule
+
+        vocabulary_size, max_tokens = self.network.limits()
+        return TextDataModule(self.data, vocabulary_size=vocabulary_size, max_tokens=max_tokens, seed=seed)
+
+    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
+        """Build the module; see ``initialise`` for its weights."""
+        from tasks.language.model import LanguageModel
+
+        recipe = self.recipe(default_learning_rate=self.network.learning_rate(), max_steps=max_steps)
+        build = partial(self.network.build, loss_chunks=self.loss_chunks)
+        # What is counted by running the network is counted once: now, and not within the first step, which is timed.
+        self.network.flops(rows=1, positions=1)
+        return LanguageModel(build, recipe, initialise=self.initialise)
+
+    def declare(self) -> Declaration:
+        """One graph for the whole network with its loss; or its blocks, with the loss apart. Packed rows are no ragged
+        ones."""
+        from tasks.tokenizer import PAD
+
+        # The model reads all tokens but the last and predicts all but the first.
+        ragged = (("tokens", 1, PAD, 1),) if self.data.packing == "documents" else ()
+        return Declaration(
+            whole=("net",),
+            blocks=tuple(f"net.{path}" for path in self.network.blocks()),
+            parts=tuple(f"net.{path}" for path in self.network.parts()),
+            ragged=ragged,
+        )
+
+    def count(self, batch: Any) -> BatchCounts:
+        """Count a TextBatch: rows, positions, and targets that are not padding."""
+        rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+        return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
+
+    def training_flops(self, batch: Any) -> int | None:
+        """Operations of matrix products in forward and backward, which has a product for each operand's gradient.
+
+        What is computed again in backward (``loss_chunks``) does not count: it brings the training no further.
+        """
+        forward = self.inference_flops(batch)
+        return None if forward is None else 3 * forward
+
+    def inference_flops(self, batch: Any) -> int | None:
+        """Operations of matrix products in forward, see ``LanguageNetwork.flops``."""
+        return self.network.flops(rows=batch.tokens.shape[0], positions=batch.tokens.shape[1] - 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class MaskedLM(TrainedTask):
+    """BERT's masked tokens, hidden anew in every epoch; see ``tasks/language/data.py``."""
+
+    name: ClassVar[str] = "masked_lm"
+    monitor: ClassVar[str | None] = "val/loss"
+
+    masked_share: float = 0.15
+    """Share of a row's tokens to predict, rounded, at least one: of them 80% show the mask, 10% a random token and 10%
+    themselves."""
+    network: BertNetwork = field(default_factory=BertNetwork)
+    """Dimensions of the network."""
+    data: TextData = field(default_factory=lambda: TextData(packing="documents"))
+    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range or at odds with each other."""
+        if type(self.data) is TextData:
+            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
+            self.data = Stdlib(**asdict(self.data))
+        TrainedTask.__post_init__(self)
+        if not 0 < self.masked_share < 1:
+            raise ValueError(f"task.masked_share={self.masked_share} must be above 0 and below 1")
+        for name in ("max_tokens", "pad_to"):
+            value = getattr(self.data, name)
+            if value is not None and value > self.network.max_tokens:
+                raise ValueError(
+                    f"task.data.{name}={value} must be at most task.network.max_tokens={self.network.max_tokens}"
+                )
+
+    def build_data(self, *, seed: int) -> lightning.LightningDataModule:
+        """Build the data module. Raises ValueError, naming the file, for unusable input."""
+        from tasks.language.data import MaskedDataModule
+
+        return MaskedDataModule(
+            self.data,
+            vocabulary_size=self.network.vocabulary_size,
+            max_tokens=self.network.max_tokens,
+            masked_share=self.masked_share,
+            seed=seed,
+        )
+
+    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
+        """Build the module; see ``initialise`` for its weights."""
+        from tasks.language.model import Bert, MaskedModule
+
+        # The original's 1e-4 for base; Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
+        recipe = self.recipe(default_learning_rate=0.0768 / self.network.width, max_steps=max_steps)
+        return MaskedModule(partial(Bert, **asdict(self.network)), recipe, initialise=self.initialise)
+
+    def declare(self) -> Declaration:
+        """One graph for the whole network with its loss; or its blocks, with embedding and loss apart. Packed rows are
+        no ragged ones."""
+        from tasks.module import IGNORED
+        from tasks.tokenizer import PAD
+
+        ragged = (("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
+        return Declaration(
+            whole=("net",),
+            blocks=("net.blocks",),
+            parts=("net.embed", "net.tail"),
+            ragged=ragged if self.data.packing == "documents" else (),
+        )
+
+    def count(self, batch: Any) -> BatchCounts:
+        """Count a MaskedBatch: rows, positions, and those that are not padding."""
+        return BatchCounts(
+            samples=batch.tokens.shape[0], tokens=batch.tokens.numel(), useful_tokens=batch.useful_tokens
+        )
+
+    def training_flops(self, batch: Any) -> int:
+        """Operations of matrix products in forward and backward, which has a product for each operand's gradient."""
+        return 3 * self.inference_flops(batch)
+
+    def inference_flops(self, batch: Any) -> int:
+        """Operations of matrix products in forward, see ``BertNetwork.flops``."""
+        rows, positions = batch.tokens.shape
+        return self.network.flops(rows=rows, positions=positions)

@@ -1,0 +1,241 @@
+"""Generated batch: what every micro model takes, and how its random numbers are drawn.
+
+Shape letters: B batch, S positions, ... the shape of an input.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tasks.base import Loading
+from tasks.loading import ResumableDataModule
+
+
+class GeneratedBatch(NamedTuple):
+    """What the module takes."""
+
+    inputs: Tensor
+    """float32 [B, ...], images in channels_last memory; or tokens, int64 [B, S]. See ``GeneratedTensors`` for what a
+    loader yields."""
+    targets: Tensor
+    """Class of each input, or of each position of it: int64 [B] or [B, S]; padding is ignored."""
+    useful_tokens: int | None
+    """Positions that are not padding; None where inputs are no sequences."""
+
+    @staticmethod
+    def host_only() -> tuple[str, ...]:
+        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
+        return ("useful_tokens",)
+
+
+def generator(key: str) -> torch.Generator:
+    """A generator of random numbers for ``key``, the same in every process (``hash()`` is not)."""
+    return torch.Generator().manual_seed(seed_of(key))
+
+
+def seed_of(key: str) -> int:
+    """The seed for ``key``."""
+    return zlib.crc32(key.encode())
+
+
+PATTERN_NORM = 4.0
+"""Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
+CELLS = 4
+"""Rows and columns of fields in an image's pattern."""
+
+
+class GeneratedTensors(ResumableDataModule):
+    """Inputs of one shape. They lie on the device that trains, all of them, and the loader hands out their numbers,
+    which become inputs where Lightning moves a batch to its device.
+
+    A batch of images takes longer to be gathered and copied by the host than a GPU takes to train on it.
+    """
+
+    option = "task"
+
+    def __init__(
+        self, loading: Loading, *, shape: tuple[int, ...], classes: int, train_count: int, val_count: int, seed: int
+    ) -> None:
+        """``shape``: of an input: features; positions and features, each position of its own class; or an image."""
+        super().__init__(loading, seed=seed)
+        self._shape, self._classes = shape, classes
+        self._train_count, self._val_count = train_count, val_count
+        self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        """Inputs and targets by device, inputs in the precision that trains."""
+        self.collate = self._numbered
+
+    def open(self) -> str:
+        """Generate all examples."""
+        patterns = class_patterns(self._shape, classes=self._classes, seed=self.seed)
+        keys = [
+            f"{self.seed}/{split}/{index}"
+            for split, count in (("train", self._train_count), ("val", self._val_count))
+            for index in range(count)
+        ]
+        inputs, targets = noisy_examples(patterns, self._shape, keys=keys)
+        if len(self._shape) == 3:
+            # Rows of channels, so that a batch of images is channels_last, the layout of fast convolutions.
+            inputs = inputs.permute(0, 2, 3, 1).contiguous()
+        self._inputs, self._targets = inputs, targets
+        self.train_set = Numbers(range(self._train_count))
+        self.val_set = Numbers(range(self._train_count, len(keys)))
+        return "the generated data"
+
+    def _numbered(self, numbers: Sequence[int]) -> GeneratedBatch:
+        """A batch whose inputs are still the numbers of its examples."""
+        numbers_B = torch.tensor(numbers)
+        targets = self._targets[numbers_B]
+        return GeneratedBatch(numbers_B, targets, targets.numel() if targets.ndim == 2 else None)
+
+    def transfer_batch_to_device(
+        self, batch: GeneratedBatch, device: torch.device, dataloader_idx: int
+    ) -> GeneratedBatch:
+        """Gather the inputs of ``batch`` on ``device``."""
+        if device not in self._pools:
+            inputs = self._inputs.to(device)
+            if self.trainer is not None:
+                # Lightning converts a batch before it is moved, when these inputs are not there yet.
+                inputs = self.trainer.precision_plugin.convert_input(inputs)
+            self._pools[device] = inputs, self._targets.to(device)
+        numbers = batch.inputs.to(device, non_blocking=True)
+        inputs, targets = (pool.index_select(0, numbers) for pool in self._pools[device])
+        if len(self._shape) == 3:
+            inputs = inputs.permute(0, 3, 1, 2)
+        return batch._replace(inputs=inputs, targets=targets)
+
+
+class Numbers(Dataset[int]):
+    """Numbers of examples, in the place of the examples themselves."""
+
+    def __init__(self, numbers: range) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        """Examples."""
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> int:
+        """The example's number."""
+        return self._numbers[index]
+
+
+def class_patterns(shape: tuple[int, ...], *, classes: int, seed: int) -> Tensor:
+    """What an input (or position) of each class looks like without noise: float32 [K, ...].
+
+    Vectors have the norm ``PATTERN_NORM``; images are ``CELLS`` x ``CELLS`` fields of one colour each.
+    """
+    draw = generator(f"{seed}/patterns")
+    if len(shape) == 3:
+        fields = torch.randn(classes, shape[0], CELLS, CELLS, generator=draw)
+        return torch.nn.functional.interpolate(fields, size=shape[1:], mode="nearest")
+    patterns = torch.randn(classes, shape[-1], generator=draw)
+    return patterns * (PATTERN_NORM / patterns.norm(dim=1, keepdim=True))
+
+
+def noisy_examples(patterns: Tensor, shape: tuple[int, ...], *, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """An example for each key: float32 inputs [N, ...] and the classes, int64, [N] or [N, S], that they were made from.
+
+    Each is drawn by itself, in place: an operation more is one more for each of some thousand examples.
+    """
+    classes = torch.empty(len(keys), *(shape[:1] if len(shape) == 2 else ()), dtype=torch.int64)
+    inputs = torch.empty(len(keys), *shape)
+    draw = torch.Generator()
+    for key, its_classes, its_input in zip(keys, classes.unbind(), inputs.unbind(), strict=True):
+        draw.manual_seed(seed_of(key))
+        torch.randint(0, len(patterns), its_classes.shape, generator=draw, out=its_classes)
+        torch.randn(shape, generator=draw, out=its_input)
+    return inputs.add_(patterns[classes]), classes
+
+
+PAD = 0
+"""Token id of padding."""
+VOCABULARY = 256
+"""Token ids of ragged sequences, padding among them."""
+SHORTEST = 4
+"""Tokens of the shortest sequence."""
+SPREAD = 0.6
+"""Standard deviation of the logarithm of a sequence's length, as documents and sentences have it."""
+
+
+class GeneratedSequences(ResumableDataModule):
+    """Sequences of ragged lengths, padded to the longest of their batch."""
+
+    option = "task"
+
+    def __init__(
+        self,
+        loading: Loading,
+        *,
+        longest: int,
+        pad_to: int | None,
+        classes: int,
+        ignored: int,
+        train_count: int,
+        val_count: int,
+        seed: int,
+    ) -> None:
+        """``longest``: most positions of a sequence; ``pad_to``: of every batch; ``ignored``: target of padding."""
+        super().__init__(loading, seed=seed)
+        self._longest, self._classes, self._ignored = longest, classes, ignored
+        self._pad_to = pad_to
+        self._counts = {"train": train_count, "val": val_count}
+        self.collate = self._padded
+
+    def open(self) -> str:
+        """Generate all sequences."""
+        class_of = torch.randint(0, self._classes, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
+        self.train_set, self.val_set = (
+            Sequences([self._tokens(f"{self.seed}/{split}/{index}") for index in range(count)], class_of)
+            for split, count in self._counts.items()
+        )
+        return "the generated sequences"
+
+    def transfer_batch_to_device(
+        self, batch: GeneratedBatch, device: torch.device, dataloader_idx: int
+    ) -> GeneratedBatch:
+        """Move the two tensors without waiting for the copy; the count stays on the host."""
+        return batch._replace(
+            inputs=batch.inputs.to(device, non_blocking=True), targets=batch.targets.to(device, non_blocking=True)
+        )
+
+    def _tokens(self, key: str) -> Tensor:
+        return ragged_tokens(key, longest=self._longest)
+
+    def _padded(self, items: Sequence[tuple[Tensor, Tensor]]) -> GeneratedBatch:
+        lengths = [len(tokens) for tokens, _ in items]
+        positions = max(lengths) if self._pad_to is None else self._pad_to
+        tokens_BS = torch.full((len(items), positions), PAD)
+        targets_BS = torch.full((len(items), positions), self._ignored)
+        for row, (tokens, targets) in enumerate(items):
+            tokens_BS[row, : lengths[row]] = tokens
+            targets_BS[row, : lengths[row]] = targets
+        return GeneratedBatch(tokens_BS, targets_BS, sum(lengths))
+
+
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs of tokens and their classes, both int64 [S]."""
+
+    def __init__(self, tokens: list[Tensor], class_of: Tensor) -> None:
+        self._tokens, self._class_of = tokens, class_of
+        self.lengths = [len(sequence) for sequence in tokens]
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Sequence ``index``, the same in every run of one seed."""
+        return self._tokens[index], self._class_of[self._tokens[index]]
+
+
+def ragged_tokens(key: str, *, longest: int) -> Tensor:
+    """Tokens int64 [S], none of them padding; lengths are lognormal with a quarter of ``longest`` as their median."""
+    length = round(random.Random(key).lognormvariate(0.0, SPREAD) * longest / 4)
+    return torch.randint(1, VOCABULARY, (min(max(length, SHORTEST), longest),), generator=generator(key))
