@@ -1,36 +1,74 @@
-"""Image files of any common kind, decoded, resized and cropped to one square size."""
+"""Images that tasks share: files decoded and cropped to one square size, data sets of them, and drawn scenes."""
 
 from __future__ import annotations
 
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
+from torch.utils.data import Dataset
+
+Item = TypeVar("Item")
+MAX_SUBSTITUTIONS = 50
+"""Bad images in a row after which a source is taken to be unusable."""
 
 
 class ImageError(ValueError):
     """An image file that does not decode; the message names the file."""
 
 
-@dataclass(kw_only=True, slots=True)
-class ImageFiles:
-    """Example index to image; the same file may serve several examples."""
+class ImageDataset(Dataset[Item]):
+    """Examples with an image each; the next one that decodes takes the place of one that does not.
 
-    paths: Sequence[Path]
-    """One path an example."""
-    image_size: int
-    """Width and height in pixels after resizing the shorter side and cropping the centre."""
+    Item ``i`` is the same in every run. A subclass has a length and reads an example.
+    """
 
-    def __call__(self, index: int) -> Tensor:
-        """Read example ``index`` as uint8 RGB [3, H, W]; raises ImageError for a file that does not decode."""
-        return read_image(self.paths[index], image_size=self.image_size)
+    def __init__(self, place: str, *, images: int, skipped: dict[str, int]) -> None:
+        """``place``: where the examples come from, for messages; ``skipped``: items already left out, by reason."""
+        self.place = place
+        self.left_out = dict(skipped)
+        # In shared memory, so that the main process sees what worker processes found.
+        self._undecodable = torch.zeros(images, dtype=torch.uint8).share_memory_()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int) -> Item:
+        """Example ``index``. Raises ImageError for an image that does not decode."""
+        raise NotImplementedError
+
+    def image_id(self, index: int) -> int:
+        """The image of example ``index``, as a number below ``images``."""
+        return index
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Items left out so far, by reason; images that do not decode are found as they are read."""
+        undecodable = int(self._undecodable.sum())
+        return {**self.left_out, **({"image does not decode": undecodable} if undecodable else {})}
+
+    def __getitem__(self, index: int) -> Item:
+        attempts = min(MAX_SUBSTITUTIONS, len(self))
+        for offset in range(attempts):
+            position = (index + offset) % len(self)
+            image_id = self.image_id(position)
+            if self._undecodable[image_id]:
+                continue
+            try:
+                return self.read(position)
+            except ImageError as error:
+                self._undecodable[image_id] = 1
+                print(f"left out: {error}", file=sys.stderr, flush=True)
+        raise ValueError(f"{self.place}: {attempts} examples in a row have images that do not decode")
 
 
 def read_image(path: Path, *, image_size: int) -> Tensor:
@@ -43,9 +81,7 @@ def read_image(path: Path, *, image_size: int) -> Tensor:
             # A JPEG decodes at a half, a quarter or an eighth of its size for little more than that share of the time.
             image.draft("RGB", (2 * image_size, 2 * image_size))
             return fit_image(image, image_size=image_size)
-    except (
-        Exception
-    ) as error:  # PIL's plug-ins raise many kinds on broken files, struct.error and SyntaxError included.
+    except Exception as error:  # PIL's plug-ins raise many kinds, struct.error and SyntaxError included
         raise ImageError(f"{path} does not decode ({type(error).__name__})") from None
 
 
@@ -88,10 +124,6 @@ class FolderListing:
         return path.name in names
 
 
-MISSING = -1
-"""Label of an image that was not made yet."""
-
-
 class KeptImages:
     """Item ``i`` is item ``i % count`` of ``item``, which is asked for it once.
 
@@ -102,12 +134,12 @@ class KeptImages:
         """``count``: different images, 3 bytes a pixel each."""
         self._item = item
         self._images = torch.empty((count, 3, image_size, image_size), dtype=torch.uint8).share_memory_()
-        self._labels = torch.full((count,), MISSING, dtype=torch.long).share_memory_()
+        self._labels = torch.full((count,), -1).share_memory_()
 
     def __call__(self, index: int) -> tuple[Tensor, int]:
         """Image (uint8 [3, H, W]; not to be written to) and class."""
         place = index % len(self._images)
-        if int(self._labels[place]) == MISSING:
+        if int(self._labels[place]) < 0:
             image, label = self._item(place)
             self._images[place] = image
             self._labels[place] = label  # last: whoever sees it sees the image
@@ -210,30 +242,33 @@ def make_scene(key: str, *, max_objects: int = 9) -> Scene:
     return Scene(ground=draw.choice(tuple(GROUNDS)), shapes=shapes)
 
 
-@dataclass(kw_only=True, slots=True)
-class SceneImages:
-    """The scenes ``key/0`` ... ``key/(count - 1)``; calling it with an index draws one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenes:
+    """The scenes ``key/0``, ``key/1``, ..."""
 
     key: str
     """Names the seed and the split."""
-    count: int
-    """Scenes."""
     max_objects: int
     """Most shapes in a scene."""
     image_size: int
     """Width and height in pixels."""
 
-    def _scene(self, index: int) -> Scene:
+    def __getitem__(self, index: int) -> Scene:
         return make_scene(f"{self.key}/{index}", max_objects=self.max_objects)
 
-    def captions(self) -> list[str]:
-        """All captions, without drawing."""
-        return [self._scene(index).caption() for index in range(self.count)]
-
-    def __call__(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         """Draw scene ``index`` as uint8 [3, H, W]."""
-        pixels = np.array(self._scene(index).draw(self.image_size))
-        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        return to_tensor(self[index].draw(self.image_size))
+
+    def labelled_image(self, index: int) -> tuple[Tensor, int]:
+        """Draw scene ``index``, of one shape; returns it with its class, see ``shape_classes``."""
+        (shape,) = self[index].shapes
+        return self.image(index), SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
+
+
+def shape_classes() -> list[str]:
+    """Colour and kind of each class of shapes."""
+    return [f"{colour} {kind}" for kind in SHAPES for colour in COLOURS]
 
 
 def _draw_shape(

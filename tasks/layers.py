@@ -1,13 +1,56 @@
-"""Layers that networks of several tasks share, and how their weights are drawn.
+"""Layers and scores that networks of several tasks share, and how their weights are drawn.
 
-Shape letters: B batch, S positions, N positions of a context, D width, H heads, K head width.
+Shape letters: B batch, S positions, N positions of a context, D width, H heads, K head width or classes, T targets.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+IGNORED = -100
+"""Target that is no target: padding, or a token that was not masked. torch's default for ``cross_entropy``."""
+
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
+"""Mean loss in nats a target, right predictions and targets, all 0-D; the last two are None in training mode."""
+
+
+def class_scores(logits_K: Tensor, targets: Tensor, *, training: bool, ignored: int = IGNORED) -> Scores:
+    """Scores of logits [..., K] for int64 targets [...]; those that are ``ignored`` are no targets.
+
+    In training mode the last two are None: an argmax over the classes is not paid for on the training path.
+    """
+    logits_TK, targets_T = logits_K.flatten(0, -2), targets.flatten()
+    loss = F.cross_entropy(logits_TK, targets_T, ignore_index=ignored)
+    if training:
+        return loss, None, None
+    return loss, *right_predictions(logits_TK, targets_T, ignored=ignored)
+
+
+def right_predictions(logits_TK: Tensor, targets_T: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
+    """Number of targets that have the largest logit, and of targets, 0-D."""
+    real_T = targets_T != ignored
+    return ((logits_TK.argmax(dim=-1) == targets_T) & real_T).sum(), real_T.sum()
+
+
+def attend(
+    query_key_value: Tensor, heads: int, *, mask_B11S: Tensor | None = None, causal: bool = False, dropout: float = 0.0
+) -> Tensor:
+    """Self-attention [B, S, D] of queries, keys and values that lie side by side, [B, S, 3 D].
+
+    ``mask_B11S``: true where positions attend to; ``dropout``: share of attention weights dropped.
+    """
+    query_BHSK, key_BHSK, value_BHSK = (
+        part_BSD.unflatten(-1, (heads, -1)).transpose(1, 2) for part_BSD in query_key_value.chunk(3, dim=-1)
+    )
+    mixed_BHSK = F.scaled_dot_product_attention(
+        query_BHSK, key_BHSK, value_BHSK, attn_mask=mask_B11S, dropout_p=dropout, is_causal=causal
+    )
+    return mixed_BHSK.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
@@ -54,11 +97,30 @@ class TextEmbedding(nn.Module):
         return x_BSD
 
 
-def draw_weights(net: nn.Module, std: float) -> None:
-    """Draw the weights of linear and embedding layers from a normal distribution, in the order of the module tree;
-    biases of linear layers become 0."""
+def mlp(width: int, activation: nn.Module) -> nn.Sequential:
+    """An MLP whose hidden layer is four widths wide."""
+    return nn.Sequential(nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
+
+
+def draw_weights(
+    net: nn.Module, std: float, *, positions: Sequence[Tensor] = (), branch_ends: Sequence[nn.Module] = ()
+) -> None:
+    """Draw linear and embedding weights from a normal distribution, in the order of the module tree; biases become 0.
+
+    Args:
+        net: What is drawn, in place.
+        std: Standard deviation.
+        positions: Parameters drawn after them, alike.
+        branch_ends: Last layers of all branches that add to the residual stream, drawn once more: scaled so that its
+            variance does not grow with depth (Radford et al. 2019, section 2.3).
+    """
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    for position in positions:
+        nn.init.normal_(position, std=std)
+    for end in branch_ends:
+        assert isinstance(end, nn.Linear)
+        nn.init.normal_(end.weight, std=std / math.sqrt(len(branch_ends)))

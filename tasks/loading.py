@@ -1,8 +1,8 @@
-"""Order of training examples that a resumed run continues exactly where it stopped."""
+"""Loaders of a training and a validation set, in an order that a resumed run continues exactly where it stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tasks.base import Loading
 from tasks.resources import require_memory, require_workers
+from tasks.tokenizer import PAD
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -20,18 +21,9 @@ class ResumableSampler(DistributedSampler[int]):
     It is a DistributedSampler so that Lightning keeps it and tells it the epoch; it needs no process group.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[object],
-        *,
-        num_replicas: int,
-        rank: int,
-        seed: int,
-        batch_size: int,
-        shuffle: bool = True,
-    ) -> None:
+    def __init__(self, dataset: Dataset[object], *, num_replicas: int, rank: int, seed: int, batch_size: int) -> None:
         """``batch_size``: examples a batch on one rank, the unit in which ``resume`` counts."""
-        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.batch_size = batch_size
         self._resume_epoch = 0
         self._resume_batches = 0
@@ -41,17 +33,13 @@ class ResumableSampler(DistributedSampler[int]):
         self._resume_epoch, self._resume_batches = epoch, batches
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this rank's examples of the epoch, without the batches that were trained on before."""
         # Lightning builds the first iterator before it has advanced past an epoch that a checkpoint completed: the
         # epoch it tells may be one behind the one to resume in, never ahead of it. Asking again changes nothing.
         epoch = max(self.epoch, self._resume_epoch)
         batches = self._resume_batches if epoch == self._resume_epoch else 0
         count = len(self.dataset)  # type: ignore[arg-type]
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(count, generator=generator).tolist()
-        else:
-            order = list(range(count))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(count, generator=generator).tolist()
         # Every rank draws equally many examples: the last ones begin again at the front.
         order = (order * -(-self.total_size // max(1, count)))[: self.total_size]
         return iter(order[self.rank : self.total_size : self.num_replicas][batches * self.batch_size :])
@@ -64,11 +52,9 @@ class ResumableLoader(DataLoader[Any]):
     """Where training stands, ``{"epoch", "batches"}``; only the training loop knows, the loader fetches ahead."""
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and batches of it that were trained on."""
         return self.position()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Let the next iterator start there."""
         assert isinstance(self.sampler, ResumableSampler)
         self.sampler.resume(epoch=state_dict["epoch"], batches=state_dict["batches"])
 
@@ -196,6 +182,18 @@ class ResumableDataModule(L.LightningDataModule):
     def _replicas(self) -> tuple[int, int]:
         """World size and rank."""
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
+
+
+def pad_rows(rows: Sequence[torch.Tensor], *, width: int | None, padding: int = PAD) -> torch.Tensor:
+    """Stack int64 rows [length], padded on the right to ``width`` tokens or, where it is None, to the longest row's."""
+    lengths = [len(row) for row in rows]
+    width = max(lengths) if width is None else width
+    if min(lengths) == width:
+        return torch.stack(list(rows))
+    padded = torch.full((len(rows), width), padding, dtype=torch.long)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = row
+    return padded
 
 
 def _least_bytes(item: Any) -> int:

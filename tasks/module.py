@@ -1,6 +1,7 @@
-"""Class scores: mean loss and right predictions of logits, with targets that are ignored.
+"""The LightningModule around every network here: its start-up, its validation and its recipe.
 
-Shape letters: K classes, T targets of the batch, ... any leading dimensions.
+Layers draw their weights as they are made: a host takes seconds for a few hundred million of them and minutes for
+billions, a GPU milliseconds. So networks are built without memory and given weights where they will be used.
 """
 
 from __future__ import annotations
@@ -8,42 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
-IGNORED = -100
-"""Target that is no target: padding, or a token that was not masked. torch's default for ``cross_entropy``."""
+from tasks.layers import Scores
 
-Scores = tuple[Tensor, Tensor | None, Tensor | None]
-"""Mean loss in nats a target, right predictions and targets, all 0-D; the last two are None in training mode."""
-
-
-def class_scores(logits_K: Tensor, targets: Tensor, *, training: bool, ignored: int = IGNORED) -> Scores:
-    """Scores of logits [..., K] for int64 targets [...]; those that are ``ignored`` are no targets.
-
-    In training mode the last two are None: an argmax over the classes is not paid for on the training path.
-    """
-    logits_TK, targets_T = logits_K.flatten(0, -2), targets.flatten()
-    loss = F.cross_entropy(logits_TK, targets_T, ignore_index=ignored)
-    if training:
-        return loss, None, None
-    return loss, *right_predictions(logits_TK, targets_T, ignored=ignored)
-
-
-def right_predictions(logits_TK: Tensor, targets_T: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
-    """Number of targets that have the largest logit, and of targets, 0-D."""
-    real_T = targets_T != ignored
-    return ((logits_TK.argmax(dim=-1) == targets_T) & real_T).sum(), real_T.sum()
+LARGE = 1_000_000_000
+"""Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""
+BETAS = (0.9, 0.98)
+"""Adam's decay of its two running means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What ``LightningModule.configure_optimizers`` returns, from five numbers."""
+    """AdamW under a linear warm-up and a cosine, from five numbers."""
 
     learning_rate: float
     """Highest, reached after the warm-up."""
@@ -55,8 +38,6 @@ class Recipe:
     """Learning rate at ``max_steps`` as a share of ``learning_rate``."""
     max_steps: int
     """Length of the schedule in optimizer steps."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Adam's decay of its two running means."""
 
     def configure(self, parameters: Iterable[nn.Parameter]) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trainable of ``parameters``, fused where it can be; its schedule moves by step."""
@@ -65,11 +46,13 @@ class Recipe:
             {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ]
+        # One fused kernel takes parameters of one kind of device.
+        can_fuse = {parameter.device.type for parameter in trainable} in ({"cuda"}, {"cpu"})
         optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=self.learning_rate,
-            betas=self.betas,
-            fused=_can_fuse(trainable) or None,
+            betas=BETAS,
+            fused=can_fuse or None,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -83,13 +66,84 @@ class Recipe:
         return self.final_share + (1.0 - self.final_share) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
-    """Whether AdamW has one fused kernel for all of them."""
-    return {parameter.device.type for parameter in parameters} in ({"cuda"}, {"cpu"})
+class ScoredModule(L.LightningModule):
+    """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
 
+    ``net(*inputs, targets)`` returns the ``Scores`` of ``tasks.layers``, ``net(*inputs)`` the logits. Validation logs
+    ``val/loss`` and the share of right predictions, once.
+    """
 
-LARGE = 1_000_000_000
-"""Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""
+    accuracy: ClassVar[str] = "val/accuracy"
+    """Key of the share of targets that were predicted right."""
+    inputs: ClassVar[tuple[str, ...]] = ("inputs",)
+    """What of a batch the network reads beside the targets."""
+
+    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
+        """Build the network.
+
+        Args:
+            build: Makes the network alike each time, and draws its weights from torch's global generator.
+            recipe: Optimizer and schedule.
+            initialise: Where weights are drawn, see ``start``: now, or in ``configure_model`` on the device under the
+                seed that torch has now.
+        """
+        super().__init__()
+        self.net = start(build, initialise)
+        self._build, self._seed = build, torch.initial_seed()
+        self._recipe = recipe
+        self._sums: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
+        if is_on_meta(self.net):
+            materialise(self.net, self._build, device=self.trainer.strategy.root_device, seed=self._seed)
+
+    def cpu(self) -> Self:
+        """Stay as it is where the weights are not drawn yet: Lightning tidies up by this call when ``setup`` has
+        refused to train, and torch's error would take the place of the refusal."""
+        return self if is_on_meta(self.net) else super().cpu()
+
+    def scores(self, batch: Any) -> Scores:
+        """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
+        scores: Scores = self.net(*(getattr(batch, name) for name in self.inputs), batch.targets)
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
+        return self.scores(batch)[0]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Logits of the batch."""
+        logits: Tensor = self.net(*(getattr(batch, name) for name in self.inputs))
+        return logits
+
+    def on_validation_epoch_start(self) -> None:
+        self._sums = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add up loss, right predictions and targets on the device."""
+        loss, correct, count = self.scores(batch)
+        assert correct is not None, "validation runs in eval mode"
+        assert count is not None
+        # float64: float32 counts exactly to 16.7 million only. MPS has none.
+        precise = torch.float32 if loss.device.type == "mps" else torch.float64
+        # A batch without a target has no mean loss (nan) and weighs nothing.
+        weighted = torch.where(count > 0, loss.to(precise), 0.0) * count
+        sums = torch.stack((weighted, correct.to(precise), count.to(precise)))
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/loss`` and the accuracy over all ranks."""
+        if self._sums is None:
+            return
+        # The sums are added over ranks before dividing: a rank with more targets weighs more.
+        loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
+        self.log(self.accuracy, (correct / count).float(), sync_dist=True)
+        self._sums = None
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        return self._recipe.configure(self.parameters())
 
 
 def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:
@@ -167,86 +221,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-class ScoredModule(L.LightningModule):
-    """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
-
-    ``net(*inputs, targets)`` returns the ``Scores`` of ``tasks.module``, ``net(*inputs)`` the logits.
-    """
-
-    accuracy = "val/accuracy"
-    """Key of the share of targets that were predicted right."""
-
-    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
-        """Build the network.
-
-        Args:
-            build: Makes the network alike each time, and draws its weights from torch's global generator.
-            recipe: Optimizer and schedule.
-            initialise: Where weights are drawn, see ``tasks.module.start``: now, or in ``configure_model``
-                on the device under the seed that torch has now.
-        """
-        super().__init__()
-        self.net = start(build, initialise)
-        self._build, self._seed = build, torch.initial_seed()
-        self._recipe = recipe
-        self._sums: Tensor | None = None
-
-    def configure_model(self) -> None:
-        """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
-        if is_on_meta(self.net):
-            materialise(self.net, self._build, device=self.trainer.strategy.root_device, seed=self._seed)
-
-    def cpu(self) -> Self:
-        """Stay as it is where the weights are not drawn yet: Lightning tidies up by this call when ``setup`` has
-        refused to train, and torch's error would take the place of the refusal."""
-        return self if is_on_meta(self.net) else super().cpu()
-
-    def inputs(self, batch: Any) -> tuple[Tensor | None, ...]:
-        """What of ``batch`` the network reads beside the targets."""
-        raise NotImplementedError
-
-    def scores(self, batch: Any) -> Scores:
-        """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
-        scores: Scores = self.net(*self.inputs(batch), batch.targets)
-        return scores
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
-        return self.scores(batch)[0]
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Logits of the batch."""
-        logits: Tensor = self.net(*self.inputs(batch))
-        return logits
-
-    def on_validation_epoch_start(self) -> None:
-        """Forget the last validation."""
-        self._sums = None
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add up loss, right predictions and targets on the device."""
-        loss, correct, count = self.scores(batch)
-        assert correct is not None, "validation runs in eval mode"
-        assert count is not None
-        # float64: float32 counts exactly to 16.7 million only. MPS has none.
-        precise = torch.float32 if loss.device.type == "mps" else torch.float64
-        # A batch without a target has no mean loss (nan) and weighs nothing.
-        weighted = torch.where(count > 0, loss.to(precise), 0.0) * count
-        sums = torch.stack((weighted, correct.to(precise), count.to(precise)))
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/loss`` and the accuracy over all ranks."""
-        if self._sums is None:
-            return
-        # The sums are added over ranks before dividing: a rank with more targets weighs more.
-        loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
-        self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
-        self.log(self.accuracy, (correct / count).float(), sync_dist=True)
-        self._sums = None
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW and its schedule, by the recipe."""
-        return self._recipe.configure(self.parameters())

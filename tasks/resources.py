@@ -1,4 +1,4 @@
-"""Room: what a run needs of this machine's memory, processes and files, against what there is; all of it in bytes.
+"""What a run needs of this machine's memory, processes and files, against what there is; all of it in bytes.
 
 Only what certainly cannot be had is refused. Where the system does not tell (no /proc), nothing is.
 """
@@ -12,16 +12,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
+
+Made = TypeVar("Made")
 
 GIB = 1 << 30
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-LEAST_OF_EXAMPLE = 64
+MIN_EXAMPLE_BYTES = 64
 """Bytes of an entry of a list in memory: the pointer and the smallest string or tensor."""
-LEAST_OF_WORKER = 4 << 20
+MIN_WORKER_BYTES = 4 << 20
 """Bytes of a forked loader process of its own: measured 9 MiB (pages that it writes, and page tables)."""
-FILES_OF_WORKER = 3
+MIN_WORKER_FILES = 3
 """Files that a loader process keeps open in its parent: measured five."""
 
 
@@ -46,15 +48,15 @@ def require_memory(what: str, needed: int, *, more: int | None = None, on: tuple
 def require_workers(what: str, workers: int) -> None:
     """Raise ValueError where so many loader processes cannot be started; torch itself warns of more than processors."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and workers * FILES_OF_WORKER > files:
+    if files != resource.RLIM_INFINITY and workers * MIN_WORKER_FILES > files:
         raise ValueError(
-            f"{what}: needs {workers * FILES_OF_WORKER:,} open files, this process may have {files:,} (ulimit -n)"
+            f"{what}: needs {workers * MIN_WORKER_FILES:,} open files, this process may have {files:,} (ulimit -n)"
         )
     for file in (PROC / "sys/kernel/pid_max", CGROUPS / "pids.max"):
         most = "".join(words(file))
         if most.isdecimal() and workers > int(most):
             raise ValueError(f"{what}: this machine allows {int(most):,} processes ({file})")
-    require_memory(what, workers * LEAST_OF_WORKER)
+    require_memory(what, workers * MIN_WORKER_BYTES)
 
 
 def gib(size: int) -> str:
@@ -134,3 +136,29 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def load_or_make(
+    name: str,
+    folder: Path,
+    *,
+    load: Callable[[Path], Made],
+    make: Callable[[], Made],
+    write: Callable[[IO[bytes], Made], object],
+) -> Made:
+    """Load the file ``name`` of ``folder`` or of the user's cache; else make its content, and keep it there.
+
+    A file that does not load (an older library's format, a full disk) is made again. A place that cannot be written is
+    passed over; without any, the content lives in memory only.
+    """
+    paths = [folder / name, cache_folder() / name]
+    for path in paths:
+        with suppress(Exception):
+            if path.is_file():
+                return load(path)
+    made = make()
+    for path in paths:
+        with suppress(OSError):
+            write_atomically(path, lambda file: write(file, made))
+            break
+    return made

@@ -1,4 +1,4 @@
-"""Tokenizer: byte-level BPE trained on the training captions and kept in a file.
+"""Byte-level BPE trained on the training texts and kept in a file.
 
 Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, over bytes as in GPT-2: every text has tokens, none is unknown.
 """
@@ -7,47 +7,43 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tasks.resources import load_or_make
 
-from tasks.resources import cache_folder, write_atomically
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PAD, BEGIN, END = 0, 1, 2
 """Ids of the special tokens."""
 
 SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
-MINIMUM_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-"""All bytes and the special tokens."""
 
 
-def load_tokenizer(captions: Sequence[str], *, vocabulary_size: int, folder: Path) -> Tokenizer:
-    """Load the tokenizer of these captions from ``folder`` or from the user's cache, or train it and keep it there.
+def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int, folder: Path) -> Tokenizer:
+    """Load the tokenizer of these texts from ``folder`` or from the user's cache, or train it and keep it there.
 
-    The file's name carries the vocabulary size and a hash of the captions: changed captions train a new tokenizer.
-    A place that cannot be written is passed over; without any the tokenizer lives in memory only.
+    The file's name carries the vocabulary size and a hash of the texts: changed texts train a new tokenizer.
     """
+    from tokenizers import Tokenizer
+
     digest = hashlib.blake2b(digest_size=6)
-    for caption in captions:
-        digest.update(caption.encode() + b"\0")
-    file_name = f"tokenizer-{vocabulary_size}-{digest.hexdigest()}.json"
-    paths = [folder / file_name, cache_folder() / file_name]
-    for path in paths:
-        # A file that does not load (an older library's format, a full disk) is trained and written again.
-        with suppress(Exception):
-            if path.is_file():
-                return Tokenizer.from_file(str(path))
-    tokenizer = train_tokenizer(captions, vocabulary_size=vocabulary_size)
-    for path in paths:
-        with suppress(OSError):
-            write_atomically(path, lambda file: file.write(tokenizer.to_str().encode()))
-            break
-    return tokenizer
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return load_or_make(
+        f"tokenizer-{vocabulary_size}-{digest.hexdigest()}.json",
+        folder,
+        load=lambda path: Tokenizer.from_file(str(path)),
+        make=lambda: train_tokenizer(texts, vocabulary_size=vocabulary_size),
+        write=lambda file, tokenizer: file.write(tokenizer.to_str().encode()),
+    )
 
 
-def train_tokenizer(captions: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
+def train_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
     """Train byte-level BPE with at most ``vocabulary_size`` tokens; pad, begin and end are 0, 1 and 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +53,7 @@ def train_tokenizer(captions: Sequence[str], *, vocabulary_size: int) -> Tokeniz
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(captions, trainer=trainer, length=len(captions))
+    tokenizer.train_from_iterator(texts, trainer=trainer, length=len(texts))
     return tokenizer
 
 

@@ -1,6 +1,12 @@
-"""Caption network: an image encoder, a text decoder and a language tail with the loss inside forward.
+"""The captioning network, an image encoder, a text decoder and a tail with the loss, and the LightningModule around it.
 
-Shape letters: B batch, C colour channels, H height, W width, N image tokens, E image width, S tokens, D text width.
+Encoder: torchvision's Vision Transformer taken apart into an embedding, a list of blocks and a norm (Dosovitskiy et al.
+2020, https://arxiv.org/abs/2010.11929). The modules are torchvision's own, so its blocks, its initialisation and its
+numbers hold; only their arrangement is ours, so that one block is one compiled region. Decoder: pre-norm blocks as in
+GPT-2, attention by ``scaled_dot_product_attention``.
+
+Shape letters: B batch, C colour channels, H height, W width, P patches, N image tokens (P + 1 class token),
+E image width, S text positions, D text width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,7 +14,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,9 +24,22 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from tasks.captioning.data import CaptionBatch, CaptionDataModule
-from tasks.layers import Attention, TextEmbedding, draw_weights
-from tasks.module import Recipe, ScoredModule, Scores, class_scores
+from tasks.layers import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
+from tasks.module import Recipe, ScoredModule
 from tasks.tokenizer import BEGIN, END, PAD
+
+if TYPE_CHECKING:
+    from tasks.captioning.task import CaptionerSize
+
+STRIP_IMAGES = 8
+"""Validation images drawn with their captions."""
+IMAGE_PIXELS = 224
+"""Edge of an image in the strip; smaller ones are enlarged."""
+COLUMNS = 4
+LINE_LETTERS = 34
+MAX_LINES = 9
+LINE_PIXELS = 15
+MARGIN_PIXELS = 8
 
 
 class CaptionNet(nn.Module):
@@ -31,42 +50,13 @@ class CaptionNet(nn.Module):
     blocks of one kind share one compiled graph.
     """
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        patch_size: int,
-        encoder_layers: int,
-        encoder_width: int,
-        encoder_heads: int,
-        decoder_layers: int,
-        decoder_width: int,
-        decoder_heads: int,
-        vocabulary_size: int,
-        max_tokens: int,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, size: CaptionerSize) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
-        self.max_tokens = max_tokens
-        self.encoder = ImageEncoder(
-            image_size=image_size,
-            patch_size=patch_size,
-            layers=encoder_layers,
-            width=encoder_width,
-            heads=encoder_heads,
-            dropout=dropout,
-        )
-        self.decoder = TextDecoder(
-            vocabulary_size=vocabulary_size,
-            max_tokens=max_tokens,
-            layers=decoder_layers,
-            width=decoder_width,
-            heads=decoder_heads,
-            image_width=encoder_width,
-            dropout=dropout,
-        )
-        self.tail = LanguageTail(decoder_width, vocabulary_size)
+        self.max_tokens = size.max_tokens
+        self.encoder = ImageEncoder(size)
+        self.decoder = TextDecoder(size)
+        self.tail = LanguageTail(size.decoder_width, size.vocabulary_size)
 
     def forward(self, images_BCHW: Tensor, tokens_BS: Tensor, *, score: bool = True) -> Any:
         """Score captions: uint8 images [B, 3, H, W]; int64 tokens [B, S], beginning ... end, then padding.
@@ -109,7 +99,6 @@ class PatchEmbedding(nn.Module):
     """Turn uint8 images into image tokens: normalise, cut into patches, project, prepend the class token."""
 
     def __init__(self, vit: VisionTransformer) -> None:
-        """Take the stem out of ``vit``."""
         super().__init__()
         self.conv_proj = vit.conv_proj
         self.class_token = vit.class_token
@@ -130,19 +119,16 @@ class PatchEmbedding(nn.Module):
 class ImageEncoder(nn.Module):
     """Encode uint8 images as normalised image tokens, with the numbers of torchvision's ``VisionTransformer``."""
 
-    def __init__(
-        self, *, image_size: int, patch_size: int, layers: int, width: int, heads: int, dropout: float = 0.0
-    ) -> None:
-        """Build a ViT whose MLP is four widths wide; sizes in pixels."""
+    def __init__(self, size: CaptionerSize) -> None:
         super().__init__()
         vit = VisionTransformer(
-            image_size=image_size,
-            patch_size=patch_size,
-            num_layers=layers,
-            num_heads=heads,
-            hidden_dim=width,
-            mlp_dim=4 * width,
-            dropout=dropout,
+            image_size=size.image_size,
+            patch_size=size.patch_size,
+            num_layers=size.encoder_layers,
+            num_heads=size.encoder_heads,
+            hidden_dim=size.encoder_width,
+            mlp_dim=4 * size.encoder_width,
+            dropout=size.dropout,
         )
         self.embed = PatchEmbedding(vit)
         self.blocks = nn.ModuleList(vit.encoder.layers)
@@ -164,14 +150,13 @@ class DecoderBlock(nn.Module):
     """One pre-norm block: causal self attention, cross attention to the image tokens, MLP."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
-        """Build a block whose MLP is four widths wide."""
         super().__init__()
         self.self_norm = nn.LayerNorm(width)
         self.self_attention = Attention(width, heads, dropout, causal=True)
         self.cross_norm = nn.LayerNorm(width)
         self.cross_attention = Attention(width, heads, dropout, causal=False)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = mlp(width, nn.GELU())
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BSD: Tensor, image_BND: Tensor) -> Tensor:
@@ -186,36 +171,19 @@ class DecoderBlock(nn.Module):
 class TextDecoder(nn.Module):
     """Embedding and blocks; the tail (final norm, head and loss) is a module of its own."""
 
-    def __init__(
-        self,
-        *,
-        vocabulary_size: int,
-        max_tokens: int,
-        layers: int,
-        width: int,
-        heads: int,
-        image_width: int,
-        dropout: float = 0.0,
-    ) -> None:
-        """Build the decoder; a linear bridge joins ``image_width`` and ``width`` where they differ."""
+    def __init__(self, size: CaptionerSize) -> None:
+        """A linear bridge joins the widths of image and text where they differ."""
         super().__init__()
-        self.embed = TextEmbedding(vocabulary_size, max_tokens, width, dropout)
+        width, image_width = size.decoder_width, size.encoder_width
+        self.embed = TextEmbedding(size.vocabulary_size, size.max_tokens, width, size.dropout)
         self.bridge = nn.Identity() if image_width == width else nn.Linear(image_width, width)
-        self.blocks = nn.ModuleList(DecoderBlock(width, heads, dropout) for _ in range(layers))
-        self._initialise(layers, width)
-
-    def _initialise(self, layers: int, width: int) -> None:
+        blocks = [DecoderBlock(width, size.decoder_heads, size.dropout) for _ in range(size.decoder_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        ends = [
+            end for block in blocks for end in (block.self_attention.output, block.cross_attention.output, block.mlp[2])
+        ]
         # GPT-2's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
-        std = 0.02 * math.sqrt(768 / width)
-        draw_weights(self, std)
-        nn.init.normal_(self.embed.position, std=std)
-        # Three branches a block add to the residual stream; scaled so that its variance does not grow with depth
-        # (Radford et al. 2019, section 2.3, there for two branches).
-        for block in self.blocks:
-            assert isinstance(block, DecoderBlock)
-            for branch_end in (block.self_attention.output, block.cross_attention.output, block.mlp[2]):
-                assert isinstance(branch_end, nn.Linear)
-                nn.init.normal_(branch_end.weight, std=std / math.sqrt(3 * layers))
+        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=[self.embed.position], branch_ends=ends)
 
     def forward(self, tokens_BS: Tensor, image_BNE: Tensor) -> Tensor:
         """Decode token ids [B, S] given image tokens [B, N, E]; returns hidden states [B, S, D]."""
@@ -252,19 +220,14 @@ class LanguageTail(nn.Module):
         return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)
 
 
-STRIP_IMAGES = 8
-"""Validation images drawn with their captions."""
-
-
 class Captioner(ScoredModule):
     """Trains a CaptionNet; every validation draws captions."""
 
-    accuracy = "val/token_accuracy"
+    accuracy: ClassVar[str] = "val/token_accuracy"
 
     net: CaptionNet
 
     def __init__(self, build: Callable[[], CaptionNet], recipe: Recipe, *, initialise: str) -> None:
-        """As ``ScoredModule``."""
         super().__init__(build, recipe, initialise=initialise)
         self._strip: tuple[Tensor, Tensor] | None = None
 
@@ -279,7 +242,6 @@ class Captioner(ScoredModule):
         return logits
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the last validation."""
         super().on_validation_epoch_start()
         self._strip = None
 
@@ -314,15 +276,6 @@ class Captioner(ScoredModule):
         logger.experiment.add_text("captions/table", caption_table(true_texts, texts), self.global_step)
 
 
-IMAGE_PIXELS = 224
-"""Edge of an image in the strip; smaller ones are enlarged."""
-COLUMNS = 4
-LINE_LETTERS = 34
-MOST_LINES = 9
-LINE_PIXELS = 15
-MARGIN_PIXELS = 8
-
-
 def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
     """Draw uint8 images [B, 3, H, W] four to a row, captions beneath; returns uint8 [height, width, 3]."""
     lines = [_wrap("true: ", true) + _wrap("said: ", said) for true, said in zip(true_texts, texts, strict=True)]
@@ -354,5 +307,5 @@ def _cell(text: str) -> str:
 
 def _wrap(label: str, text: str) -> list[tuple[str, str]]:
     """Lines with their colour; a long caption ends in an ellipsis."""
-    lines = textwrap.wrap(label + text, LINE_LETTERS, max_lines=MOST_LINES, placeholder=" ...") or [label]
+    lines = textwrap.wrap(label + text, LINE_LETTERS, max_lines=MAX_LINES, placeholder=" ...") or [label]
     return [(line, "black" if label.startswith("true") else "blue") for line in lines]

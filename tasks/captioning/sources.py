@@ -1,4 +1,4 @@
-"""Configuration that every source of captioned images shares, and what a source hands to the data module."""
+"""Sources of captioned images: drawn shapes, lognormal lengths, COCO's layout, CSV files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tasks.base import Loading, held_out, require_at_least, require_share
-from tasks.resources import LEAST_OF_EXAMPLE, cache_folder, require_memory
+from tasks.base import Loading, held_out, require_at_least, require_fields, require_share
+from tasks.resources import MIN_EXAMPLE_BYTES, cache_folder, require_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,6 @@ class CaptionData(Loading):
     left out and counted."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         Loading.__post_init__(self)
         require_at_least("task.data.pad_to", self.pad_to, 2)
 
@@ -62,39 +62,50 @@ class CaptionData(Loading):
 
 
 @dataclass(kw_only=True, slots=True)
-class Shapes(CaptionData):
-    """Scenes drawn by code; scene ``i`` depends on the seed and ``i`` alone."""
+class GeneratedCaptions(CaptionData):
+    """Base of the sources that need no files; example ``i`` depends on the seed and ``i`` alone."""
 
     train_images: int = 16384
-    """Training scenes."""
+    """Training examples."""
     val_images: int = 256
-    """Validation scenes; none of them is a training scene."""
+    """Validation examples; none of them is a training example."""
+
+    def __post_init__(self) -> None:
+        CaptionData.__post_init__(self)
+        require_fields("task.data", self, train_images=1, val_images=1)
+
+    def generate(self, key: str, count: int, image_size: int) -> Examples:
+        """``count`` examples of the split that ``key`` names."""
+        raise NotImplementedError
+
+    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
+        """Training and validation examples."""
+        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
+        require_memory(given, MIN_EXAMPLE_BYTES * (self.train_images + self.val_images))
+        return (
+            self.generate(f"{seed}/train", self.train_images, image_size),
+            self.generate(f"{seed}/val", self.val_images, image_size),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Shapes(GeneratedCaptions):
+    """The embedded data set: coloured shapes drawn by code, with captions of very different lengths."""
+
     max_objects: int = 9
     """Most shapes in a scene, 1 to 9; more shapes make longer captions."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
-        CaptionData.__post_init__(self)
-        require_at_least("task.data.train_images", self.train_images, 1)
-        require_at_least("task.data.val_images", self.val_images, 1)
+        GeneratedCaptions.__post_init__(self)
         if not 1 <= self.max_objects <= 9:
             raise ValueError(f"task.data.max_objects={self.max_objects} must be 1 to 9")
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """Training and validation scenes."""
-        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
-        require_memory(given, LEAST_OF_EXAMPLE * (self.train_images + self.val_images))
-        from tasks.images import SceneImages
+    def generate(self, key: str, count: int, image_size: int) -> Examples:
+        from tasks.images import Scenes
 
-        train, val = (
-            SceneImages(key=f"{seed}/{split}", count=count, max_objects=self.max_objects, image_size=image_size)
-            for split, count in (("train", self.train_images), ("val", self.val_images))
-        )
-        place = "the embedded shapes"
-        return (
-            Examples(captions=train.captions(), image=train, place=place),
-            Examples(captions=val.captions(), image=val, place=place),
-        )
+        scenes = Scenes(key=key, max_objects=self.max_objects, image_size=image_size)
+        captions = [scenes[index].caption() for index in range(count)]
+        return Examples(captions=captions, image=scenes.image, place="the embedded shapes")
 
 
 WORDS = ["".join(letters) for letters in itertools.product("bdfgklmn", "aeio", "rstvz", "uy")]
@@ -102,17 +113,12 @@ WORDS = ["".join(letters) for letters in itertools.product("bdfgklmn", "aeio", "
 
 
 @dataclass(kw_only=True, slots=True)
-class Lognormal(CaptionData):
+class Lognormal(GeneratedCaptions):
     """Noise with captions of lognormal lengths, as the documents and sentences of real corpora have them.
 
-    What a model can learn from them is the order of words within a caption. Example ``i`` depends on the seed and
-    ``i`` alone.
+    What a model can learn from them is the order of words within a caption.
     """
 
-    train_images: int = 16384
-    """Training examples."""
-    val_images: int = 256
-    """Validation examples; none of them is a training example."""
     median: float = 60.0
     """Median length in text positions."""
     sigma: float = 0.6
@@ -123,28 +129,12 @@ class Lognormal(CaptionData):
     """Positions of the longest caption; what would be longer gets this length."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
-        CaptionData.__post_init__(self)
-        require_at_least("task.data.train_images", self.train_images, 1)
-        require_at_least("task.data.val_images", self.val_images, 1)
-        require_at_least("task.data.median", self.median, 1)
-        require_at_least("task.data.sigma", self.sigma, 0)
-        require_at_least("task.data.shortest", self.shortest, 2)
-        require_at_least("task.data.longest", self.longest, self.shortest)
+        GeneratedCaptions.__post_init__(self)
+        require_fields("task.data", self, median=1, sigma=0, shortest=2, longest=self.shortest)
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """Training and validation examples."""
-        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
-        require_memory(given, LEAST_OF_EXAMPLE * (self.train_images + self.val_images))
-        train = self._examples(f"{seed}/train", self.train_images, image_size)
-        return train, self._examples(f"{seed}/val", self.val_images, image_size)
-
-    def _examples(self, key: str, count: int, image_size: int) -> Examples:
-        return Examples(
-            captions=[self._caption(f"{key}/{index}") for index in range(count)],
-            image=Noise(key, image_size),
-            place="captions of lognormal lengths",
-        )
+    def generate(self, key: str, count: int, image_size: int) -> Examples:
+        captions = [self._caption(f"{key}/{index}") for index in range(count)]
+        return Examples(captions=captions, image=Noise(key, image_size), place="captions of lognormal lengths")
 
     def _caption(self, key: str) -> str:
         draw = random.Random(key)
@@ -179,36 +169,64 @@ class FileCaption(NamedTuple):
     """Its caption, as written in the file."""
 
 
-def file_examples(items: Sequence[FileCaption], *, place: str, image_size: int) -> Examples:
-    """Make a split of the items whose image exists, with images of ``image_size`` pixels square."""
-    from tasks.images import FolderListing, ImageFiles
+Listed = tuple[list[FileCaption], Path]
+"""Captions, and the file that lists them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptionFiles(CaptionData):
+    """Base of the sources whose images are files; missing ones are left out and counted."""
+
+    val_share: float = 0.02
+    """Share of the images held out for validation where no validation file is given; the same images in every run."""
+
+    def __post_init__(self) -> None:
+        CaptionData.__post_init__(self)
+        require_share("task.data.val_share", self.val_share, below_one=True)
+
+    def read(self) -> tuple[Listed, Listed | None]:
+        """Training and validation captions, each with the file that lists them; None: to be held out.
+
+        Raises ValueError, naming the file or folder, for one that cannot be used.
+        """
+        raise NotImplementedError
+
+    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
+        """List both splits. Raises ValueError, naming the file or folder, for one that cannot be used."""
+        (train, place), val = self.read()
+        if val is None:
+            # By a hash of the file's name: all captions of an image fall on one side.
+            held = held_out({item.path: item.path.name for item in train}, share=self.val_share)
+            val = [item for item in train if item.path in held], place
+            train = [item for item in train if item.path not in held]
+        return _examples(train, place, image_size), _examples(*val, image_size)
+
+
+def _examples(items: list[FileCaption], place: Path, image_size: int) -> Examples:
+    """A split of the items whose image exists."""
+    from tasks.images import FolderListing
 
     listing = FolderListing()
     present = [item for item in items if listing.has(item.path)]
     first: dict[Path, int] = {}
-    image_ids = [first.setdefault(item.path, index) for index, item in enumerate(present)]
     missing = len(items) - len(present)
     return Examples(
         captions=[" ".join(item.caption.split()) for item in present],
-        image=ImageFiles(paths=[item.path for item in present], image_size=image_size),
-        place=place,
-        image_ids=image_ids,
+        image=partial(_image, [item.path for item in present], image_size),
+        place=str(place),
+        image_ids=[first.setdefault(item.path, index) for index, item in enumerate(present)],
         skipped={"image missing": missing} if missing else {},
     )
 
 
-def hold_out(items: Sequence[FileCaption], *, share: float) -> tuple[list[FileCaption], list[FileCaption]]:
-    """Split into (training, validation): the given share of images, at least one, chosen by a hash of the file name.
+def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
+    from tasks.images import read_image
 
-    All captions of an image fall on one side, and an image stays on its side when others are added or
-    the folder moves.
-    """
-    held = held_out({item.path: item.path.name for item in items}, share=share)
-    return [item for item in items if item.path not in held], [item for item in items if item.path in held]
+    return read_image(paths[index], image_size=image_size)
 
 
 @dataclass(kw_only=True, slots=True)
-class Coco(CaptionData):
+class Coco(CaptionFiles):
     """Captioned images of a COCO folder, or of annotation files and image folders named one by one."""
 
     root: str = ""
@@ -222,28 +240,18 @@ class Coco(CaptionData):
     """JSON file of validation captions; empty: found under ``root``, else some training images are held out."""
     val_images: str = ""
     """Folder of validation images; empty: found under ``root``, else ``images``."""
-    val_share: float = 0.02
-    """Share of the images held out for validation where no validation file is given; the same images in every run."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or missing."""
-        CaptionData.__post_init__(self)
-        require_share("task.data.val_share", self.val_share, below_one=True)
+        CaptionFiles.__post_init__(self)
         if not self.root and not (self.annotations and self.images):
             raise ValueError("task.data.root='' must name a folder, or task.data.annotations and task.data.images both")
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """List both splits. Raises ValueError, naming the file or folder, for one that cannot be used."""
-        train_file, train_folder = self._train_place()
-        train = read_annotations(train_file, train_folder)
-        val_place = self._val_place(train_folder)
-        if val_place is None:
-            train, val, val_file = *hold_out(train, share=self.val_share), train_file
-        else:
-            val, val_file = read_annotations(*val_place), val_place[0]
+    def read(self) -> tuple[Listed, Listed | None]:
+        train_place = self._train_place()
+        val_place = self._val_place(train_place[1])
         return (
-            file_examples(train, place=str(train_file), image_size=image_size),
-            file_examples(val, place=str(val_file), image_size=image_size),
+            (read_annotations(*train_place), train_place[0]),
+            None if val_place is None else (read_annotations(*val_place), val_place[0]),
         )
 
     def tokenizer_folder(self) -> Path:
@@ -338,7 +346,7 @@ def _find_images(root: Path, split: str, annotations: Path) -> Path | None:
 
 
 @dataclass(kw_only=True, slots=True)
-class Csv(CaptionData):
+class Csv(CaptionFiles):
     """Captioned images of a CSV file with a header line, UTF-8."""
 
     file: str = ""
@@ -353,29 +361,17 @@ class Csv(CaptionData):
     """One character between columns; ``\\t`` for a tab."""
     val_file: str = ""
     """CSV file of validation captions; empty: a share of the images is held out."""
-    val_share: float = 0.02
-    """Share of the images held out for validation where no validation file is given; the same images in every run."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or missing."""
-        CaptionData.__post_init__(self)
-        require_share("task.data.val_share", self.val_share, below_one=True)
+        CaptionFiles.__post_init__(self)
         if not self.file:
             raise ValueError("task.data.file='' must name a CSV file")
         if len(self._delimiter()) != 1:
             raise ValueError(f"task.data.delimiter={self.delimiter!r} must be one character")
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """List both splits. Raises ValueError, naming the file, for one that cannot be used."""
-        train = self._read(Path(self.file))
-        if self.val_file:
-            val = self._read(Path(self.val_file))
-        else:
-            train, val = hold_out(train, share=self.val_share)
-        return (
-            file_examples(train, place=self.file, image_size=image_size),
-            file_examples(val, place=self.val_file or self.file, image_size=image_size),
-        )
+    def read(self) -> tuple[Listed, Listed | None]:
+        train, val = Path(self.file), Path(self.val_file)
+        return (self._read(train), train), (self._read(val), val) if self.val_file else None
 
     def tokenizer_folder(self) -> Path:
         """The folder of the training file."""

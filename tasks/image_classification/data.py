@@ -1,20 +1,18 @@
-"""Batch of images with their classes.
+"""Labelled images as data sets and batches, from any source of them.
 
 Shape letters: B batch, H height, W width.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tasks.image_classification.sources import LabelledData, LabelledExamples
-from tasks.images import ImageError
+from tasks.images import ImageDataset
 from tasks.loading import ResumableDataModule
 
 
@@ -33,51 +31,24 @@ def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
     return ImageBatch(torch.stack(images), torch.tensor(labels, dtype=torch.long))
 
 
-MOST_SUBSTITUTIONS = 50
-"""Bad images in a row after which a source is taken to be unusable."""
-
-
-class LabelledDataset(Dataset[tuple[Tensor, int]]):
-    """Pairs of image (uint8 [3, H, W]) and class; item ``i`` is the same in every run."""
+class LabelledDataset(ImageDataset[tuple[Tensor, int]]):
+    """Pairs of image (uint8 [3, H, W]) and class."""
 
     def __init__(self, examples: LabelledExamples, *, classes: int) -> None:
         """``classes``: labels are below it. Raises ValueError when there is no example."""
         if not examples.count:
             raise ValueError(f"{examples.place} holds no usable example")
-        self._examples = examples
-        self._classes = classes
-        # In shared memory, so that the main process sees what worker processes found.
-        self._undecodable = torch.zeros(examples.count, dtype=torch.uint8).share_memory_()
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Items left out so far, by reason."""
-        undecodable = int(self._undecodable.sum())
-        return {**self._examples.skipped, **({"image does not decode": undecodable} if undecodable else {})}
+        super().__init__(examples.place, images=examples.count, skipped={})
+        self._count, self._item, self._classes = examples.count, examples.item, classes
 
     def __len__(self) -> int:
-        """Examples, those that turn out not to decode included."""
-        return self._examples.count
+        return self._count
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return example ``index``, or the next one whose image decodes."""
-        attempts = min(MOST_SUBSTITUTIONS, len(self))
-        for offset in range(attempts):
-            position = (index + offset) % len(self)
-            if self._undecodable[position]:
-                continue
-            try:
-                image, label = self._examples.item(position)
-            except ImageError as error:
-                self._undecodable[position] = 1
-                print(f"left out: {error}", file=sys.stderr, flush=True)
-                continue
-            if not 0 <= label < self._classes:  # on a GPU it would end the process without saying why
-                raise ValueError(
-                    f"{self._examples.place}: example {position} is of class {label}, not below {self._classes}"
-                )
-            return image, label
-        raise ValueError(f"{self._examples.place}: {attempts} examples in a row have images that do not decode")
+    def read(self, index: int) -> tuple[Tensor, int]:
+        image, label = self._item(index)
+        if not 0 <= label < self._classes:  # on a GPU it would end the process without saying why
+            raise ValueError(f"{self.place}: example {index} is of class {label}, not below {self._classes}")
+        return image, label
 
 
 class LabelledDataModule(ResumableDataModule):
@@ -89,14 +60,11 @@ class LabelledDataModule(ResumableDataModule):
     def __init__(self, config: LabelledData, *, image_size: int, classes: int, seed: int) -> None:
         """``image_size`` in pixels; ``classes``: outputs of the network."""
         super().__init__(config, seed=seed)
-        self._config = config
-        self._image_size = image_size
-        self._classes = classes
+        self._config, self._image_size, self._classes = config, image_size, classes
         self.collate = collate
 
     def open(self) -> str:
         """List the examples. Raises ValueError, naming the file, for unusable input."""
         train, val = self._config.splits(seed=self.seed, image_size=self._image_size)
-        self.train_set = LabelledDataset(train, classes=self._classes)
-        self.val_set = LabelledDataset(val, classes=self._classes)
+        self.train_set, self.val_set = (LabelledDataset(split, classes=self._classes) for split in (train, val))
         return train.place

@@ -9,11 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet, VisionTransformer
 from torchvision.ops import StochasticDepth
 
@@ -209,40 +206,11 @@ def _inside(path: str, others: list[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") for other in others)
 
 
-@functools.lru_cache(maxsize=64)
-def count_flops(name: str, *, classes: int, image_size: int, batch_size: int, training: bool) -> int | None:
-    """Floating-point operations of matrix products and convolutions for one batch, 2 for each multiply-add.
+def is_convolutional(model: nn.Module) -> bool:
+    """Whether ``model`` convolves more than once: a transformer cuts its patches with its only convolution."""
+    return sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
 
-    ``training``: forward, loss and backward; else the forward alone. Counted once for each size of batch, on a
-    skeleton of the network: no weight, no random state and no device is touched. Attention counts as its plain
-    kernel does: fused ones compute some of it again in backward, which counts as nothing here.
 
-    Returns None for a network with an operation that torch knows without numbers on no device.
-
-    Raises:
-        ValueError: A batch that the network cannot take.
-    """
-    model = skeleton(name, classes=classes, image_size=image_size).train(training)
-    images = torch.empty(batch_size, 3, image_size, image_size, device="meta")
-    labels = torch.empty(batch_size, dtype=torch.long, device="meta")
-    try:
-        # With gradients also where they are not asked for: torch.nn's attention then takes the path that is counted.
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.enable_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False) as counter,
-        ):
-            logits = model(images)
-            if training:
-                F.cross_entropy(logits, labels).backward()
-    except NotImplementedError:
-        return None
-    except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"task.image_size={image_size} with task.data.batch_size={batch_size}: {name} cannot take it ({reason})"
-        ) from None
-    finally:
-        model.zero_grad(set_to_none=True)
-    return int(counter.get_total_flops())
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether activations are normalised over the batch."""
+    return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())

@@ -5,13 +5,16 @@ Shape letters: B batch, C colour channels, H height, W width, N image tokens, E 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
 
-from tasks.image_classification.data import ImageBatch
-from tasks.module import ScoredModule, Scores, class_scores
+from tasks.image_classification.library import is_convolutional
+from tasks.layers import Scores, class_scores
+from tasks.module import ScoredModule
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's pixels by channel, in [0, 1]: what published weights and recipes assume."""
@@ -120,19 +123,7 @@ class Tail(nn.Module):
         return class_scores(logits_BK, targets_B, training=self.training)
 
 
-def is_convolutional(model: nn.Module) -> bool:
-    """Whether ``model`` convolves more than once: a transformer cuts its patches with its only convolution."""
-    return sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether activations are normalised over the batch."""
-    return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-
-
 class ImageClassifier(ScoredModule):
     """Trains a ClassifierNet; validation logs ``val/loss`` (nats an image) and ``val/accuracy``."""
 
-    def inputs(self, batch: ImageBatch) -> tuple[Tensor]:
-        """The images."""
-        return (batch.images,)
+    inputs: ClassVar[tuple[str, ...]] = ("images",)

@@ -1,21 +1,24 @@
-"""Configuration that every source of labelled images shares, and what a source hands to the data module."""
+"""Sources of labelled images: drawn shapes, a folder a class, any data set of torchvision."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tasks.base import Loading, held_out, require_at_least, require_share
+from tasks.base import Loading, held_out, require_fields, require_share, suggest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+VAL_NAMES = ("val", "valid", "validation", "test")
+"""Folders, and names of a data set's ``split``, of validation images; the first one that exists."""
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Endings of image files; whatever else lies in a class's folder is not looked at."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,8 +32,6 @@ class LabelledExamples:
     not decode."""
     place: str
     """Where the examples come from, for messages: a folder or a name."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Items already left out, by reason."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +55,10 @@ class LabelledData(Loading):
 
 @dataclass(kw_only=True, slots=True)
 class LabelledShapes(LabelledData):
-    """Scenes of one shape drawn by code, in 30 classes; scene ``i`` depends on the seed and ``i`` alone."""
+    """The embedded data set: scenes of one shape drawn by code, in 30 classes of kind and colour.
+
+    Scene ``i`` depends on the seed and ``i`` alone.
+    """
 
     train_images: int = 16384
     """Training images."""
@@ -66,61 +70,28 @@ class LabelledShapes(LabelledData):
     None: all differ, each is drawn whenever it is asked for."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         LabelledData.__post_init__(self)
-        require_at_least("task.data.train_images", self.train_images, 1)
-        require_at_least("task.data.val_images", self.val_images, 1)
-        require_at_least("task.data.distinct", self.distinct, 1)
+        require_fields("task.data", self, train_images=1, val_images=1, distinct=1)
 
     def class_names(self) -> list[str]:
-        """Colour and kind of each class."""
-        from tasks.images import COLOURS, SHAPES
+        from tasks.images import shape_classes
 
-        return [f"{colour} {kind}" for kind in SHAPES for colour in COLOURS]
+        return shape_classes()
 
     def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
-        """Training and validation images."""
-        train: Callable[[int], tuple[Tensor, int]] = LabelledScenes(f"{seed}/train", image_size)
-        if self.distinct is not None:
-            from tasks.images import KeptImages
+        from tasks.images import KeptImages, Scenes
 
+        train, val = (
+            Scenes(key=f"{seed}/{split}", max_objects=1, image_size=image_size).labelled_image
+            for split in ("train", "val")
+        )
+        if self.distinct is not None:
             train = KeptImages(train, count=min(self.distinct, self.train_images), image_size=image_size)
         place = "the embedded shapes"
         return (
             LabelledExamples(count=self.train_images, item=train, place=place),
-            LabelledExamples(count=self.val_images, item=LabelledScenes(f"{seed}/val", image_size), place=place),
+            LabelledExamples(count=self.val_images, item=val, place=place),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledScenes:
-    """The scenes ``key/0``, ``key/1``, ... of one shape."""
-
-    key: str
-    size: int
-
-    def __call__(self, index: int) -> tuple[Tensor, int]:
-        """Draw scene ``index`` as uint8 [3, size, size]; returns it with its class."""
-        from tasks.images import COLOURS, SHAPES, make_scene, to_tensor
-
-        scene = make_scene(f"{self.key}/{index}", max_objects=1)
-        (shape,) = scene.shapes
-        label = SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
-        return to_tensor(scene.draw(self.size)), label
-
-
-TRAIN_NAME = "train"
-VAL_NAMES = ("val", "valid", "validation", "test")
-"""Folders of validation images, the first one that exists."""
-SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
-"""Endings of image files; whatever else lies in a class's folder is not looked at."""
-
-
-class LabelledFile(NamedTuple):
-    """One image file and its class."""
-
-    path: Path
-    label: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,45 +104,42 @@ class ImageFolder(LabelledData):
     """Share of the images held out for validation where no folder has them; the same images in every run."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or missing."""
         LabelledData.__post_init__(self)
         require_share("task.data.val_share", self.val_share, below_one=True)
         if not self.root:
             raise ValueError("task.data.root='' must name a folder of images")
 
     def class_names(self) -> list[str]:
-        """Folders of training images, sorted. Raises ValueError, naming the folder, where there are none."""
+        """Folders of training images, sorted."""
         folder = self._train_folder()
-        names = list(_subfolders(folder))
+        names = _subfolders(folder)
         if not names:
             raise ValueError(f"{folder} has no folder for a class: images belong into {folder / '<class>'}")
         return names
 
     def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
-        """List both splits. Raises ValueError, naming the folder, for one that cannot be used."""
         names, train_folder, val_folder = self.class_names(), self._train_folder(), self._val_folder()
         train = _list(train_folder, names)
-        for label, name in enumerate(names):
-            if not any(file.label == label for file in train):
-                raise ValueError(f"{train_folder / name} holds no image ({', '.join(sorted(SUFFIXES))})")
+        if empty := set(range(len(names))).difference(label for _, label in train):
+            raise ValueError(f"{train_folder / names[min(empty)]} holds no image ({', '.join(SUFFIXES)})")
         if val_folder is None:
             # By class and name: the files of every class may be called 0001.jpg, 0002.jpg, ...
-            held = held_out({file: f"{names[file.label]}/{file.path.name}" for file in train}, share=self.val_share)
+            held = held_out({file: f"{names[file[1]]}/{Path(file[0]).name}" for file in train}, share=self.val_share)
             train, val = [file for file in train if file not in held], [file for file in train if file in held]
         else:
             if strangers := sorted(set(_subfolders(val_folder)) - set(names)):
-                raise ValueError(f"{val_folder / strangers[0]} is no class of {train_folder}")
+                raise ValueError(f"{val_folder / strangers[0]} is not a class of {train_folder}")
             val = _list(val_folder, names)
         return (
-            _examples(train, place=str(train_folder), image_size=image_size),
-            _examples(val, place=str(val_folder or train_folder), image_size=image_size),
+            _file_examples(train, train_folder, image_size),
+            _file_examples(val, val_folder or train_folder, image_size),
         )
 
     def _train_folder(self) -> Path:
         root = Path(self.root)
         if not root.is_dir():
             raise ValueError(f"task.data.root={self.root!r} is not a folder")
-        return root / TRAIN_NAME if (root / TRAIN_NAME).is_dir() else root
+        return root / "train" if (root / "train").is_dir() else root
 
     def _val_folder(self) -> Path | None:
         # Without train/, a folder named val is a class.
@@ -180,46 +148,38 @@ class ImageFolder(LabelledData):
         return next((root / name for name in VAL_NAMES if (root / name).is_dir()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledFiles:
-    """Example index to image and class."""
-
-    files: Sequence[LabelledFile]
-    image_size: int
-
-    def __call__(self, index: int) -> tuple[Tensor, int]:
-        """Read example ``index``; raises ImageError for a file that does not decode."""
-        from tasks.images import read_image
-
-        path, label = self.files[index]
-        return read_image(path, image_size=self.image_size), label
-
-
-def _examples(files: Sequence[LabelledFile], *, place: str, image_size: int) -> LabelledExamples:
-    return LabelledExamples(count=len(files), item=LabelledFiles(files, image_size), place=place)
-
-
-def _subfolders(folder: Path) -> Iterator[str]:
+def _subfolders(folder: Path) -> list[str]:
     """Names of the folders in ``folder``, sorted; hidden ones (.ipynb_checkpoints) are not the user's classes."""
-    return (entry.name for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _list(folder: Path, names: Sequence[str]) -> list[LabelledFile]:
-    """Image files at any depth below each class's folder, in a fixed order."""
-    files: list[LabelledFile] = []
-    for label, name in enumerate(names):
-        for parent, below, entries in os.walk(folder / name, followlinks=True):
-            below.sort()
-            files.extend(
-                LabelledFile(Path(parent, entry), label)
-                for entry in sorted(entries)
-                if Path(entry).suffix.lower() in SUFFIXES and not entry.startswith(".")
-            )
-    return files
+def _list(folder: Path, names: Sequence[str]) -> list[tuple[str, int]]:
+    """Image files at any depth below each class's folder with their class, in a fixed order."""
+    from torchvision.datasets.folder import make_dataset
+
+    listed: list[tuple[str, int]] = make_dataset(
+        str(folder),
+        {name: label for label, name in enumerate(names)},
+        is_valid_file=_is_image,
+        allow_empty=True,
+    )
+    return listed
 
 
-VAL_SPLITS = ("val", "valid", "validation", "test")
-"""Names that a data set's ``split`` may give its validation images, tried in this order."""
+def _is_image(path: str) -> bool:
+    return path.lower().endswith(SUFFIXES) and not Path(path).name.startswith(".")
+
+
+def _file_examples(files: list[tuple[str, int]], place: Path, image_size: int) -> LabelledExamples:
+    item = functools.partial(_read_file, files, image_size)
+    return LabelledExamples(count=len(files), item=item, place=str(place))
+
+
+def _read_file(files: list[tuple[str, int]], image_size: int, index: int) -> tuple[Tensor, int]:
+    from tasks.images import read_image
+
+    path, label = files[index]
+    return read_image(Path(path), image_size=image_size), label
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,7 +202,6 @@ class TorchvisionDataset(LabelledData):
     """Further arguments of the class: ``'+task.data.options={version:2021_train}'``."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or missing."""
         LabelledData.__post_init__(self)
         require_share("task.data.val_share", self.val_share, below_one=True)
         if not self.dataset:
@@ -308,21 +267,19 @@ class TorchvisionDataset(LabelledData):
         """Open the validation images of a class that has ``split``."""
         if self.val_split is not None:
             return self._open({**arguments, "split": self.val_split})
-        for split in VAL_SPLITS:
+        for split in VAL_NAMES:
             try:
                 return self._open({**arguments, "split": split})
             except ValueError:
                 continue
         raise ValueError(
-            f"task.data.dataset={self.dataset} has no split {', '.join(VAL_SPLITS)} there: set task.data.val_split"
+            f"task.data.dataset={self.dataset} has no split {', '.join(VAL_NAMES)} there: set task.data.val_split"
         )
 
     def _open(self, arguments: dict[str, Any]) -> Any:
         try:
             return _open_dataset(self.dataset, json.dumps(arguments, sort_keys=True))
-        except (
-            Exception
-        ) as error:  # classes raise whatever they like: RuntimeError, FileNotFoundError, ModuleNotFoundError
+        except Exception as error:  # classes raise RuntimeError, FileNotFoundError, ModuleNotFoundError, ...
             shown = " ".join(f"{name}={value!r}" for name, value in arguments.items())
             raise ValueError(
                 f"task.data.dataset={self.dataset} cannot be opened with {shown}: {_first_line(error)}"
@@ -362,12 +319,7 @@ def _dataset_class(name: str) -> type:
 
     known = {each: kind for each, kind in vars(datasets).items() if each in datasets.__all__ and inspect.isclass(kind)}
     if name not in known:
-        by_case = {each.lower(): each for each in known}
-        near = [by_case[match] for match in difflib.get_close_matches(name.lower(), by_case, n=3)]
-        raise ValueError(
-            f"task.data.dataset={name!r} is no class of torchvision.datasets"
-            + (f"; near: {', '.join(near)}" * bool(near))
-        )
+        raise ValueError(f"task.data.dataset={name!r} is not a class of torchvision.datasets{suggest(name, known)}")
     kind: type = known[name]
     return kind
 

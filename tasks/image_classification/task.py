@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least, require_share
+from tasks.base import BatchCounts, Declaration, TrainedTask, require_fields, require_share
 from tasks.image_classification.sources import LabelledData, LabelledShapes
 
 if TYPE_CHECKING:
     import lightning
+    from torch import Tensor
 
     from tasks.image_classification.model import ClassifierNet
+    from tasks.module import ScoredModule
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,13 +38,11 @@ class ImageClassification(TrainedTask):
     """Labelled images: the embedded shapes (also where only the base is given), a folder or a torchvision data set."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         if type(self.data) is LabelledData:
             # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
             self.data = LabelledShapes(**asdict(self.data))
         TrainedTask.__post_init__(self)
-        require_at_least("task.image_size", self.image_size, 1)
-        require_at_least("task.classes", self.classes, 1)
+        require_fields("task", self, image_size=1, classes=1)
         require_share("task.label_smoothing", self.label_smoothing, below_one=True)
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
@@ -52,27 +51,30 @@ class ImageClassification(TrainedTask):
 
         return LabelledDataModule(self.data, image_size=self.image_size, classes=self._class_count(), seed=seed)
 
-    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; see ``initialise`` for its weights.
+    def build_module(self, *, max_steps: int) -> ScoredModule:
+        """Build the module. Raises ValueError for an unknown network and for images that it cannot take."""
+        # Too small an image stops here, not in the first step.
+        self.count_flops(rows=self.data.batch_size, positions=0, training=True)
+        return TrainedTask.build_module(self, max_steps=max_steps)
 
-        Raises ValueError for an unknown network and for images that it cannot take.
-        """
-        from tasks.image_classification.library import skeleton
-        from tasks.image_classification.model import ImageClassifier, has_batch_norm
-
-        self._count_flops(self.data.batch_size, training=True)  # too small an image stops here, not in the first step
-        classes = self._class_count()
-        # Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like.
-        rate = 1e-3 if has_batch_norm(skeleton(self.model, classes=classes, image_size=self.image_size)) else 3e-4
-        recipe = self.recipe(default_learning_rate=rate, max_steps=max_steps)
-        return ImageClassifier(partial(self._build, classes), recipe, initialise=self.initialise)
-
-    def _build(self, classes: int) -> ClassifierNet:
+    def build_net(self) -> ClassifierNet:
         from tasks.image_classification.library import build_model
         from tasks.image_classification.model import ClassifierNet
 
-        model = build_model(self.model, classes=classes, image_size=self.image_size)
+        model = build_model(self.model, classes=self._class_count(), image_size=self.image_size)
         return ClassifierNet(model, channels_last=self.channels_last, label_smoothing=self.label_smoothing)
+
+    def module_class(self) -> type[ScoredModule]:
+        from tasks.image_classification.model import ImageClassifier
+
+        return ImageClassifier
+
+    def default_learning_rate(self) -> float:
+        """Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like."""
+        from tasks.image_classification.library import has_batch_norm, skeleton
+
+        model = skeleton(self.model, classes=self._class_count(), image_size=self.image_size)
+        return 1e-3 if has_batch_norm(model) else 3e-4
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with what is around them apart.
@@ -97,24 +99,31 @@ class ImageClassification(TrainedTask):
         """Count the images of an ImageBatch."""
         return BatchCounts(samples=batch.targets.shape[0])
 
-    def training_flops(self, batch: Any) -> int | None:
-        """Floating-point operations of forward and backward; None for a network that cannot be counted."""
-        return self._count_flops(batch.targets.shape[0], training=True)
+    def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
+        import torch
 
-    def inference_flops(self, batch: Any) -> int | None:
-        """Floating-point operations of the forward alone; None for a network that cannot be counted."""
-        return self._count_flops(batch.targets.shape[0], training=False)
+        images = torch.zeros(rows, 3, self.image_size, self.image_size, dtype=torch.uint8)
+        return images, torch.zeros(rows, dtype=torch.long)
 
-    def _count_flops(self, batch_size: int, *, training: bool) -> int | None:
-        from tasks.image_classification.library import count_flops
+    def counted_net(self) -> ClassifierNet:
+        """A network that is built once, as it is also looked at for its blocks."""
+        from tasks.image_classification.library import skeleton
+        from tasks.image_classification.model import ClassifierNet
 
-        return count_flops(
-            self.model,
-            classes=self._class_count(),
-            image_size=self.image_size,
-            batch_size=batch_size,
-            training=training,
-        )
+        model = skeleton(self.model, classes=self._class_count(), image_size=self.image_size)
+        return ClassifierNet(model, channels_last=False)
+
+    def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
+        """Raises ValueError for a batch that the network cannot take."""
+        self.counted_net()  # raises by itself for an unknown name
+        try:
+            return TrainedTask.count_flops(self, rows=rows, positions=positions, training=training)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"task.image_size={self.image_size} with task.data.batch_size={rows}: {self.model} cannot take it "
+                f"({reason})"
+            ) from None
 
     def _class_count(self) -> int:
         """Outputs of the network. Raises ValueError for fewer than the data's classes."""

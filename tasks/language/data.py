@@ -1,6 +1,6 @@
-"""Text batch: rows of tokens, right-padded, with a count that is known without reading device memory.
+"""Text as rows of tokens, packed full or one document each, for predicting the next token or masked ones.
 
-Shape letters: B batch, S tokens of a row.
+Shape letters: B batch, S tokens of a row, T tokens of all rows, one after the other, or some of them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tasks.language.sources import Documents, TextData
-from tasks.loading import ResumableDataModule
-from tasks.module import IGNORED
-from tasks.resources import cache_folder, write_atomically
+from tasks.layers import IGNORED
+from tasks.loading import ResumableDataModule, pad_rows
+from tasks.resources import load_or_make
 from tasks.tokenizer import BEGIN, END, PAD, SPECIAL_TOKENS, load_tokenizer
 
 if TYPE_CHECKING:
@@ -62,22 +61,8 @@ class CollateText:
 
     def __call__(self, rows: Sequence[Tensor]) -> TextBatch:
         """Pad int64 rows [length]."""
-        lengths = [len(row) for row in rows]
-        return TextBatch(
-            pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1), sum(lengths) - len(lengths)
-        )
-
-
-def pad_rows(rows: Sequence[Tensor], *, width: int | None) -> Tensor:
-    """Stack int64 rows [length] as [B, S], padded on the right to ``width`` tokens or to the longest row's."""
-    lengths = [len(row) for row in rows]
-    width = max(lengths) if width is None else width
-    if min(lengths) == width:
-        return torch.stack(list(rows))
-    padded_BS = torch.full((len(rows), width), PAD, dtype=torch.long)
-    for row_S, row in zip(padded_BS, rows, strict=True):
-        row_S[: len(row)] = row
-    return padded_BS
+        tokens_BS = pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1)
+        return TextBatch(tokens_BS, sum(len(row) - 1 for row in rows))
 
 
 class TextDataset(Dataset[Tensor]):
@@ -116,31 +101,24 @@ class TextDataset(Dataset[Tensor]):
         self._ends = np.flatnonzero(self._ids == END)
         tokens = np.diff(self._ends, prepend=-1) + 1  # begin and end included
         if self._packed:
-            self._lengths = np.full((len(self._ids) - extra) // positions, positions, dtype=np.int64)
+            self.lengths = np.full((len(self._ids) - extra) // positions, positions, dtype=np.int64)
         else:
-            self._lengths = np.minimum(tokens - extra, positions)
+            self.lengths = np.minimum(tokens - extra, positions)
             if cut := int((tokens - extra > positions).sum()):
                 self.skipped["rest of a document that is too long"] = cut
-        if not len(self._lengths):
+        if not len(self.lengths):
             raise ValueError(
                 f"{documents.place} holds {len(self._ids):,} tokens: too few for a packed row of {positions} positions "
                 "(task.data.max_tokens)"
             )
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Positions that the model computes for each row."""
-        return self._lengths
-
     def __len__(self) -> int:
-        """Rows."""
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return row ``index``."""
         if index >= len(self):
             raise IndexError(index)
-        count = int(self._lengths[index]) + self._extra
+        count = int(self.lengths[index]) + self._extra
         if self._packed:
             begin = index * self._positions
             return torch.from_numpy(self._ids[begin : begin + count].astype(np.int64))
@@ -164,18 +142,13 @@ def load_tokens(texts: Sequence[str], tokenizer: Tokenizer, *, folder: Path) -> 
     digest = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=8)
     for text in texts:
         digest.update(text.encode(errors="replace") + b"\0")
-    paths = [place / f"tokens-{digest.hexdigest()}.npy" for place in (folder, cache_folder())]
-    for path in paths:
-        # A file that does not load (a full disk) is encoded and written again.
-        with suppress(Exception):
-            if path.is_file():
-                return np.load(path, mmap_mode="r")
-    ids = encode(texts, tokenizer)
-    for path in paths:
-        with suppress(OSError):
-            write_atomically(path, lambda file: np.save(file, ids))
-            break
-    return ids
+    return load_or_make(
+        f"tokens-{digest.hexdigest()}.npy",
+        folder,
+        load=lambda path: np.load(path, mmap_mode="r"),
+        make=lambda: encode(texts, tokenizer),
+        write=lambda file, ids: np.save(file, ids),
+    )
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
@@ -297,7 +270,7 @@ class TextDataModule(ResumableDataModule):
 
     def open(self) -> str:
         """Read the documents, load or train the tokenizer and tokenize. Raises ValueError for unusable input."""
-        train, val = self._config.documents(seed=self.seed)
+        train, val = self._config.documents()
         folder = self._config.tokenizer_folder()
         self.tokenizer = load_tokenizer(train.texts, vocabulary_size=self._vocabulary_size, folder=folder)
         self.train_set, self.val_set = (
@@ -315,20 +288,16 @@ class TextDataModule(ResumableDataModule):
 
 
 class MaskedDataModule(TextDataModule):
-    """Loads batches of masked rows, in an order that a resumed run continues exactly."""
+    """Loads batches of masked rows."""
 
     extra = 0
 
-    def __init__(
-        self, config: TextData, *, vocabulary_size: int, max_tokens: int, masked_share: float, seed: int
-    ) -> None:
-        """``vocabulary_size``: of the model; its last id is the mask's and no token of the tokenizer."""
-        super().__init__(config, vocabulary_size=vocabulary_size - 1, max_tokens=max_tokens, seed=seed)
-        self._mask_token = vocabulary_size - 1
-        self._masked_share = masked_share
+    def __init__(self, config: TextData, *, mask_token: int, max_tokens: int, masked_share: float, seed: int) -> None:
+        """``mask_token``: above all tokens of the tokenizer."""
+        super().__init__(config, vocabulary_size=mask_token, max_tokens=max_tokens, seed=seed)
+        self._mask_token, self._masked_share = mask_token, masked_share
 
     def open(self) -> str:
-        """Read, tokenize and lay out the rows. Raises ValueError for unusable input."""
         place = super().open()
         self.collate = CollateMasked(
             seed=self.seed,

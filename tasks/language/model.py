@@ -1,23 +1,38 @@
-"""Next-token tail: final norm, head and loss as one module, in pieces where all logits at once take too much memory.
+"""Networks of language tasks, GPT-2, Llama and BERT, and the LightningModules around them.
 
-Shape letters: B batch, S positions, T = B x S positions in a row, C positions of a piece, D width, V vocabulary.
+GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm blocks, tanh-approximated
+GELU, learned positions, a head that shares the embedding's weight. Llama: Touvron et al. 2023,
+https://arxiv.org/abs/2302.13971; grouped queries: https://arxiv.org/abs/2305.13245; rotary positions:
+https://arxiv.org/abs/2104.09864, in the layout of Hugging Face's checkpoints (halves, not pairs). BERT: Devlin et al.
+2018, https://arxiv.org/abs/1810.04805: post-norm blocks, exact GELU, token types, a head that shares the embedding's
+weight. Attention by ``scaled_dot_product_attention``; padding needs no mask where attention is causal: it lies to the
+right of what attends, and is no target.
+
+Shape letters: B batch, S positions, T = B x S positions in a row, C positions of a piece, D width, H query heads,
+G key and value heads, K head width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.language.data import MaskedBatch, TextBatch
-from tasks.layers import TextEmbedding, draw_weights
-from tasks.module import Recipe, ScoredModule, Scores, class_scores, is_large, right_predictions
+from tasks.language.data import TextBatch
+from tasks.layers import Scores, TextEmbedding, attend, class_scores, draw_weights, mlp, right_predictions
+from tasks.module import Recipe, ScoredModule, is_large
 from tasks.tokenizer import PAD
+
+if TYPE_CHECKING:
+    from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork
+
+NORM_EPSILON = 1e-12
+"""Of every norm of BERT, as in the original."""
 
 
 def next_token_losses(logits_TV: Tensor, targets_T: Tensor, reduction: str) -> Tensor:
@@ -82,14 +97,8 @@ class CausalAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Mix positions; returns [B, S, D]."""
-        query_BHSK, key_BHSK, value_BHSK = (
-            part_BSD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part_BSD in self.query_key_value(x_BSD).chunk(3, dim=-1)
-        )
-        mixed_BHSK = F.scaled_dot_product_attention(
-            query_BHSK, key_BHSK, value_BHSK, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
-        y_BSD: Tensor = self.output(mixed_BHSK.transpose(1, 2).flatten(2))
+        dropout = self.dropout if self.training else 0.0
+        y_BSD: Tensor = self.output(attend(self.query_key_value(x_BSD), self.heads, causal=True, dropout=dropout))
         return y_BSD
 
 
@@ -97,12 +106,11 @@ class Gpt2Block(nn.Module):
     """One pre-norm block: causal attention, then an MLP four widths wide."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
-        """``dropout``: share of what each branch adds that is dropped in training."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = CausalAttention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = mlp(width, nn.GELU(approximate="tanh"))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -115,44 +123,22 @@ class Gpt2Block(nn.Module):
 class Gpt2(nn.Module):
     """Predict the next token of a text. ``forward`` holds the whole training computation, loss included."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        width: int,
-        heads: int,
-        vocabulary_size: int,
-        max_tokens: int,
-        dropout: float = 0.0,
-        loss_chunks: int = 1,
-    ) -> None:
+    def __init__(self, network: Gpt2Network, *, loss_chunks: int = 1) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
-        self.embed = TextEmbedding(vocabulary_size, max_tokens, width, dropout)
-        self.blocks = nn.ModuleList(Gpt2Block(width, heads, dropout) for _ in range(layers))
-        head = nn.Linear(width, vocabulary_size, bias=False)
+        width, dropout = network.width, network.dropout
+        self.embed = TextEmbedding(network.vocabulary_size, network.max_tokens, width, dropout)
+        blocks = [Gpt2Block(width, network.heads, dropout) for _ in range(network.layers)]
+        self.blocks = nn.ModuleList(blocks)
+        head = nn.Linear(width, network.vocabulary_size, bias=False)
         head.weight = self.embed.token.weight
         self.tail = NextTokenTail(nn.LayerNorm(width), head, loss_chunks=loss_chunks)
-        self._initialise(layers, width)
-
-    def _initialise(self, layers: int, width: int) -> None:
+        ends = [end for block in blocks for end in (block.attention.output, block.mlp[2])]
         # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
-        std = 0.02 * math.sqrt(768 / width)
-        draw_weights(self, std)
-        nn.init.normal_(self.embed.position, std=std)
-        # Two branches a block add to the residual stream; scaled so that its variance does not grow with depth
-        # (section 2.3).
-        for block in self.blocks:
-            assert isinstance(block, Gpt2Block)
-            for branch_end in (block.attention.output, block.mlp[2]):
-                assert isinstance(branch_end, nn.Linear)
-                nn.init.normal_(branch_end.weight, std=std / math.sqrt(2 * layers))
+        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=[self.embed.position], branch_ends=ends)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
-        """Score int64 targets [B, S] after int64 tokens [B, S], padding 0; without targets, return logits [B, S, V].
-
-        Padding needs no mask: it lies to the right of what attends, and is no target.
-        """
+        """Score int64 targets [B, S] after int64 tokens [B, S], padding 0; without targets, return logits [B, S, V]."""
         x_BSD: Tensor = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD)
@@ -236,12 +222,13 @@ class SwiGlu(nn.Module):
 class LlamaBlock(nn.Module):
     """One pre-norm block: grouped attention, then a gated MLP."""
 
-    def __init__(self, width: int, heads: int, key_value_heads: int, hidden_width: int, norm_epsilon: float) -> None:
+    def __init__(self, network: LlamaNetwork) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=norm_epsilon)
-        self.attention = GroupedAttention(width, heads, key_value_heads)
-        self.mlp_norm = nn.RMSNorm(width, eps=norm_epsilon)
-        self.mlp = SwiGlu(width, hidden_width)
+        width = network.width
+        self.attention_norm = nn.RMSNorm(width, eps=network.norm_epsilon)
+        self.attention = GroupedAttention(width, network.heads, network.key_value_heads)
+        self.mlp_norm = nn.RMSNorm(width, eps=network.norm_epsilon)
+        self.mlp = SwiGlu(width, network.hidden_width)
 
     def forward(self, x_BSD: Tensor, cos_1SK: Tensor, sin_1SK: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]; tables of rotary positions [1, S, K / 2]."""
@@ -253,59 +240,31 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Predict the next token of a text. ``forward`` holds the whole training computation, loss included."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        width: int,
-        heads: int,
-        key_value_heads: int,
-        hidden_width: int,
-        vocabulary_size: int,
-        max_tokens: int,
-        rotary_base: float = 10000.0,
-        norm_epsilon: float = 1e-5,
-        loss_chunks: int = 1,
-    ) -> None:
+    def __init__(self, network: LlamaNetwork, *, loss_chunks: int = 1) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
-        self.embed = nn.Embedding(vocabulary_size, width)
-        self.rotary = Rotary(width // heads, max_tokens, rotary_base)
-        self.blocks = nn.ModuleList(
-            LlamaBlock(width, heads, key_value_heads, hidden_width, norm_epsilon) for _ in range(layers)
-        )
+        width = network.width
+        self.embed = nn.Embedding(network.vocabulary_size, width)
+        self.rotary = Rotary(width // network.heads, network.max_tokens, network.rotary_base)
+        blocks = [LlamaBlock(network) for _ in range(network.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.tail = NextTokenTail(
-            nn.RMSNorm(width, eps=norm_epsilon),
-            nn.Linear(width, vocabulary_size, bias=False),
+            nn.RMSNorm(width, eps=network.norm_epsilon),
+            nn.Linear(width, network.vocabulary_size, bias=False),
             loss_chunks=loss_chunks,
         )
-        self._initialise(layers, width)
-
-    def _initialise(self, layers: int, width: int) -> None:
+        ends = [end for block in blocks for end in (block.attention.output, block.mlp.down)]
         # 0.02 at the 4096 of LLaMA-7B, kept in proportion for other widths, which learn slowly otherwise.
-        std = 0.02 * math.sqrt(4096 / width)
-        draw_weights(self, std)
-        # As in GPT-2: what two branches a block add to the residual stream must not grow with depth.
-        for block in self.blocks:
-            assert isinstance(block, LlamaBlock)
-            for branch_end in (block.attention.output, block.mlp.down):
-                nn.init.normal_(branch_end.weight, std=std / math.sqrt(2 * layers))
+        draw_weights(self, 0.02 * math.sqrt(4096 / width), branch_ends=ends)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
-        """Score int64 targets [B, S] after int64 tokens [B, S], padding 0; without targets, return logits [B, S, V].
-
-        Padding needs no mask: it lies to the right of what attends, and is no target.
-        """
+        """Score int64 targets [B, S] after int64 tokens [B, S], padding 0; without targets, return logits [B, S, V]."""
         x_BSD: Tensor = self.embed(tokens_BS)
         cos_1SK, sin_1SK = self.rotary(tokens_BS.shape[1])
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_1SK, sin_1SK)
         result: Tensor | Scores = self.tail(x_BSD, targets_BS)
         return result
-
-
-NORM_EPSILON = 1e-12
-"""Of every norm, as in the original."""
 
 
 class BertEmbedding(nn.Module):
@@ -335,24 +294,15 @@ class BertBlock(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=NORM_EPSILON)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = mlp(width, nn.GELU())
         self.mlp_norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
         """Map [B, S, D] to [B, S, D]; positions attend to where the boolean mask is true, or to all."""
-        query_BHSK, key_BHSK, value_BHSK = (
-            part_BSD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part_BSD in self.query_key_value(x_BSD).chunk(3, dim=-1)
-        )
-        mixed_BHSK = F.scaled_dot_product_attention(
-            query_BHSK,
-            key_BHSK,
-            value_BHSK,
-            attn_mask=mask_B11S,
-            dropout_p=self.dropout.p if self.training else 0.0,
-        )
-        attended_BSD = self.output(mixed_BHSK.transpose(1, 2).flatten(2))
+        dropout = self.dropout.p if self.training else 0.0
+        mixed_BSD = attend(self.query_key_value(x_BSD), self.heads, mask_B11S=mask_B11S, dropout=dropout)
+        attended_BSD = self.output(mixed_BSD)
         x_BSD = self.attention_norm(x_BSD + self.dropout(attended_BSD))
         y_BSD: Tensor = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
         return y_BSD
@@ -385,26 +335,16 @@ class Bert(nn.Module):
     Every block takes a contiguous input that requires a gradient, so that all of them share one compiled graph.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        width: int,
-        heads: int,
-        vocabulary_size: int,
-        max_tokens: int,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, network: BertNetwork) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
-        self.embed = BertEmbedding(vocabulary_size, max_tokens, width, dropout)
-        self.blocks = nn.ModuleList(BertBlock(width, heads, dropout) for _ in range(layers))
+        width, dropout = network.width, network.dropout
+        self.embed = BertEmbedding(network.vocabulary_size, network.max_tokens, width, dropout)
+        self.blocks = nn.ModuleList(BertBlock(width, network.heads, dropout) for _ in range(network.layers))
         self.tail = BertTail(width, self.embed.token.weight)
         # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
-        std = 0.02 * math.sqrt(768 / width)
-        draw_weights(self, std)
-        nn.init.normal_(self.embed.position, std=std)
-        nn.init.normal_(self.embed.token_type, std=std)
+        positions = [self.embed.position, self.embed.token_type]
+        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=positions)
 
     def forward(
         self, tokens_BS: Tensor, mask_BS: Tensor | None = None, targets_BS: Tensor | None = None
@@ -424,16 +364,11 @@ class Bert(nn.Module):
 class LanguageModel(ScoredModule):
     """Trains a network on TextBatches; large ones lose their gradients when memory needs it."""
 
-    accuracy = "val/token_accuracy"
+    accuracy: ClassVar[str] = "val/token_accuracy"
 
     def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
-        """As ``ScoredModule``."""
         super().__init__(build, recipe, initialise=initialise)
         self.large = is_large(self.net)
-
-    def inputs(self, batch: TextBatch) -> tuple[Tensor]:
-        """All tokens but the last."""
-        return (batch.inputs,)
 
     def on_train_batch_end(self, outputs: Any, batch: TextBatch, batch_idx: int) -> None:
         """Free the gradients of a large network as soon as they are used.
@@ -447,8 +382,5 @@ class LanguageModel(ScoredModule):
 class MaskedModule(ScoredModule):
     """Trains a BERT; validation logs ``val/loss`` and ``val/token_accuracy``, both over masked tokens."""
 
-    accuracy = "val/token_accuracy"
-
-    def inputs(self, batch: MaskedBatch) -> tuple[Tensor, Tensor | None]:
-        """Tokens and the mask of padding."""
-        return batch.tokens, batch.mask
+    accuracy: ClassVar[str] = "val/token_accuracy"
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "mask")

@@ -1,13 +1,14 @@
-"""Language networks: dimensions of GPT-2 and of the Llama family, and the arithmetic that they imply."""
+"""Networks of language tasks: dimensions of GPT-2, of the Llama family and of BERT, and the transformers library's."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import require_at_least, require_multiple, require_share, suggest
+from tasks.base import require_fields, require_multiple, require_share, suggest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,118 +38,121 @@ class LanguageNetwork:
         """Other submodules worth a region of their own."""
         return ("tail",)
 
-    def flops(self, *, rows: int, positions: int) -> int | None:
-        """Floating-point operations of a forward pass: matrix products, 2 for each multiply-add.
+    def counting(self) -> AbstractContextManager[Any]:
+        """Where operations are counted, see ``TrainedTask.counting``."""
+        import torch
 
-        Causal attention counts in full, as ``torch.utils.flop_counter`` counts it and as PaLM's appendix B does
-        (https://arxiv.org/abs/2204.02311): kernels compute about half of that square. None: not known.
-        """
-        raise NotImplementedError
+        return torch.device("meta")
+
+    def uncountable(self) -> tuple[type[Exception], ...]:
+        """What a network raises whose operations cannot be counted without values."""
+        return (NotImplementedError,)
+
+    def require_countable(self) -> None:
+        """Raise NotImplementedError for a network whose operations depend on values."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Gpt2Network(LanguageNetwork):
-    """Dimensions of GPT-2. MLPs are four widths wide; the head shares the embedding's weight."""
+class Dimensions:
+    """What the networks defined here have in common."""
+
+    least: ClassVar[tuple[int, int]] = (259, 2)
+    """Of vocabulary_size and max_tokens."""
 
     layers: int = 4
     """Blocks."""
     width: int = 64
-    """Width of a position."""
+    """Features of a position."""
     heads: int = 2
     """Attention heads."""
     vocabulary_size: int = 1024
     """Outputs of the head, and the most tokens that the tokenizer learns; 259 are the bytes and the special tokens."""
     max_tokens: int = 128
     """Most positions."""
+
+    def __post_init__(self) -> None:
+        vocabulary_size, max_tokens = self.least
+        require_fields("task.network", self, layers=1, width=1, heads=1)
+        require_fields("task.network", self, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
+        require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
+
+    def limits(self) -> tuple[int, int]:
+        """Vocabulary and positions, as given."""
+        return self.vocabulary_size, self.max_tokens
+
+    def learning_rate(self) -> float:
+        """2.6e-4 for GPT-2: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
+        return 0.2 / self.width
+
+
+@dataclass(kw_only=True, slots=True)
+class Gpt2Network(Dimensions, LanguageNetwork):
+    """Dimensions of GPT-2. MLPs are four widths wide; the head shares the embedding's weight."""
+
     dropout: float = 0.0
     """Share of activations dropped in training; 0.1 in the original."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or at odds with each other."""
-        require_dimensions(self, "layers", "width", "heads")
+        Dimensions.__post_init__(self)
         require_share("task.network.dropout", self.dropout, below_one=True)
-        require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
-
-    def limits(self) -> tuple[int, int]:
-        """As given."""
-        return self.vocabulary_size, self.max_tokens
 
     def build(self, *, loss_chunks: int) -> nn.Module:
-        """Build a ``Gpt2``."""
         from tasks.language.model import Gpt2
 
-        return Gpt2(**asdict(self), loss_chunks=loss_chunks)
-
-    def learning_rate(self) -> float:
-        """About 3e-3 for the smallest and 2.6e-4 for GPT-2: Adam's best rate falls with the width."""
-        return 0.2 / self.width
-
-    def flops(self, *, rows: int, positions: int) -> int:
-        """Query, key, value and output take 4 squares of the width a position, the MLP 8."""
-        block = 12 * positions * self.width**2 + 2 * positions**2 * self.width
-        head = positions * self.width * self.vocabulary_size
-        return 2 * rows * (self.layers * block + head)
+        return Gpt2(self, loss_chunks=loss_chunks)
 
 
 @dataclass(kw_only=True, slots=True)
-class LlamaNetwork(LanguageNetwork):
+class LlamaNetwork(Dimensions, LanguageNetwork):
     """Dimensions of the Llama family. The head has a weight of its own."""
 
-    layers: int = 4
-    """Blocks."""
-    width: int = 64
-    """Width of a position."""
     heads: int = 4
     """Query heads."""
     key_value_heads: int = 2
     """Key and value heads, each shared by as many query heads as there are for one; ``heads``: nothing is shared."""
     hidden_width: int = 176
     """Hidden features of an MLP."""
-    vocabulary_size: int = 1024
-    """Outputs of the head, and the most tokens that the tokenizer learns; 259 are the bytes and the special tokens."""
-    max_tokens: int = 128
-    """Most positions."""
     rotary_base: float = 10000.0
     """Wavelength of the slowest rotary position; 500000 from Llama 3 on."""
     norm_epsilon: float = 1e-5
     """What RMSNorm adds to the mean square."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or at odds with each other."""
-        require_dimensions(self, "layers", "width", "heads", "key_value_heads", "hidden_width", "rotary_base")
-        require_at_least("task.network.norm_epsilon", self.norm_epsilon, 0)
+        require_fields("task.network", self, heads=1, key_value_heads=1, hidden_width=1, rotary_base=1, norm_epsilon=0)
         require_multiple("task.network.width", self.width, "2 x task.network.heads", 2 * self.heads)
         require_multiple("task.network.heads", self.heads, "task.network.key_value_heads", self.key_value_heads)
-
-    def limits(self) -> tuple[int, int]:
-        """As given."""
-        return self.vocabulary_size, self.max_tokens
+        Dimensions.__post_init__(self)
 
     def build(self, *, loss_chunks: int) -> nn.Module:
-        """Build a ``Llama``."""
         from tasks.language.model import Llama
 
-        return Llama(**asdict(self), loss_chunks=loss_chunks)
+        return Llama(self, loss_chunks=loss_chunks)
+
+
+@dataclass(kw_only=True, slots=True)
+class BertNetwork(Dimensions):
+    """Dimensions of a BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805). MLPs are four widths wide.
+
+    The last output of the head is the mask's token, so that the tokenizer learns at most ``vocabulary_size - 1``.
+    """
+
+    least: ClassVar[tuple[int, int]] = (260, 3)
+
+    dropout: float = 0.0
+    """Share of activations and attention weights dropped in training."""
+
+    def __post_init__(self) -> None:
+        Dimensions.__post_init__(self)
+        require_share("task.network.dropout", self.dropout, below_one=True)
+
+    @property
+    def mask_token(self) -> int:
+        """Id of the token that stands for a masked one."""
+        return self.vocabulary_size - 1
 
     def learning_rate(self) -> float:
-        """About 3e-3 for the smallest and 5e-5 for 7B: Adam's best rate falls with the width."""
-        return 0.2 / self.width
-
-    def flops(self, *, rows: int, positions: int) -> int:
-        """Query and output take 2 squares of the width a position, keys and values less where they are shared."""
-        shared = self.width * self.width // self.heads * self.key_value_heads
-        projections = 2 * self.width**2 + 2 * shared + 3 * self.width * self.hidden_width
-        block = positions * projections + 2 * positions**2 * self.width
-        head = positions * self.width * self.vocabulary_size
-        return 2 * rows * (self.layers * block + head)
-
-
-def require_dimensions(network: Gpt2Network | LlamaNetwork, *names: str) -> None:
-    """Raise ValueError for a dimension that is too small."""
-    for name in names:
-        require_at_least(f"task.network.{name}", getattr(network, name), 1)
-    require_at_least("task.network.vocabulary_size", network.vocabulary_size, 259)
-    require_at_least("task.network.max_tokens", network.max_tokens, 2)
+        """The original's 1e-4 for base; Adam's best rate falls with the width."""
+        return 0.0768 / self.width
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -204,20 +208,21 @@ class TransformersNetwork(LanguageNetwork):
         """The loss; final norm and head lie within the library's code."""
         return ("loss",)
 
-    def flops(self, *, rows: int, positions: int) -> int | None:
-        """Counted on a network without memory at two lengths: a part is proportional to the positions, the rest to
-        their square. None for one that cannot be counted so, as one that routes tokens to experts."""
-        from tasks.language.transformers_net import counted_flops
+    def counting(self) -> AbstractContextManager[Any]:
+        """Fake tensors: the library makes an exception for them where it reads values in its forward."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
+        return FakeTensorMode()
+
+    def uncountable(self) -> tuple[type[Exception], ...]:
+        """Architectures fail in ways of their own on operations that have no result without values."""
+        return (Exception,)
+
+    def require_countable(self) -> None:
+        """Tokens are routed to experts by values."""
         config = self.library_config()
         if any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):
-            return None
-        options = json.dumps(config.to_dict(), default=str, sort_keys=True)
-        linear_quadratic = counted_flops(options, self.attention)
-        if linear_quadratic is None:
-            return None
-        linear, quadratic = linear_quadratic
-        return round(rows * (linear * positions + quadratic * positions**2))
+            raise NotImplementedError("operations of experts")
 
     def library_config(self) -> Any:
         """The library's configuration object. Raises ValueError, in one line, for whatever is wrong with it."""
@@ -239,7 +244,7 @@ class TransformersNetwork(LanguageNetwork):
             model_type = str(values.get("model_type", ""))
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(
-                f"{option}: {model_type!r} is no causal language model of this transformers"
+                f"{option}: {model_type!r} is not a causal language model of this transformers"
                 + suggest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
             )
         kind = CONFIG_MAPPING[model_type]
@@ -270,45 +275,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"task.network.config={str(path)!r}: {file} names no model_type")
     return values
-
-
-@dataclass(kw_only=True, slots=True)
-class BertNetwork:
-    """Dimensions of a BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805). MLPs are four widths wide."""
-
-    layers: int = 4
-    """Blocks."""
-    width: int = 64
-    """Features of a position."""
-    heads: int = 2
-    """Attention heads."""
-    vocabulary_size: int = 1024
-    """Outputs of the head. The last one is the mask's token, so that the tokenizer learns at most one less; 259 are the
-    bytes and the special tokens."""
-    max_tokens: int = 128
-    """Most positions."""
-    dropout: float = 0.0
-    """Share of activations and attention weights dropped in training."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or at odds with each other."""
-        for name in ("layers", "width", "heads"):
-            require_at_least(f"task.network.{name}", getattr(self, name), 1)
-        require_at_least("task.network.vocabulary_size", self.vocabulary_size, 260)
-        require_at_least("task.network.max_tokens", self.max_tokens, 3)
-        require_share("task.network.dropout", self.dropout, below_one=True)
-        require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
-
-    @property
-    def mask_token(self) -> int:
-        """Id of the token that stands for a masked one."""
-        return self.vocabulary_size - 1
-
-    def flops(self, *, rows: int, positions: int) -> int:
-        """Floating-point operations of the matrix products of one forward, 2 for each multiply-add.
-
-        The head is computed at every position, not only where tokens are masked; padding counts.
-        """
-        block = 12 * positions * self.width**2 + 2 * positions**2 * self.width
-        head = positions * self.width * (self.width + self.vocabulary_size)
-        return 2 * rows * (self.layers * block + head)

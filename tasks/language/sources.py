@@ -1,4 +1,4 @@
-"""Configuration that every source of text shares, and what a source hands to the data module."""
+"""Sources of text: Python's standard library, text files, JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.base import Loading, held_out, require_at_least, require_share
+from tasks.base import Loading, held_out, require_choice, require_fields, require_share
 from tasks.resources import cache_folder
 
 PACKINGS = ("packed", "documents")
@@ -56,28 +56,31 @@ class TextData(Loading):
     is one document, its end."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         Loading.__post_init__(self)
-        if self.packing not in PACKINGS:
-            raise ValueError(f"task.data.packing={self.packing!r} is not one of {PACKINGS}")
-        require_at_least("task.data.max_tokens", self.max_tokens, 2)
-        require_at_least("task.data.pad_to", self.pad_to, 2)
-        require_at_least("task.data.max_documents", self.max_documents, 2)
+        require_choice("task.data.packing", self.packing, PACKINGS)
+        require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
         require_share("task.data.val_share", self.val_share, below_one=True)
         if self.pad_to is not None and self.packing == "packed":
             raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents: packed rows are full")
 
-    def documents(self, *, seed: int) -> tuple[Documents, Documents]:
-        """Read training and validation documents.
+    def documents(self) -> tuple[Documents, Documents]:
+        """Read training and validation documents, the same ones in every run.
 
-        Args:
-            seed: Of the run, for a source that draws its text; files are split alike under every seed.
-
-        Raises:
-            ValueError: A source that cannot be used, by the name of its file.
+        Raises ValueError, naming the file, for a source that cannot be used.
         """
         skipped: dict[str, int] = {}
-        return self.split(list(itertools.islice(self.read(skipped), self.max_documents)), skipped)
+        named = self.read(skipped)
+        if (held := self.validation(skipped)) is None:
+            return self.split(list(itertools.islice(named, self.max_documents)), skipped)
+        val_documents, val_place = held
+        sides = []
+        for documents, place in ((named, self.place()), (val_documents, val_place)):
+            texts = [text for _, text in documents if text.strip()][: self.max_documents]
+            if not texts:
+                raise ValueError(f"{place} holds no text")
+            sides.append(Documents(texts=texts, place=place))
+        sides[0].skipped = skipped
+        return sides[0], sides[1]
 
     def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
         """Yield (name, text) of each document; the name decides on which side it falls. Counts what it leaves out.
@@ -85,6 +88,10 @@ class TextData(Loading):
         Raises ValueError, naming the file, for a source that cannot be used.
         """
         raise NotImplementedError
+
+    def validation(self, skipped: dict[str, int]) -> tuple[Iterator[tuple[str, str]], str] | None:
+        """Validation documents where the user names them, and their place; None: some are held out."""
+        return None
 
     def place(self) -> str:
         """Where the documents come from, for messages."""
@@ -134,14 +141,6 @@ class TextError(ValueError):
     """A file that cannot be read as text; the message names it."""
 
 
-def require_encoding(path: str, encoding: str) -> None:
-    """Raise ValueError, naming the option, for an encoding that Python does not know."""
-    try:
-        codecs.lookup(encoding)
-    except LookupError:
-        raise ValueError(f"{path}={encoding!r} is not an encoding that Python knows") from None
-
-
 def read_text(file: Path, *, encoding: str, option: str | None = None) -> str:
     """Read ``file``: by its byte order mark where it has one, else as ``encoding``; line ends become newlines.
 
@@ -168,7 +167,6 @@ def leave_out(error: TextError, reason: str, skipped: dict[str, int]) -> None:
     print(f"left out: {error}", file=sys.stderr, flush=True)
 
 
-UNITS = ("file", "paragraph")
 BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
 
 
@@ -189,43 +187,28 @@ class TextFiles(TextData):
     """Validation text, as ``path``; empty: a share of the documents is held out."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or missing."""
         TextData.__post_init__(self)
         if not self.path:
             raise ValueError("task.data.path='' must name a text file, a folder or a pattern")
-        if self.unit not in UNITS:
-            raise ValueError(f"task.data.unit={self.unit!r} is not one of {UNITS}")
-        require_encoding("task.data.encoding", self.encoding)
-
-    def documents(self, *, seed: int) -> tuple[Documents, Documents]:
-        """Read both splits. Raises ValueError, naming the file, for text that cannot be used."""
-        if not self.val_path:
-            return TextData.documents(self, seed=seed)
-        skipped: dict[str, int] = {}
-        train = [text for _, text in self._read("task.data.path", self.path, skipped) if text.strip()]
-        val = [text for _, text in self._read("task.data.val_path", self.val_path, skipped) if text.strip()]
-        for path, texts in ((self.path, train), (self.val_path, val)):
-            if not texts:
-                raise ValueError(f"{path} holds no text")
-        return (
-            Documents(texts=train[: self.max_documents], place=self.path, skipped=skipped),
-            Documents(texts=val[: self.max_documents], place=self.val_path),
-        )
+        require_choice("task.data.unit", self.unit, ("file", "paragraph"))
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise ValueError(f"task.data.encoding={self.encoding!r} is not an encoding that Python knows") from None
 
     def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
-        """Yield the documents of all files."""
         return self._read("task.data.path", self.path, skipped)
 
+    def validation(self, skipped: dict[str, int]) -> tuple[Iterator[tuple[str, str]], str] | None:
+        return (self._read("task.data.val_path", self.val_path, skipped), self.val_path) if self.val_path else None
+
     def place(self) -> str:
-        """The path, as given."""
         return self.path
 
     def tokenizer_folder(self) -> Path:
         """The folder of the text, or the last one before a wildcard."""
-        path = Path(self.path)
-        while glob.has_magic(str(path)) or path.is_file():
-            path = path.parent
-        return path
+        path = _before_wildcard(Path(self.path))
+        return path.parent if path.is_file() else path
 
     def _read(self, option: str, path: str, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
         files, root = self._files(option, path)
@@ -252,22 +235,25 @@ class TextFiles(TextData):
         """Files in the order of their names, and the folder that names begin at."""
         given = Path(path)
         if given.is_dir():
-            files, what = sorted(file for file in given.rglob(f"*{self.suffix}") if file.is_file()), "holds no"
+            files = sorted(file for file in given.rglob(f"*{self.suffix}") if file.is_file())
             if not files:
                 raise ValueError(
-                    f"{option}={path!r} {what} files whose names end in {self.suffix!r} (task.data.suffix)"
+                    f"{option}={path!r} holds no files whose names end in {self.suffix!r} (task.data.suffix)"
                 )
             return files, given
         if given.is_file():
             return [given], given.parent
         files = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
         if not files:
-            found = "matches no file" if glob.has_magic(path) else "is no file and no folder"
+            found = "matches no file" if glob.has_magic(path) else "is not a file and not a folder"
             raise ValueError(f"{option}={path!r} {found}")
-        root = given
-        while glob.has_magic(str(root)):
-            root = root.parent
-        return files, root
+        return files, _before_wildcard(given)
+
+
+def _before_wildcard(path: Path) -> Path:
+    while glob.has_magic(str(path)):
+        path = path.parent
+    return path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -282,33 +268,18 @@ class JsonLines(TextData):
     """File of validation documents; empty: a share of the lines is held out."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or missing."""
         TextData.__post_init__(self)
         if not self.file:
             raise ValueError("task.data.file='' must name a JSON lines file")
-
-    def documents(self, *, seed: int) -> tuple[Documents, Documents]:
-        """Read both splits. Raises ValueError, naming file and line, when no line can be used."""
-        if not self.val_file:
-            return TextData.documents(self, seed=seed)
-        skipped: dict[str, int] = {}
-        sides = [
-            [text for _, text in self._read(Path(file), skipped) if text.strip()][: self.max_documents]
-            for file in (self.file, self.val_file)
-        ]
-        for file, texts in zip((self.file, self.val_file), sides, strict=True):
-            if not texts:
-                raise ValueError(f"{file} holds no text")
-        return Documents(texts=sides[0], place=self.file, skipped=skipped), Documents(
-            texts=sides[1], place=self.val_file
-        )
 
     def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
         """Yield the documents; a line stays on its side when lines are appended."""
         return self._read(Path(self.file), skipped)
 
+    def validation(self, skipped: dict[str, int]) -> tuple[Iterator[tuple[str, str]], str] | None:
+        return (self._read(Path(self.val_file), skipped), self.val_file) if self.val_file else None
+
     def place(self) -> str:
-        """The file, as given."""
         return self.file
 
     def tokenizer_folder(self) -> Path:
@@ -356,7 +327,6 @@ class JsonLines(TextData):
         return str(item[self.key])
 
 
-STDLIB_UNITS = ("definition", "file")
 DEFINITION = re.compile(r"^(?:@[^\n]*\n)*(?:async def |def |class )", re.MULTILINE)
 """A function or class at the left margin, with its decorators."""
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -372,14 +342,12 @@ class Stdlib(TextData):
     too), or a ``file``."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         TextData.__post_init__(self)
-        if self.unit not in STDLIB_UNITS:
-            raise ValueError(f"task.data.unit={self.unit!r} is not one of {STDLIB_UNITS}")
+        require_choice("task.data.unit", self.unit, ("definition", "file"))
 
     def read(self, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
         """Yield documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""
-        folder = self._folder()
+        folder = Path(sysconfig.get_path("stdlib"))
         relative = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
         names = [name for name in relative if not LEFT_OUT.intersection(name.split("/")[:-1])]
         if not names:
@@ -393,11 +361,7 @@ class Stdlib(TextData):
             yield from ((f"{name}:{number}", part) for number, part in enumerate(self._parts(text)))
 
     def place(self) -> str:
-        """Name the library."""
         return "Python's standard library"
-
-    def _folder(self) -> Path:
-        return Path(sysconfig.get_path("stdlib"))
 
     def _parts(self, text: str) -> list[str]:
         if self.unit == "file":

@@ -1,9 +1,10 @@
-"""Language modelling: predict the next token of a text, with GPT-2, a Llama or any causal network of transformers."""
+"""Language tasks: predict the next token of a text (GPT-2, Llama, transformers), or hidden ones from those around them
+(BERT)."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least
@@ -12,6 +13,9 @@ from tasks.language.sources import Stdlib, TextData
 
 if TYPE_CHECKING:
     import lightning
+    from torch import Tensor, nn
+
+    from tasks.module import ScoredModule
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +34,6 @@ class LanguageModelling(TrainedTask):
     """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or at odds with each other."""
         # The defaults are bare bases because OmegaConf lets a subclass replace the base, never another subclass.
         if type(self.data) is TextData:
             self.data = Stdlib(**asdict(self.data))
@@ -38,11 +41,8 @@ class LanguageModelling(TrainedTask):
             self.network = Gpt2Network()
         TrainedTask.__post_init__(self)
         require_at_least("task.loss_chunks", self.loss_chunks, 1)
-        _, most = self.network.limits()
-        for name in ("max_tokens", "pad_to"):
-            value = getattr(self.data, name)
-            if value is not None and value > most:
-                raise ValueError(f"task.data.{name}={value} must be at most the {most} positions of the network")
+        most = self.max_positions()
+        _require_at_most(self.data, most, f"the {most} positions of the network")
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         """Build the data module. Raises ValueError, naming the file, for unusable input."""
@@ -51,15 +51,16 @@ class LanguageModelling(TrainedTask):
         vocabulary_size, max_tokens = self.network.limits()
         return TextDataModule(self.data, vocabulary_size=vocabulary_size, max_tokens=max_tokens, seed=seed)
 
-    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; see ``initialise`` for its weights."""
+    def build_net(self) -> nn.Module:
+        return self.network.build(loss_chunks=self.loss_chunks)
+
+    def module_class(self) -> type[ScoredModule]:
         from tasks.language.model import LanguageModel
 
-        recipe = self.recipe(default_learning_rate=self.network.learning_rate(), max_steps=max_steps)
-        build = partial(self.network.build, loss_chunks=self.loss_chunks)
-        # What is counted by running the network is counted once: now, and not within the first step, which is timed.
-        self.network.flops(rows=1, positions=1)
-        return LanguageModel(build, recipe, initialise=self.initialise)
+        return LanguageModel
+
+    def default_learning_rate(self) -> float:
+        return self.network.learning_rate()
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with the loss apart. Packed rows are no ragged
@@ -80,17 +81,25 @@ class LanguageModelling(TrainedTask):
         rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - 1
         return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
 
-    def training_flops(self, batch: Any) -> int | None:
-        """Operations of matrix products in forward and backward, which has a product for each operand's gradient.
+    def max_positions(self) -> int:
+        return self.network.limits()[1]
 
-        What is computed again in backward (``loss_chunks``) does not count: it brings the training no further.
-        """
-        forward = self.inference_flops(batch)
-        return None if forward is None else 3 * forward
+    def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
+        import torch
 
-    def inference_flops(self, batch: Any) -> int | None:
-        """Operations of matrix products in forward, see ``LanguageNetwork.flops``."""
-        return self.network.flops(rows=batch.tokens.shape[0], positions=batch.tokens.shape[1] - 1)
+        tokens = torch.zeros(rows, positions, dtype=torch.long)
+        return tokens, tokens
+
+    def counted_net(self) -> nn.Module:
+        """What is computed again in backward (``loss_chunks``) does not count: it brings the training no further."""
+        self.network.require_countable()
+        return self.network.build(loss_chunks=1)
+
+    def counting(self) -> AbstractContextManager[Any]:
+        return self.network.counting()
+
+    def uncountable(self) -> tuple[type[Exception], ...]:
+        return self.network.uncountable()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,19 +118,14 @@ class MaskedLM(TrainedTask):
     """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range or at odds with each other."""
         if type(self.data) is TextData:
             # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
             self.data = Stdlib(**asdict(self.data))
         TrainedTask.__post_init__(self)
         if not 0 < self.masked_share < 1:
             raise ValueError(f"task.masked_share={self.masked_share} must be above 0 and below 1")
-        for name in ("max_tokens", "pad_to"):
-            value = getattr(self.data, name)
-            if value is not None and value > self.network.max_tokens:
-                raise ValueError(
-                    f"task.data.{name}={value} must be at most task.network.max_tokens={self.network.max_tokens}"
-                )
+        most = self.network.max_tokens
+        _require_at_most(self.data, most, f"task.network.max_tokens={most}")
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         """Build the data module. Raises ValueError, naming the file, for unusable input."""
@@ -129,24 +133,29 @@ class MaskedLM(TrainedTask):
 
         return MaskedDataModule(
             self.data,
-            vocabulary_size=self.network.vocabulary_size,
+            mask_token=self.network.mask_token,
             max_tokens=self.network.max_tokens,
             masked_share=self.masked_share,
             seed=seed,
         )
 
-    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; see ``initialise`` for its weights."""
-        from tasks.language.model import Bert, MaskedModule
+    def build_net(self) -> nn.Module:
+        from tasks.language.model import Bert
 
-        # The original's 1e-4 for base; Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
-        recipe = self.recipe(default_learning_rate=0.0768 / self.network.width, max_steps=max_steps)
-        return MaskedModule(partial(Bert, **asdict(self.network)), recipe, initialise=self.initialise)
+        return Bert(self.network)
+
+    def module_class(self) -> type[ScoredModule]:
+        from tasks.language.model import MaskedModule
+
+        return MaskedModule
+
+    def default_learning_rate(self) -> float:
+        return self.network.learning_rate()
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embedding and loss apart. Packed rows are
         no ragged ones."""
-        from tasks.module import IGNORED
+        from tasks.layers import IGNORED
         from tasks.tokenizer import PAD
 
         ragged = (("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
@@ -163,11 +172,19 @@ class MaskedLM(TrainedTask):
             samples=batch.tokens.shape[0], tokens=batch.tokens.numel(), useful_tokens=batch.useful_tokens
         )
 
-    def training_flops(self, batch: Any) -> int:
-        """Operations of matrix products in forward and backward, which has a product for each operand's gradient."""
-        return 3 * self.inference_flops(batch)
+    def max_positions(self) -> int:
+        return self.network.max_tokens
 
-    def inference_flops(self, batch: Any) -> int:
-        """Operations of matrix products in forward, see ``BertNetwork.flops``."""
-        rows, positions = batch.tokens.shape
-        return self.network.flops(rows=rows, positions=positions)
+    def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
+        """The head is computed at every position, not only where tokens are masked."""
+        import torch
+
+        tokens = torch.zeros(rows, positions, dtype=torch.long)
+        return tokens, None, tokens
+
+
+def _require_at_most(data: TextData, most: int, what: str) -> None:
+    for name in ("max_tokens", "pad_to"):
+        value = getattr(data, name)
+        if value is not None and value > most:
+            raise ValueError(f"task.data.{name}={value} must be at most {what}")

@@ -5,22 +5,14 @@ Shape letters: B batch, S positions, V vocabulary.
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tasks.language.model import score
-from tasks.module import Scores
-
-LENGTHS = (64, 128)
-"""Positions at which operations are counted."""
+from tasks.layers import Scores
 
 
 class NextTokenLoss(nn.Module):
@@ -58,28 +50,3 @@ class TransformersNet(nn.Module):
             return logits_BSV
         result: Scores = self.loss(logits_BSV, targets_BS)
         return result
-
-
-@lru_cache(maxsize=8)
-def counted_flops(options: str, attention: str | None) -> tuple[float, float] | None:
-    """Operations of a forward pass of one row: (a position, a position squared); None where they cannot be counted.
-
-    ``options``: the library's configuration as JSON.
-    """
-    values = json.loads(options)
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    counts = []
-    try:
-        # Fake tensors, not meta ones: the library makes an exception for them where it reads values in its forward.
-        with FakeTensorMode(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            net = TransformersNet(config, attention=attention).eval()
-            for length in LENGTHS:
-                # The plain kernel: fused ones differ in what the counter knows of them from release to release.
-                with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                    net(torch.zeros(1, length, dtype=torch.long))
-                counts.append(counter.get_total_flops())
-    except Exception:  # operations that have no result without values
-        return None
-    short, long = LENGTHS
-    quadratic = (counts[1] / long - counts[0] / short) / (long - short)
-    return counts[0] / short - quadratic * short, quadratic

@@ -1,6 +1,9 @@
-"""Generated batch: what every micro model takes, and how its random numbers are drawn.
+"""Generated data, in memory: inputs of one shape with classes that can be learned, and ragged sequences of tokens.
 
-Shape letters: B batch, S positions, ... the shape of an input.
+Every class has a fixed random pattern, and an input is its class' pattern in noise; every token has a fixed random
+class. Patterns and classes depend on the seed, example ``i`` on the seed and ``i`` alone.
+
+Shape letters: B batch, S positions, K classes, ... the shape of an input.
 """
 
 from __future__ import annotations
@@ -15,7 +18,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tasks.base import Loading
-from tasks.loading import ResumableDataModule
+from tasks.layers import IGNORED
+from tasks.loading import ResumableDataModule, pad_rows
+
+PATTERN_NORM = 4.0
+"""Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
+CELLS = 4
+"""Rows and columns of fields in an image's pattern."""
+VOCABULARY = 256
+"""Token ids of ragged sequences, padding among them."""
+SHORTEST = 4
+"""Tokens of the shortest sequence."""
+SPREAD = 0.6
+"""Standard deviation of the logarithm of a sequence's length, as documents and sentences have it."""
 
 
 class GeneratedBatch(NamedTuple):
@@ -45,12 +60,6 @@ def seed_of(key: str) -> int:
     return zlib.crc32(key.encode())
 
 
-PATTERN_NORM = 4.0
-"""Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
-CELLS = 4
-"""Rows and columns of fields in an image's pattern."""
-
-
 class GeneratedTensors(ResumableDataModule):
     """Inputs of one shape. They lie on the device that trains, all of them, and the loader hands out their numbers,
     which become inputs where Lightning moves a batch to its device.
@@ -61,12 +70,14 @@ class GeneratedTensors(ResumableDataModule):
     option = "task"
 
     def __init__(
-        self, loading: Loading, *, shape: tuple[int, ...], classes: int, train_count: int, val_count: int, seed: int
+        self, loading: Loading, *, shape: tuple[int, ...], classes: int, counts: dict[str, int], seed: int
     ) -> None:
-        """``shape``: of an input: features; positions and features, each position of its own class; or an image."""
+        """``shape``: of an input: features; positions and features, each position of its own class; or an image.
+
+        ``counts``: examples of ``train`` and ``val``.
+        """
         super().__init__(loading, seed=seed)
-        self._shape, self._classes = shape, classes
-        self._train_count, self._val_count = train_count, val_count
+        self._shape, self._classes, self._counts = shape, classes, counts
         self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
         """Inputs and targets by device, inputs in the precision that trains."""
         self.collate = self._numbered
@@ -74,18 +85,15 @@ class GeneratedTensors(ResumableDataModule):
     def open(self) -> str:
         """Generate all examples."""
         patterns = class_patterns(self._shape, classes=self._classes, seed=self.seed)
-        keys = [
-            f"{self.seed}/{split}/{index}"
-            for split, count in (("train", self._train_count), ("val", self._val_count))
-            for index in range(count)
-        ]
+        keys = [f"{self.seed}/{split}/{index}" for split, count in self._counts.items() for index in range(count)]
         inputs, targets = noisy_examples(patterns, self._shape, keys=keys)
         if len(self._shape) == 3:
             # Rows of channels, so that a batch of images is channels_last, the layout of fast convolutions.
             inputs = inputs.permute(0, 2, 3, 1).contiguous()
         self._inputs, self._targets = inputs, targets
-        self.train_set = Numbers(range(self._train_count))
-        self.val_set = Numbers(range(self._train_count, len(keys)))
+        # Numbers of examples, in the place of the examples themselves.
+        train_count = self._counts["train"]
+        self.train_set, self.val_set = range(train_count), range(train_count, len(keys))  # type: ignore[assignment]
         return "the generated data"
 
     def _numbered(self, numbers: Sequence[int]) -> GeneratedBatch:
@@ -109,21 +117,6 @@ class GeneratedTensors(ResumableDataModule):
         if len(self._shape) == 3:
             inputs = inputs.permute(0, 3, 1, 2)
         return batch._replace(inputs=inputs, targets=targets)
-
-
-class Numbers(Dataset[int]):
-    """Numbers of examples, in the place of the examples themselves."""
-
-    def __init__(self, numbers: range) -> None:
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        """Examples."""
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> int:
-        """The example's number."""
-        return self._numbers[index]
 
 
 def class_patterns(shape: tuple[int, ...], *, classes: int, seed: int) -> Tensor:
@@ -154,16 +147,6 @@ def noisy_examples(patterns: Tensor, shape: tuple[int, ...], *, keys: Sequence[s
     return inputs.add_(patterns[classes]), classes
 
 
-PAD = 0
-"""Token id of padding."""
-VOCABULARY = 256
-"""Token ids of ragged sequences, padding among them."""
-SHORTEST = 4
-"""Tokens of the shortest sequence."""
-SPREAD = 0.6
-"""Standard deviation of the logarithm of a sequence's length, as documents and sentences have it."""
-
-
 class GeneratedSequences(ResumableDataModule):
     """Sequences of ragged lengths, padded to the longest of their batch."""
 
@@ -176,47 +159,33 @@ class GeneratedSequences(ResumableDataModule):
         longest: int,
         pad_to: int | None,
         classes: int,
-        ignored: int,
-        train_count: int,
-        val_count: int,
+        counts: dict[str, int],
         seed: int,
     ) -> None:
-        """``longest``: most positions of a sequence; ``pad_to``: of every batch; ``ignored``: target of padding."""
+        """``longest``: most positions of a sequence; ``pad_to``: of every batch; ``counts``: of ``train``, ``val``."""
         super().__init__(loading, seed=seed)
-        self._longest, self._classes, self._ignored = longest, classes, ignored
-        self._pad_to = pad_to
-        self._counts = {"train": train_count, "val": val_count}
+        self._longest, self._pad_to, self._classes, self._counts = longest, pad_to, classes, counts
         self.collate = self._padded
 
     def open(self) -> str:
         """Generate all sequences."""
         class_of = torch.randint(0, self._classes, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
         self.train_set, self.val_set = (
-            Sequences([self._tokens(f"{self.seed}/{split}/{index}") for index in range(count)], class_of)
+            Sequences(
+                [ragged_tokens(f"{self.seed}/{split}/{index}", longest=self._longest) for index in range(count)],
+                class_of,
+            )
             for split, count in self._counts.items()
         )
         return "the generated sequences"
 
-    def transfer_batch_to_device(
-        self, batch: GeneratedBatch, device: torch.device, dataloader_idx: int
-    ) -> GeneratedBatch:
-        """Move the two tensors without waiting for the copy; the count stays on the host."""
-        return batch._replace(
-            inputs=batch.inputs.to(device, non_blocking=True), targets=batch.targets.to(device, non_blocking=True)
-        )
-
-    def _tokens(self, key: str) -> Tensor:
-        return ragged_tokens(key, longest=self._longest)
-
     def _padded(self, items: Sequence[tuple[Tensor, Tensor]]) -> GeneratedBatch:
-        lengths = [len(tokens) for tokens, _ in items]
-        positions = max(lengths) if self._pad_to is None else self._pad_to
-        tokens_BS = torch.full((len(items), positions), PAD)
-        targets_BS = torch.full((len(items), positions), self._ignored)
-        for row, (tokens, targets) in enumerate(items):
-            tokens_BS[row, : lengths[row]] = tokens
-            targets_BS[row, : lengths[row]] = targets
-        return GeneratedBatch(tokens_BS, targets_BS, sum(lengths))
+        tokens, targets = zip(*items, strict=True)
+        return GeneratedBatch(
+            pad_rows(tokens, width=self._pad_to),
+            pad_rows(targets, width=self._pad_to, padding=IGNORED),
+            sum(len(row) for row in tokens),
+        )
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
@@ -227,11 +196,9 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
         self.lengths = [len(sequence) for sequence in tokens]
 
     def __len__(self) -> int:
-        """Sequences."""
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Sequence ``index``, the same in every run of one seed."""
         return self._tokens[index], self._class_of[self._tokens[index]]
 
 

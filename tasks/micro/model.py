@@ -1,17 +1,31 @@
-"""The micro models' common end: scores of classes, and the loss where there are targets.
+"""The micro networks: of vectors, of images and of sequences, each with its head and loss.
 
-Shape letters: D features, K classes, ... any leading dimensions.
+Transformer blocks are post-norm with GELU, the layout of ``torch.nn.TransformerEncoderLayer``, attention by
+``scaled_dot_product_attention``.
+
+Shape letters: B batch, C channels, H height, W width, S positions, D features, K classes, ... any leading dimensions.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.layers import Attention
-from tasks.micro.data import VOCABULARY, GeneratedBatch
-from tasks.micro.task import POOLED
-from tasks.module import ScoredModule, Scores, class_scores
+from tasks.layers import Attention, Scores, attend, class_scores, mlp
+from tasks.micro.data import VOCABULARY
+from tasks.module import ScoredModule
+
+if TYPE_CHECKING:
+    from tasks.micro.task import MicroSize
+
+POOLED = 8
+"""Rows and columns that ``ComplexMixed`` pools its features to."""
+
+
+class MicroModule(ScoredModule):
+    """Trains a micro network; validation logs ``val/loss`` and ``val/accuracy``."""
 
 
 class ClassTail(nn.Module):
@@ -27,44 +41,57 @@ class ClassTail(nn.Module):
         return logits_K if targets is None else class_scores(logits_K, targets, training=self.training)
 
 
-class SimpleLinear(nn.Module):
+class MicroNet(nn.Module):
+    """Base of all: features, then the tail, which a subclass makes last."""
+
+    tail: ClassTail
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the tail scores, [..., D]."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | Scores:
+        """Scores of a batch of inputs; with int64 targets the loss, see ``ClassTail``."""
+        scores: Tensor | Scores = self.tail(self.features(x), targets)
+        return scores
+
+
+class SimpleLinear(MicroNet):
     """One linear layer with a ReLU, and the head: so little work that calling it is what costs."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(width, width)
-        self.tail = ClassTail(width, classes)
+        self.hidden = nn.Linear(size.width, size.width)
+        self.tail = ClassTail(size.width, classes)
 
-    def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
-        """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``."""
-        scores: Tensor | Scores = self.tail(self.hidden(x_BD).relu(), targets_B)
-        return scores
+    def features(self, x_BD: Tensor) -> Tensor:
+        hidden_BD: Tensor = self.hidden(x_BD).relu()
+        return hidden_BD
 
 
-class LargeLinear(nn.Module):
+class LargeLinear(MicroNet):
     """Three wide linear layers, each with a ReLU, and the head: matrix products that a compiler cannot better."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+            *(layer for _ in range(3) for layer in (nn.Linear(size.width, size.width), nn.ReLU()))
         )
-        self.tail = ClassTail(width, classes)
+        self.tail = ClassTail(size.width, classes)
 
-    def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
-        """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``."""
-        scores: Tensor | Scores = self.tail(self.layers(x_BD), targets_B)
-        return scores
+    def features(self, x_BD: Tensor) -> Tensor:
+        hidden_BD: Tensor = self.layers(x_BD)
+        return hidden_BD
 
 
-class GraphBreaker(nn.Module):
+class GraphBreaker(MicroNet):
     """Two linear layers with a print and a branch on data between them: what users write and compilers cannot trace."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
-        self.first = nn.Linear(width, width)
-        self.second = nn.Linear(width, width)
-        self.tail = ClassTail(width, classes)
+        self.first = nn.Linear(size.width, size.width)
+        self.second = nn.Linear(size.width, size.width)
+        self.tail = ClassTail(size.width, classes)
 
     def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
         """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``."""
@@ -75,12 +102,12 @@ class GraphBreaker(nn.Module):
         return scores
 
 
-class ConvNet(nn.Module):
+class ConvNet(MicroNet):
     """Three stages of 3x3 convolution, batch norm, ReLU and max pooling, each twice as wide as the one before."""
 
-    def __init__(self, width: int, classes: int) -> None:
-        """``width``: channels of the first stage."""
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
+        width = size.width
         layers: list[nn.Module] = []
         for before, after in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
             # No bias: the norm after it would take it away.
@@ -89,20 +116,19 @@ class ConvNet(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.tail = ClassTail(4 * width, classes)
 
-    def forward(self, x_BCHW: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
-        """Scores of images float32 [B, 3, H, W]; with targets the loss, see ``ClassTail``."""
-        scores: Tensor | Scores = self.tail(self.layers(x_BCHW).mean(dim=(2, 3)), targets_B)
-        return scores
+    def features(self, x_BCHW: Tensor) -> Tensor:
+        pooled_BD: Tensor = self.layers(x_BCHW).mean(dim=(2, 3))
+        return pooled_BD
 
 
-class ComplexMixed(nn.Module):
+class ComplexMixed(MicroNet):
     """Convolution, batch norm, ReLU and max pooling; single-head self-attention over the flattened positions with a
     residual; adaptive pooling to 8x8; two linear layers.
     """
 
-    def __init__(self, width: int, classes: int) -> None:
-        """``width``: channels of the convolution and features of the attention."""
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
+        width = size.width
         self.convolution = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.query_key_value = nn.Linear(width, 3 * width)
@@ -110,17 +136,13 @@ class ComplexMixed(nn.Module):
         self.hidden = nn.Linear(POOLED**2 * width, 8 * width)
         self.tail = ClassTail(8 * width, classes)
 
-    def forward(self, x_BCHW: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
-        """Scores of images float32 [B, 3, H, W]; with targets the loss, see ``ClassTail``."""
+    def features(self, x_BCHW: Tensor) -> Tensor:
         x_BDHW = F.max_pool2d(self.norm(self.convolution(x_BCHW)).relu(), 2)
         x_BSD = x_BDHW.flatten(2).transpose(1, 2)
-        query_BSD, key_BSD, value_BSD = self.query_key_value(x_BSD).chunk(3, dim=-1)
-        mixed_B1SD = F.scaled_dot_product_attention(query_BSD[:, None], key_BSD[:, None], value_BSD[:, None])
-        x_BSD = x_BSD + self.output(mixed_B1SD[:, 0])
+        x_BSD = x_BSD + self.output(attend(self.query_key_value(x_BSD), 1))
         x_BDHW = x_BSD.transpose(1, 2).unflatten(2, x_BDHW.shape[2:])
-        pooled_BD = F.adaptive_avg_pool2d(x_BDHW, POOLED).flatten(1)
-        scores: Tensor | Scores = self.tail(self.hidden(pooled_BD).relu(), targets_B)
-        return scores
+        hidden_BD: Tensor = self.hidden(F.adaptive_avg_pool2d(x_BDHW, POOLED).flatten(1)).relu()
+        return hidden_BD
 
 
 class TransformerBlock(nn.Module):
@@ -131,7 +153,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(width, heads, 0.0, causal=causal)
         self.attention_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = mlp(width, nn.GELU())
         self.mlp_norm = nn.LayerNorm(width)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -141,41 +163,49 @@ class TransformerBlock(nn.Module):
         return y_BSD
 
 
-class SingleBlock(nn.Module):
+class SingleBlock(MicroNet):
     """One transformer block over sequences of one length, with a head of a few classes on every position."""
 
-    def __init__(self, width: int, heads: int, classes: int) -> None:
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
-        self.block = TransformerBlock(width, heads, causal=False)
-        self.tail = ClassTail(width, classes)
+        self.block = TransformerBlock(size.width, heads(size.width), causal=False)
+        self.tail = ClassTail(size.width, classes)
 
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
-        """Scores of every position of float32 [B, S, D]; with targets the loss, see ``ClassTail``."""
-        scores: Tensor | Scores = self.tail(self.block(x_BSD), targets_BS)
-        return scores
+    def features(self, x_BSD: Tensor) -> Tensor:
+        y_BSD: Tensor = self.block(x_BSD)
+        return y_BSD
 
 
-class RaggedLabeller(nn.Module):
+class RaggedLabeller(MicroNet):
     """Labels every token of sequences of any length. It is causal, so that no real position sees padding."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, classes: int) -> None:
+    def __init__(self, size: MicroSize, classes: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=True) for _ in range(layers))
-        self.tail = ClassTail(width, classes)
+        assert size.layers is not None
+        self.embed = nn.Embedding(VOCABULARY, size.width)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(size.width, heads(size.width), causal=True) for _ in range(size.layers)
+        )
+        self.tail = ClassTail(size.width, classes)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
-        """Scores of every position of int64 tokens [B, S]; with targets the loss, see ``ClassTail``."""
-        x_BSD = self.embed(tokens_BS)
+    def features(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD: Tensor = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD)
-        scores: Tensor | Scores = self.tail(x_BSD, targets_BS)
-        return scores
+        return x_BSD
 
 
-class MicroModule(ScoredModule):
-    """Trains a micro network; validation logs ``val/loss`` and ``val/accuracy``."""
+NETWORKS: dict[str, type[MicroNet]] = {
+    "simple_linear": SimpleLinear,
+    "large_linear": LargeLinear,
+    "convnet": ConvNet,
+    "transformer_block": SingleBlock,
+    "complex_mixed": ComplexMixed,
+    "graph_breaker": GraphBreaker,
+    "ragged": RaggedLabeller,
+}
 
-    def inputs(self, batch: GeneratedBatch) -> tuple[Tensor]:
-        """Inputs alone."""
-        return (batch.inputs,)
+
+def heads(width: int) -> int:
+    """Attention heads of 64 features each, or a single one where the width does not divide so."""
+    return width // 64 if width % 64 == 0 else 1

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least, suggest
-from tasks.resources import LEAST_OF_EXAMPLE, require_memory
+from tasks.base import (
+    BatchCounts,
+    Declaration,
+    Loading,
+    TrainedTask,
+    require_at_least,
+    require_fields,
+    suggest,
+)
+from tasks.resources import MIN_EXAMPLE_BYTES, require_memory
 
 if TYPE_CHECKING:
     import lightning
-    from torch import nn
+    from torch import Tensor, nn
 
+    from tasks.module import ScoredModule
 
 CLASSES = 10
 """Outputs of every micro model."""
-POOLED = 8
-"""Rows and columns that ``complex_mixed`` pools its features to."""
+OPTIONAL = {"image_size": "image_size", "positions": "positions", "layers": "layers", "pad_to": "layers"}
+"""Options that only models with some dimension have, and that dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,13 @@ class MicroSize:
     layers: int | None = None
     """Repeated blocks."""
 
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """Of one input: an image; positions and features; or features."""
+        if self.image_size is not None:
+            return 3, self.image_size, self.image_size
+        return (self.width,) if self.positions is None else (self.positions, self.width)
+
 
 DEFAULTS: dict[str, MicroSize] = {
     "simple_linear": MicroSize(batch_size=32, width=512),
@@ -47,79 +63,6 @@ DEFAULTS: dict[str, MicroSize] = {
     "ragged": MicroSize(batch_size=32, width=256, positions=512, layers=4),
 }
 """Each model at its default size. The quoted benchmark gives the first three batches or images and no other number."""
-
-
-def heads(width: int) -> int:
-    """Attention heads of 64 features each, or a single one where the width does not divide so."""
-    return width // 64 if width % 64 == 0 else 1
-
-
-def multiply_adds(model: str, size: MicroSize, *, positions: int) -> tuple[int, int]:
-    """Multiply-adds of one example's forward: (of layers that read the input, of all others).
-
-    ``positions``: of this batch, 0 for a model without sequences. Matrix products and convolutions count, norms and
-    pooling do not; causal attention counts in full, as ``torch.utils.flop_counter`` has it.
-    """
-    return _COUNTS[model](size, positions)
-
-
-def _simple_linear(size: MicroSize, positions: int) -> tuple[int, int]:
-    return size.width**2, size.width * CLASSES
-
-
-def _large_linear(size: MicroSize, positions: int) -> tuple[int, int]:
-    return size.width**2, 2 * size.width**2 + size.width * CLASSES
-
-
-def _graph_breaker(size: MicroSize, positions: int) -> tuple[int, int]:
-    return size.width**2, size.width**2 + size.width * CLASSES
-
-
-def _convnet(size: MicroSize, positions: int) -> tuple[int, int]:
-    assert size.image_size is not None
-    first, second, third = (size.image_size // scale for scale in (1, 2, 4))
-    wider = 9 * 2 * size.width**2 * second**2 + 9 * 8 * size.width**2 * third**2
-    return 9 * 3 * size.width * first**2, wider + 4 * size.width * CLASSES
-
-
-def _complex_mixed(size: MicroSize, positions: int) -> tuple[int, int]:
-    assert size.image_size is not None
-    pixels, width = (size.image_size // 2) ** 2, size.width
-    attention = 4 * pixels * width**2 + 2 * pixels**2 * width
-    linear = POOLED**2 * width * 8 * width + 8 * width * CLASSES
-    return 9 * 3 * width * size.image_size**2, attention + linear
-
-
-def _block(width: int, positions: int) -> tuple[int, int]:
-    """Query, key and value; attention, its output and the MLP."""
-    return 3 * positions * width**2, 9 * positions * width**2 + 2 * positions**2 * width
-
-
-def _transformer_block(size: MicroSize, positions: int) -> tuple[int, int]:
-    projections, others = _block(size.width, positions)
-    return projections, others + positions * size.width * CLASSES
-
-
-def _ragged(size: MicroSize, positions: int) -> tuple[int, int]:
-    assert size.layers is not None
-    return 0, size.layers * sum(_block(size.width, positions)) + positions * size.width * CLASSES
-
-
-_COUNTS: dict[str, Callable[[MicroSize, int], tuple[int, int]]] = {
-    "simple_linear": _simple_linear,
-    "large_linear": _large_linear,
-    "graph_breaker": _graph_breaker,
-    "convnet": _convnet,
-    "complex_mixed": _complex_mixed,
-    "transformer_block": _transformer_block,
-    "ragged": _ragged,
-}
-
-
-OPTIONAL = {"image_size": "image_size", "positions": "positions", "layers": "layers", "pad_to": "layers"}
-"""Options that only models with some dimension have, and that dimension."""
-BATCHES = {"train_examples": 16, "val_examples": 2}
-"""Batches of examples where their number is left open."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,7 +96,6 @@ class Micro(TrainedTask):
     """Generated validation examples, none of them a training example; None: 2 batches."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range and for options that the model does not have."""
         TrainedTask.__post_init__(self)
         if self.model not in DEFAULTS:
             raise ValueError(
@@ -163,10 +105,8 @@ class Micro(TrainedTask):
             if getattr(self, name) is not None and getattr(DEFAULTS[self.model], dimension) is None:
                 having = ", ".join(model for model, size in DEFAULTS.items() if getattr(size, dimension) is not None)
                 raise ValueError(f"task.{name}={getattr(self, name)}: task.model={self.model} has none ({having} do)")
-        for name in ("batch_size", "width", "layers", "train_examples", "val_examples"):
-            require_at_least(f"task.{name}", getattr(self, name), 1)
-        require_at_least("task.image_size", self.image_size, 8)
-        require_at_least("task.positions", self.positions, 4)
+        require_fields("task", self, batch_size=1, width=1, layers=1, train_examples=1, val_examples=1)
+        require_fields("task", self, image_size=8, positions=4)
         if self.pad_to is not None and self.size.positions is not None:
             require_at_least("task.pad_to", self.pad_to, self.size.positions)
         if self.train_examples is not None and self.train_examples < self.size.batch_size:
@@ -188,91 +128,50 @@ class Micro(TrainedTask):
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         """Build the data module."""
-        from tasks.base import Loading
         from tasks.micro.data import GeneratedSequences, GeneratedTensors
-        from tasks.module import IGNORED
 
         size = self.size
-        counts = {
-            name: batches * size.batch_size if (given := getattr(self, name)) is None else given
-            for name, batches in BATCHES.items()
-        }
+        train_count = 16 * size.batch_size if self.train_examples is None else self.train_examples
+        val_count = 2 * size.batch_size if self.val_examples is None else self.val_examples
         # No worker processes: what is in memory already would only be copied between them.
         loading = Loading(batch_size=size.batch_size, num_workers=0)
-        train_count, val_count = counts["train_examples"], counts["val_examples"]
+        # Of tensors float32, and a key of each.
+        needed = MIN_EXAMPLE_BYTES + (0 if self.model == "ragged" else 4 * math.prod(size.example_shape))
         held = f"task.batch_size={size.batch_size}, task.train_examples={train_count}, task.val_examples={val_count}"
+        require_memory(held, needed * (train_count + val_count))
+        counts = {"train": train_count, "val": val_count}
         if self.model == "ragged":
             assert size.positions is not None
-            require_memory(held, LEAST_OF_EXAMPLE * (train_count + val_count))
             return GeneratedSequences(
-                loading,
-                longest=size.positions,
-                pad_to=self.pad_to,
-                classes=CLASSES,
-                ignored=IGNORED,
-                train_count=train_count,
-                val_count=val_count,
-                seed=seed,
+                loading, longest=size.positions, pad_to=self.pad_to, classes=CLASSES, counts=counts, seed=seed
             )
-        shape: tuple[int, ...] = (size.width,)
-        if size.image_size is not None:
-            shape = (3, size.image_size, size.image_size)
-        elif size.positions is not None:
-            shape = (size.positions, size.width)
-        # float32, and a key of each.
-        require_memory(held, (4 * math.prod(shape) + LEAST_OF_EXAMPLE) * (train_count + val_count))
-        return GeneratedTensors(
-            loading, shape=shape, classes=CLASSES, train_count=train_count, val_count=val_count, seed=seed
-        )
+        return GeneratedTensors(loading, shape=size.example_shape, classes=CLASSES, counts=counts, seed=seed)
 
-    def build_module(self, *, max_steps: int) -> lightning.LightningModule:
-        """Build the module; see ``initialise`` for its weights."""
-        from tasks.micro.model import MicroModule
-
-        # Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466).
-        recipe = self.recipe(default_learning_rate=min(3e-3, 0.5 / self.size.width), max_steps=max_steps)
-        return MicroModule(self._build, recipe, initialise=self.initialise)
-
-    def _build(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         import torch
 
-        from tasks.micro.model import (
-            ComplexMixed,
-            ConvNet,
-            GraphBreaker,
-            LargeLinear,
-            RaggedLabeller,
-            SimpleLinear,
-            SingleBlock,
-        )
+        from tasks.micro.model import NETWORKS
 
         size = self.size
-        net: nn.Module
-        if self.model == "transformer_block":
-            net = SingleBlock(size.width, heads(size.width), CLASSES)
-        elif self.model == "ragged":
-            assert size.layers is not None
-            net = RaggedLabeller(layers=size.layers, width=size.width, heads=heads(size.width), classes=CLASSES)
-        else:
-            plain = {
-                "simple_linear": SimpleLinear,
-                "large_linear": LargeLinear,
-                "graph_breaker": GraphBreaker,
-                "convnet": ConvNet,
-                "complex_mixed": ComplexMixed,
-            }
-            net = plain[self.model](size.width, CLASSES)
-        if size.image_size is not None:
-            # What cuDNN is fast with; a compiler would choose it by itself, and eager should not lose by that.
-            net = net.to(memory_format=torch.channels_last)
-        return net
+        net: nn.Module = NETWORKS[self.model](size, CLASSES)
+        # What cuDNN is fast with; a compiler would choose it by itself, and eager should not lose by that.
+        return net if size.image_size is None else net.to(memory_format=torch.channels_last)
+
+    def module_class(self) -> type[ScoredModule]:
+        from tasks.micro.model import MicroModule
+
+        return MicroModule
+
+    def default_learning_rate(self) -> float:
+        """Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
+        return min(3e-3, 0.5 / self.size.width)
 
     def declare(self) -> Declaration:
         """The whole network as one part, as hardly anything repeats; of ``ragged`` its blocks, and the tail apart."""
         if self.model != "ragged":
             return Declaration(whole=("net",), parts=("net",))
-        from tasks.micro.data import PAD
-        from tasks.module import IGNORED
+        from tasks.layers import IGNORED
+        from tasks.tokenizer import PAD
 
         return Declaration(
             whole=("net",),
@@ -286,18 +185,19 @@ class Micro(TrainedTask):
         tokens = batch.targets.numel() if batch.targets.ndim == 2 else None
         return BatchCounts(samples=batch.targets.shape[0], tokens=tokens, useful_tokens=batch.useful_tokens)
 
-    def training_flops(self, batch: Any) -> int:
-        """Operations of matrix products and convolutions in forward and backward, 2 for each multiply-add.
+    def max_positions(self) -> int | None:
+        return self.size.positions
 
-        Backward costs twice forward, but once for layers that read the input, which needs no gradient.
-        """
-        first, others = self._multiply_adds(batch)
-        return 2 * len(batch.targets) * (2 * first + 3 * others)
+    def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
+        import torch
 
-    def inference_flops(self, batch: Any) -> int:
-        """Operations of matrix products and convolutions in forward, 2 for each multiply-add."""
-        return 2 * len(batch.targets) * sum(self._multiply_adds(batch))
+        if self.model == "ragged":
+            tokens = torch.zeros(rows, positions, dtype=torch.long)
+            return tokens, tokens
+        if self.size.positions is not None:
+            return torch.zeros(rows, positions, self.size.width), torch.zeros(rows, positions, dtype=torch.long)
+        return torch.zeros(rows, *self.size.example_shape), torch.zeros(rows, dtype=torch.long)
 
-    def _multiply_adds(self, batch: Any) -> tuple[int, int]:
-        positions = batch.targets.shape[1] if batch.targets.ndim == 2 else 0
-        return multiply_adds(self.model, self.size, positions=positions)
+    def counting(self) -> AbstractContextManager[Any]:
+        """The graph breaker branches on values: it needs some."""
+        return nullcontext() if self.model == "graph_breaker" else TrainedTask.counting(self)

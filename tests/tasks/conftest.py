@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def size() -> CaptionerSize:
 def net(size: CaptionerSize) -> CaptionNet:
     """The network of ``size`` with seeded weights."""
     torch.manual_seed(0)
-    return CaptionNet(**asdict(size))
+    return CaptionNet(size)
 
 
 @pytest.fixture

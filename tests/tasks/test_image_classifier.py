@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import get_model, list_models
 from torchvision.transforms.functional import normalize
 
-from tasks.image_classification.library import SharedStochasticDepth, build_model, count_flops, skeleton
+from tasks import flops as flop_counts
+from tasks.image_classification.library import SharedStochasticDepth, build_model, skeleton
 from tasks.image_classification.model import MEAN, STD, ClassifierNet
 from tasks.image_classification.task import ImageClassification
 
@@ -160,13 +161,17 @@ def test_a_network_in_which_nothing_repeats_is_one_region(name: str) -> None:
 )
 def test_parameters_and_operations_are_as_published(name: str, parameters: int, giga_multiply_adds: float) -> None:
     assert sum(weight.numel() for weight in skeleton(name, classes=1000, image_size=224).parameters()) == parameters
-    flops = count_flops(name, classes=1000, image_size=224, batch_size=2, training=False)
+    flops = ImageClassification(model=name, classes=1000, image_size=224).count_flops(
+        rows=2, positions=0, training=False
+    )
     assert flops == pytest.approx(2 * 2 * giga_multiply_adds * 1e9, rel=0.01)
 
 
 def test_operations_of_a_resnet_are_twice_as_many_backward_but_for_the_first_convolution() -> None:
     forward, training = (
-        count_flops("resnet50", classes=1000, image_size=224, batch_size=1, training=training)
+        ImageClassification(model="resnet50", classes=1000, image_size=224).count_flops(
+            rows=1, positions=0, training=training
+        )
         for training in (False, True)
     )
     assert forward is not None
@@ -180,7 +185,7 @@ def test_counting_agrees_with_the_network_that_trains_and_leaves_it_alone(name: 
     torch.manual_seed(3)
     module = task.build_module(max_steps=1)
     state = torch.get_rng_state()
-    count_flops.cache_clear()
+    flop_counts._counted.clear()
     batch = type("Batch", (), {"targets": torch.zeros(4)})
     counted = task.training_flops(batch)
     assert torch.equal(torch.get_rng_state(), state)

@@ -146,7 +146,7 @@ def test_broken_images_are_left_out_and_counted(
         ([], "has no folder for a class: images belong into"),
         (["train/"], "train has no folder for a class"),
         (["a/", "b/1.png"], "a holds no image (.bmp, .gif"),
-        (["train/a/1.png", "val/b/1.png"], "val/b is no class of"),
+        (["train/a/1.png", "val/b/1.png"], "val/b is not a class of"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_named(
@@ -220,7 +220,7 @@ def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dataset": "Cifar"}, "task.data.dataset='Cifar' is no class of torchvision.datasets; near: CIFAR10"),
+        ({"dataset": "Cifar"}, "task.data.dataset='Cifar' is not a class of torchvision.datasets; near: CIFAR10"),
         ({"dataset": "CIFAR10"}, "task.data.root='' must name the folder of CIFAR10"),
         (
             {"dataset": "CIFAR10", "root": "."},

@@ -13,8 +13,7 @@ from torch import nn
 from scripts.hand_loop import placed
 from strategies import Regional, Whole
 from strategies.artifact_fingerprint import model_digest
-from tasks import TASKS, Task
-from tasks import module as materialise
+from tasks import TASKS, Task, module
 from tasks.captioning.sources import Shapes
 from tasks.captioning.task import CaptionerSize
 from tasks.image_classification.sources import LabelledShapes
@@ -141,7 +140,7 @@ def test_a_refusal_before_the_weights_are_there_is_what_is_said() -> None:
 
 
 def test_a_large_network_waits_for_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialise, "LARGE", 1)
+    monkeypatch.setattr(module, "LARGE", 1)
     assert is_on_meta(build(small("masked_lm")))
 
 

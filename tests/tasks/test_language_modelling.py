@@ -165,7 +165,11 @@ def test_a_batch_is_counted_and_predicted() -> None:
     counts = task.count(batch)
     assert (counts.samples, counts.tokens, counts.useful_tokens) == (2, 8, 7)
     assert (batch.targets != 0).sum() == 7
-    assert task.training_flops(batch) == 3 * task.inference_flops(batch) == 3 * GPT2.flops(rows=2, positions=4)
+    assert (
+        task.training_flops(batch)
+        == 3 * task.inference_flops(batch)
+        == task.count_flops(rows=2, positions=4, training=True)
+    )
     module = task.build_module(max_steps=1).eval()
     assert module.predict_step(batch, 0).shape == (2, 4, 300)
 

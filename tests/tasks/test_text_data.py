@@ -37,7 +37,7 @@ def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None
     for row, following in itertools.pairwise(rows):
         assert row[-1] == following[0], "the last target is the next row's first input"
     stream = torch.cat([rows[0], *(row[1:] for row in rows[1:])]).tolist()
-    texts = TextFiles(path=str(folder)).documents(seed=0)[0].texts
+    texts = TextFiles(path=str(folder)).documents()[0].texts
     expected = encode(texts, module.tokenizer).tolist()
     assert stream == expected[: len(stream)]
     assert len(expected) - len(stream) < 16
@@ -46,7 +46,7 @@ def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None
 
 def test_a_document_row_begins_ends_and_is_cut(folder: Path) -> None:
     module = load(TextFiles(path=str(folder), batch_size=4, packing="documents"), max_tokens=24)
-    texts = TextFiles(path=str(folder)).documents(seed=0)[0].texts
+    texts = TextFiles(path=str(folder)).documents()[0].texts
     stream = encode(texts, module.tokenizer)
     whole = [[BEGIN, *ids] for ids in np.split(stream, np.flatnonzero(stream == END) + 1)[:-1]]
     rows = [module.train_set[index].tolist() for index in range(len(module.train_set))]
@@ -87,7 +87,7 @@ def test_the_embedded_text_is_split_alike_in_every_run_and_order() -> None:
     assert 1 <= len(val.texts) <= 30
     lengths = sorted(map(len, train.texts))
     assert lengths[-30] > 8 * lengths[30], "ragged, as real documents are"
-    files = Stdlib(max_documents=300, unit="file").documents(seed=0)[0]
+    files = Stdlib(max_documents=300, unit="file").documents()[0]
     assert np.median([len(text) for text in files.texts]) > 3 * np.median(lengths)
 
 
@@ -131,7 +131,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "all.txt").write_text("".join(f"{number} " for number in range(2000)))
-    train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents(seed=0)
+    train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents()
     assert train.texts[0] + val.texts[0] == (tmp_path / "all.txt").read_text()
     assert len(val.texts[0]) == pytest.approx(0.1 * len(train.texts[0]), rel=0.15)
 

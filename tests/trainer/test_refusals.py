@@ -102,15 +102,15 @@ def test_a_container_and_a_system_that_does_not_tell(tmp_path: Path, monkeypatch
     (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 2048 kB\nSwapTotal: 1024 kB\n")
     monkeypatch.setattr(resources, "PROC", tmp_path)
     monkeypatch.setattr(resources, "CGROUPS", tmp_path)
-    assert (room.free_bytes(), room.total_bytes()) == (2 << 20, 5 << 20)
+    assert (resources.free_bytes(), resources.total_bytes()) == (2 << 20, 5 << 20)
     (tmp_path / "memory.max").write_text(f"{3 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{2 << 20}\n")
-    assert (room.free_bytes(), room.total_bytes()) == (1 << 20, 4 << 20), "memory of the container and swap"
+    assert (resources.free_bytes(), resources.total_bytes()) == (1 << 20, 4 << 20), "memory of the container and swap"
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\n")
-    assert room.free_bytes() == 2 << 20, "what files are read into is given back"
+    assert resources.free_bytes() == 2 << 20, "what files are read into is given back"
     (tmp_path / "pids.max").write_text("30\n")
     with pytest.raises(ValueError, match="allows 30 processes"):
-        room.require_workers("task.data.num_workers=31", 31)
+        resources.require_workers("task.data.num_workers=31", 31)
     (tmp_path / "meminfo").unlink()
     (tmp_path / "memory.max").unlink()
-    room.require_memory("anything", sys.maxsize)
+    resources.require_memory("anything", sys.maxsize)
