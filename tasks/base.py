@@ -103,6 +103,9 @@ class Task:
 class TrainedTask(Task):
     """A task trained from random weights with AdamW under a linear warm-up and a cosine."""
 
+    uncountable: ClassVar[tuple[type[Exception], ...]] = (NotImplementedError,)
+    """What a network raises whose operations cannot be counted without values."""
+
     learning_rate: float | None = None
     """Highest learning rate of AdamW, reached after the warm-up. None: the task's own rule."""
     weight_decay: float = 0.05
@@ -195,10 +198,6 @@ class TrainedTask(Task):
         import torch
 
         return torch.device("meta")
-
-    def uncountable(self) -> tuple[type[Exception], ...]:
-        """What a network raises whose operations cannot be counted without values."""
-        return (NotImplementedError,)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -37,7 +37,7 @@ def count_flops(task: TrainedTask, *, rows: int, positions: int, training: bool)
         lengths = {0} if most is None else {max(1, top // 4), max(2, top // 2), top}
         try:
             _counted[key] = _count(task, key[1], sorted(lengths), training=training)
-        except task.uncountable():
+        except task.uncountable:
             _counted[key] = {}
     by_length = _counted[key]
     if not by_length:
@@ -46,7 +46,7 @@ def count_flops(task: TrainedTask, *, rows: int, positions: int, training: bool)
 
 
 def _count(task: TrainedTask, rows: int, lengths: list[int], *, training: bool) -> dict[int, int]:
-    """No weight, no random state and no device is touched."""
+    """Operations by length. No weight, no random state and no device is touched."""
     counts = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), task.counting():
         net = task.counted_net().train(training)

@@ -113,7 +113,6 @@ class FolderListing:
     _names: dict[Path, frozenset[str]] = field(default_factory=dict)
 
     def has(self, path: Path) -> bool:
-        """Whether ``path`` is in its folder."""
         names = self._names.get(path.parent)
         if names is None:
             try:
@@ -178,12 +177,10 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Size, colour and kind."""
         return f"{'big' if self.big else 'small'} {self.colour} {self.kind}"
 
     @property
     def place(self) -> str:
-        """Row and column in words."""
         return f"{ROWS[self.cell // 3]} {COLUMNS[self.cell % 3]}"
 
 

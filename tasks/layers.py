@@ -98,7 +98,6 @@ class TextEmbedding(nn.Module):
 
 
 def mlp(width: int, activation: nn.Module) -> nn.Sequential:
-    """An MLP whose hidden layer is four widths wide."""
     return nn.Sequential(nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
 
 

@@ -180,7 +180,6 @@ class ResumableDataModule(L.LightningDataModule):
         return counts
 
     def _replicas(self) -> tuple[int, int]:
-        """World size and rank."""
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
 
 

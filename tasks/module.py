@@ -113,7 +113,6 @@ class ScoredModule(L.LightningModule):
         return self.scores(batch)[0]
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Logits of the batch."""
         logits: Tensor = self.net(*(getattr(batch, name) for name in self.inputs))
         return logits
 
@@ -177,7 +176,6 @@ def is_large(net: nn.Module) -> bool:
 
 
 def is_on_meta(net: nn.Module) -> bool:
-    """Whether ``net`` is still without memory."""
     return any(tensor.is_meta for tensors in (net.parameters(), net.buffers()) for tensor in tensors)
 
 

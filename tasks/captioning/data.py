@@ -47,7 +47,6 @@ class Collate:
     """Positions of every batch; None: as many as the longest caption needs."""
 
     def __call__(self, items: Sequence[tuple[Tensor, Tensor]]) -> CaptionBatch:
-        """Stack images uint8 [3, H, W] and pad tokens int64 [length]."""
         images, rows = zip(*items, strict=True)
         tokens_BS = pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1)
         return CaptionBatch(torch.stack(images), tokens_BS, sum(len(row) - 1 for row in rows))
@@ -120,7 +119,6 @@ class CaptionDataModule(ResumableDataModule):
         self.collate = Collate(pad_to=config.pad_to)
 
     def open(self) -> str:
-        """List the examples, load or train the tokenizer and tokenize. Raises ValueError for unusable input."""
         train, val = self._config.splits(seed=self.seed, image_size=self._image_size)
         self.tokenizer = load_tokenizer(
             train.captions, vocabulary_size=self._vocabulary_size, folder=self._config.tokenizer_folder()

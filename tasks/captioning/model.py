@@ -246,7 +246,6 @@ class Captioner(ScoredModule):
         self._strip = None
 
     def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
-        """Add up scores, and keep the first images to draw."""
         super().validation_step(batch, batch_idx)
         if batch_idx == 0:
             self._strip = (batch.images[:STRIP_IMAGES], batch.tokens[:STRIP_IMAGES])
@@ -296,7 +295,6 @@ def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[s
 
 
 def caption_table(true_texts: Sequence[str], texts: Sequence[str]) -> str:
-    """Markdown table of true and generated captions."""
     rows = [f"| {_cell(true)} | {_cell(said)} |" for true, said in zip(true_texts, texts, strict=True)]
     return "\n".join(["| true | generated |", "|---|---|", *rows])
 

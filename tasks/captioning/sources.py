@@ -6,7 +6,6 @@ import csv
 import itertools
 import json
 import random
-import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,7 +78,6 @@ class GeneratedCaptions(CaptionData):
         raise NotImplementedError
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """Training and validation examples."""
         given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
         require_memory(given, MIN_EXAMPLE_BYTES * (self.train_images + self.val_images))
         return (
@@ -203,7 +201,6 @@ class CaptionFiles(CaptionData):
 
 
 def _examples(items: list[FileCaption], place: Path, image_size: int) -> Examples:
-    """A split of the items whose image exists."""
     from tasks.images import FolderListing
 
     listing = FolderListing()
@@ -247,44 +244,45 @@ class Coco(CaptionFiles):
             raise ValueError("task.data.root='' must name a folder, or task.data.annotations and task.data.images both")
 
     def read(self) -> tuple[Listed, Listed | None]:
-        train_place = self._train_place()
-        val_place = self._val_place(train_place[1])
+        train_file, train_folder = self._train_place()
+        val = None
+        # Explicit training files without a validation file mean: hold some out, whatever lies under the root.
+        if self.val_annotations or not self.annotations:
+            val = self._place("val", self.val_annotations, self.val_images, train_folder)
         return (
-            (read_annotations(*train_place), train_place[0]),
-            None if val_place is None else (read_annotations(*val_place), val_place[0]),
+            (read_annotations(train_file, train_folder), train_file),
+            None if val is None else (read_annotations(*val), val[0]),
         )
 
     def tokenizer_folder(self) -> Path:
-        """The folder of the training annotations."""
         return self._train_place()[0].parent
 
     def _train_place(self) -> tuple[Path, Path]:
-        root = Path(self.root)
-        if not (self.annotations and self.images) and not root.is_dir():
+        if not (self.annotations and self.images) and not Path(self.root).is_dir():
             raise ValueError(f"task.data.root={self.root!r} is not a folder")
-        file = Path(self.annotations) if self.annotations else _find_annotations(root, "train")
-        if file is None:
+        place = self._place("train", self.annotations, self.images, None)
+        if place is None:
             raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
-        folder = Path(self.images) if self.images else _find_images(root, "train", file)
-        if folder is None or not folder.is_dir():
-            raise ValueError(f"{folder or root / 'train*'} is not a folder of images")
-        return file, folder
+        return place
 
-    def _val_place(self, train_folder: Path) -> tuple[Path, Path] | None:
+    def _place(self, split: str, annotations: str, images: str, otherwise: Path | None) -> tuple[Path, Path] | None:
+        """File and image folder of a split, as named or as found under the root; None: there is no file."""
         root = Path(self.root) if self.root else None
-        if self.val_annotations:
-            file: Path | None = Path(self.val_annotations)
-        else:
-            # Explicit training files without a validation file mean: hold some out, whatever lies under the root.
-            file = _find_annotations(root, "val") if root is not None and not self.annotations else None
+        file: Path | None = Path(annotations) if annotations else None
+        folder: Path | None = Path(images) if images else None
+        if root is not None and file is None:
+            # The last name is the latest year: captions_train2017.json after captions_train2014.json.
+            file = max((root / "annotations").glob(f"captions_{split}*.json"), default=None)
         if file is None:
             return None
-        folder = Path(self.val_images) if self.val_images else None
-        if folder is None and root is not None:
-            folder = _find_images(root, "val", file)
-        folder = folder or train_folder
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder of images")
+        if root is not None and folder is None:
+            # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
+            same_year = root / file.stem.removeprefix("captions_")
+            folders = (path for path in root.glob(f"{split}*") if path.is_dir())
+            folder = same_year if same_year.is_dir() else max(folders, default=None)
+        folder = folder or otherwise
+        if folder is None or not folder.is_dir():
+            raise ValueError(f"{folder or Path(self.root) / f'{split}*'} is not a folder of images")
         return file, folder
 
 
@@ -332,19 +330,6 @@ def _read_json(file: Path) -> Any:
         raise ValueError(f"{file} is not JSON that can be read (nested too deeply)") from None
 
 
-def _find_annotations(root: Path, split: str) -> Path | None:
-    # The last name is the latest year: captions_train2017.json after captions_train2014.json.
-    return max((root / "annotations").glob(f"captions_{split}*.json"), default=None)
-
-
-def _find_images(root: Path, split: str, annotations: Path) -> Path | None:
-    """``train2017`` for ``captions_train2017.json``, else the last folder whose name begins with the split's."""
-    same_year = root / re.sub(r"^captions_", "", annotations.stem)
-    if same_year.is_dir():
-        return same_year
-    return max((path for path in root.glob(f"{split}*") if path.is_dir()), default=None)
-
-
 @dataclass(kw_only=True, slots=True)
 class Csv(CaptionFiles):
     """Captioned images of a CSV file with a header line, UTF-8."""
@@ -374,7 +359,6 @@ class Csv(CaptionFiles):
         return (self._read(train), train), (self._read(val), val) if self.val_file else None
 
     def tokenizer_folder(self) -> Path:
-        """The folder of the training file."""
         return Path(self.file).parent
 
     def _delimiter(self) -> str:

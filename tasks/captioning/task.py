@@ -78,7 +78,6 @@ class Captioning(TrainedTask):
             )
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
-        """Build the data module and list its examples. Raises ValueError, naming the file, for unusable input."""
         from tasks.captioning.data import CaptionDataModule
 
         return CaptionDataModule(
@@ -125,7 +124,6 @@ class Captioning(TrainedTask):
         return self.size.max_tokens
 
     def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
-        """Images and tokens."""
         import torch
 
         images = torch.zeros(rows, 3, self.size.image_size, self.size.image_size, dtype=torch.uint8)

@@ -26,7 +26,6 @@ class ImageBatch(NamedTuple):
 
 
 def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
-    """Make a batch of (image uint8 [3, H, W], class) pairs."""
     images, labels = zip(*items, strict=True)
     return ImageBatch(torch.stack(images), torch.tensor(labels, dtype=torch.long))
 
@@ -64,7 +63,6 @@ class LabelledDataModule(ResumableDataModule):
         self.collate = collate
 
     def open(self) -> str:
-        """List the examples. Raises ValueError, naming the file, for unusable input."""
         train, val = self._config.splits(seed=self.seed, image_size=self._image_size)
         self.train_set, self.val_set = (LabelledDataset(split, classes=self._classes) for split in (train, val))
         return train.place

@@ -68,7 +68,6 @@ class Stem(nn.Module):
     shift: Tensor
 
     def __init__(self, model: nn.Module, *, channels_last: bool) -> None:
-        """Borrow the first layers of ``model``; ``channels_last``: memory format of the result."""
         super().__init__()
         # In a tuple, so that they are not registered twice.
         self._borrowed = (model,)
@@ -99,7 +98,6 @@ class Tail(nn.Module):
     """Run what comes behind the model's blocks, and the loss."""
 
     def __init__(self, model: nn.Module, *, label_smoothing: float) -> None:
-        """Borrow the last layers of ``model``."""
         super().__init__()
         self._borrowed = (model,)
         self.label_smoothing = label_smoothing

@@ -110,7 +110,6 @@ class ImageFolder(LabelledData):
             raise ValueError("task.data.root='' must name a folder of images")
 
     def class_names(self) -> list[str]:
-        """Folders of training images, sorted."""
         folder = self._train_folder()
         names = _subfolders(folder)
         if not names:
@@ -222,7 +221,6 @@ class TorchvisionDataset(LabelledData):
         return [str(number) for number in range(count)]
 
     def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
-        """Open both splits. Raises ValueError for an unknown class and for files that are not there."""
         arguments = self._train_arguments()
         train = self._open(arguments)
         place = f"{self.dataset} in {self.root}" if self.root else self.dataset
@@ -245,7 +243,6 @@ class TorchvisionDataset(LabelledData):
         )
 
     def _train_arguments(self) -> dict[str, Any]:
-        """Arguments that open the training images."""
         known = inspect.signature(_dataset_class(self.dataset)).parameters
         given: dict[str, Any] = {}
         if "root" in known:
@@ -264,7 +261,6 @@ class TorchvisionDataset(LabelledData):
         return {**given, **self.options}
 
     def _open_validation(self, arguments: dict[str, Any]) -> Any:
-        """Open the validation images of a class that has ``split``."""
         if self.val_split is not None:
             return self._open({**arguments, "split": self.val_split})
         for split in VAL_NAMES:
@@ -314,7 +310,6 @@ class DatasetItems:
 
 
 def _dataset_class(name: str) -> type:
-    """The class of that name. Raises ValueError with near ones."""
     from torchvision import datasets
 
     known = {each: kind for each, kind in vars(datasets).items() if each in datasets.__all__ and inspect.isclass(kind)}

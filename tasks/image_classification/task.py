@@ -46,7 +46,6 @@ class ImageClassification(TrainedTask):
         require_share("task.label_smoothing", self.label_smoothing, below_one=True)
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
-        """Build the data module. Raises ValueError, naming the file, for unusable input."""
         from tasks.image_classification.data import LabelledDataModule
 
         return LabelledDataModule(self.data, image_size=self.image_size, classes=self._class_count(), seed=seed)
@@ -96,7 +95,6 @@ class ImageClassification(TrainedTask):
         )
 
     def count(self, batch: Any) -> BatchCounts:
-        """Count the images of an ImageBatch."""
         return BatchCounts(samples=batch.targets.shape[0])
 
     def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:

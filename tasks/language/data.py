@@ -60,7 +60,6 @@ class CollateText:
     """Positions of every batch; None: as many as the longest row needs."""
 
     def __call__(self, rows: Sequence[Tensor]) -> TextBatch:
-        """Pad int64 rows [length]."""
         tokens_BS = pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1)
         return TextBatch(tokens_BS, sum(len(row) - 1 for row in rows))
 
@@ -213,7 +212,6 @@ class CollateMasked:
     """Whether rows may be padded: the batch then says where."""
 
     def __call__(self, rows: Sequence[Tensor]) -> MaskedBatch:
-        """Mask and pad int64 rows [length]."""
         lengths = np.array([len(row) for row in rows])
         tokens_T = torch.cat(list(rows)).numpy()
         # numpy: several times as fast as torch on arrays of this size, and a batch has to be ready in milliseconds.
@@ -269,7 +267,6 @@ class TextDataModule(ResumableDataModule):
         self.collate = CollateText(pad_to=config.pad_to)
 
     def open(self) -> str:
-        """Read the documents, load or train the tokenizer and tokenize. Raises ValueError for unusable input."""
         train, val = self._config.documents()
         folder = self._config.tokenizer_folder()
         self.tokenizer = load_tokenizer(train.texts, vocabulary_size=self._vocabulary_size, folder=folder)

@@ -88,7 +88,6 @@ class CausalAttention(nn.Module):
     """Multi-head attention of each position to itself and to earlier ones."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
-        """``dropout``: share of attention weights dropped in training."""
         super().__init__()
         self.heads = heads
         self.dropout = dropout
@@ -96,7 +95,6 @@ class CausalAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Mix positions; returns [B, S, D]."""
         dropout = self.dropout if self.training else 0.0
         y_BSD: Tensor = self.output(attend(self.query_key_value(x_BSD), self.heads, causal=True, dropout=dropout))
         return y_BSD
@@ -114,7 +112,6 @@ class Gpt2Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
         mixed_BSD: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD + mixed_BSD
@@ -188,7 +185,6 @@ class GroupedAttention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_1SK: Tensor, sin_1SK: Tensor) -> Tensor:
-        """Mix positions; returns [B, S, D]."""
         query_BHSK, key_BGSK, value_BGSK = (
             projection(x_BSD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,18 +37,9 @@ class LanguageNetwork:
         """Other submodules worth a region of their own."""
         return ("tail",)
 
-    def counting(self) -> AbstractContextManager[Any]:
-        """Where operations are counted, see ``TrainedTask.counting``."""
-        import torch
-
-        return torch.device("meta")
-
-    def uncountable(self) -> tuple[type[Exception], ...]:
-        """What a network raises whose operations cannot be counted without values."""
-        return (NotImplementedError,)
-
-    def require_countable(self) -> None:
-        """Raise NotImplementedError for a network whose operations depend on values."""
+    def has_experts(self) -> bool:
+        """Whether tokens are routed by their values, so that operations are not known without them."""
+        return False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +67,6 @@ class Dimensions:
         require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
 
     def limits(self) -> tuple[int, int]:
-        """Vocabulary and positions, as given."""
         return self.vocabulary_size, self.max_tokens
 
     def learning_rate(self) -> float:
@@ -147,7 +136,6 @@ class BertNetwork(Dimensions):
 
     @property
     def mask_token(self) -> int:
-        """Id of the token that stands for a masked one."""
         return self.vocabulary_size - 1
 
     def learning_rate(self) -> float:
@@ -196,7 +184,6 @@ class TransformersNetwork(LanguageNetwork):
         return TransformersNet(self.library_config(), attention=self.attention)
 
     def learning_rate(self) -> float:
-        """As of other networks of this width."""
         width = getattr(self.library_config().get_text_config(), "hidden_size", None)
         return 0.2 / width if isinstance(width, int) and width > 0 else 3e-4
 
@@ -208,21 +195,9 @@ class TransformersNetwork(LanguageNetwork):
         """The loss; final norm and head lie within the library's code."""
         return ("loss",)
 
-    def counting(self) -> AbstractContextManager[Any]:
-        """Fake tensors: the library makes an exception for them where it reads values in its forward."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        return FakeTensorMode()
-
-    def uncountable(self) -> tuple[type[Exception], ...]:
-        """Architectures fail in ways of their own on operations that have no result without values."""
-        return (Exception,)
-
-    def require_countable(self) -> None:
-        """Tokens are routed to experts by values."""
+    def has_experts(self) -> bool:
         config = self.library_config()
-        if any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):
-            raise NotImplementedError("operations of experts")
+        return any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)
 
     def library_config(self) -> Any:
         """The library's configuration object. Raises ValueError, in one line, for whatever is wrong with it."""

@@ -162,7 +162,6 @@ def read_text(file: Path, *, encoding: str, option: str | None = None) -> str:
 
 
 def leave_out(error: TextError, reason: str, skipped: dict[str, int]) -> None:
-    """Count an item that is left out, and say which one."""
     skipped[reason] = skipped.get(reason, 0) + 1
     print(f"left out: {error}", file=sys.stderr, flush=True)
 
@@ -232,7 +231,6 @@ class TextFiles(TextData):
             raise ValueError(str(first_error) + (f"; so it is with all {len(files)} files" if len(files) > 1 else ""))
 
     def _files(self, option: str, path: str) -> tuple[list[Path], Path]:
-        """Files in the order of their names, and the folder that names begin at."""
         given = Path(path)
         if given.is_dir():
             files = sorted(file for file in given.rglob(f"*{self.suffix}") if file.is_file())
@@ -283,7 +281,6 @@ class JsonLines(TextData):
         return self.file
 
     def tokenizer_folder(self) -> Path:
-        """The folder of the training file."""
         return Path(self.file).parent
 
     def _read(self, file: Path, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:

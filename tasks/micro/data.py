@@ -56,7 +56,6 @@ def generator(key: str) -> torch.Generator:
 
 
 def seed_of(key: str) -> int:
-    """The seed for ``key``."""
     return zlib.crc32(key.encode())
 
 
@@ -83,7 +82,6 @@ class GeneratedTensors(ResumableDataModule):
         self.collate = self._numbered
 
     def open(self) -> str:
-        """Generate all examples."""
         patterns = class_patterns(self._shape, classes=self._classes, seed=self.seed)
         keys = [f"{self.seed}/{split}/{index}" for split, count in self._counts.items() for index in range(count)]
         inputs, targets = noisy_examples(patterns, self._shape, keys=keys)
@@ -97,7 +95,6 @@ class GeneratedTensors(ResumableDataModule):
         return "the generated data"
 
     def _numbered(self, numbers: Sequence[int]) -> GeneratedBatch:
-        """A batch whose inputs are still the numbers of its examples."""
         numbers_B = torch.tensor(numbers)
         targets = self._targets[numbers_B]
         return GeneratedBatch(numbers_B, targets, targets.numel() if targets.ndim == 2 else None)
@@ -168,7 +165,6 @@ class GeneratedSequences(ResumableDataModule):
         self.collate = self._padded
 
     def open(self) -> str:
-        """Generate all sequences."""
         class_of = torch.randint(0, self._classes, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
         self.train_set, self.val_set = (
             Sequences(

@@ -127,7 +127,6 @@ class Micro(TrainedTask):
         return replace(default, **{name: value for name, value in given.items() if value is not None})
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
-        """Build the data module."""
         from tasks.micro.data import GeneratedSequences, GeneratedTensors
 
         size = self.size
@@ -181,7 +180,6 @@ class Micro(TrainedTask):
         )
 
     def count(self, batch: Any) -> BatchCounts:
-        """Count a GeneratedBatch: examples, and positions where there are any."""
         tokens = batch.targets.numel() if batch.targets.ndim == 2 else None
         return BatchCounts(samples=batch.targets.shape[0], tokens=tokens, useful_tokens=batch.useful_tokens)
 

@@ -192,7 +192,7 @@ def test_without_splits_a_share_of_a_torchvision_data_set_is_held_out() -> None:
     )
     data = load(config)
     assert (len(data.train_set), len(data.val_set)) == (30, 10)
-    assert not set(data.train_set._examples.item.indices) & set(data.val_set._examples.item.indices)
+    assert not set(data.train_set._item.indices) & set(data.val_set._item.indices)
 
 
 def test_splits_of_a_torchvision_data_set_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
