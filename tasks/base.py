@@ -167,11 +167,11 @@ class TrainedTask(Task):
         return self.module_class()(self.build_net, recipe, initialise=self.initialise)
 
     def training_flops(self, batch: Any) -> int | None:
-        """Operations of forward, loss and backward, as ``tasks.flops`` counts them."""
+        """Operations of forward, loss and backward, as ``tasks.module`` counts them."""
         return self._flops(batch, training=True)
 
     def inference_flops(self, batch: Any) -> int | None:
-        """Operations of forward alone, as ``tasks.flops`` counts them."""
+        """Operations of forward alone, as ``tasks.module`` counts them."""
         return self._flops(batch, training=False)
 
     def _flops(self, batch: Any, *, training: bool) -> int | None:
@@ -181,7 +181,7 @@ class TrainedTask(Task):
 
     def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
         """Operations of ``rows`` examples of ``positions`` each (0 where it has none)."""
-        from tasks.flops import count_flops
+        from tasks.module import count_flops
 
         return count_flops(self, rows=rows, positions=positions, training=training)
 

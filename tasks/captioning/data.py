@@ -14,13 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.captioning.sources import CaptionData, Examples
+from tasks.captioning.sources import Examples
 from tasks.images import ImageDataset
 from tasks.loading import ResumableDataModule, pad_rows
 from tasks.tokenizer import BEGIN, END, decode, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from tasks.captioning.task import Captioning
 
 
 class CaptionBatch(NamedTuple):
@@ -107,24 +109,20 @@ class CaptionDataModule(ResumableDataModule):
     train_set: CaptionDataset
     val_set: CaptionDataset
 
-    def __init__(
-        self, config: CaptionData, *, image_size: int, vocabulary_size: int, max_tokens: int, seed: int
-    ) -> None:
-        """``max_tokens``: text positions that the model takes; ``image_size`` in pixels."""
-        super().__init__(config, seed=seed)
-        self._config = config
-        self._image_size = image_size
-        self._vocabulary_size = vocabulary_size
-        self._max_positions = max_tokens if config.pad_to is None else min(max_tokens, config.pad_to)
-        self.collate = Collate(pad_to=config.pad_to)
+    def __init__(self, task: Captioning, *, seed: int) -> None:
+        super().__init__(task.data, seed=seed)
+        self._task = task
+        self.collate = Collate(pad_to=task.data.pad_to)
 
     def open(self) -> str:
-        train, val = self._config.splits(seed=self.seed, image_size=self._image_size)
+        size, data = self._task.size, self._task.data
+        train, val = data.splits(seed=self.seed, image_size=size.image_size)
         self.tokenizer = load_tokenizer(
-            train.captions, vocabulary_size=self._vocabulary_size, folder=self._config.tokenizer_folder()
+            train.captions, vocabulary_size=size.vocabulary_size, folder=data.tokenizer_folder()
         )
+        most = size.max_tokens if data.pad_to is None else data.pad_to
         self.train_set, self.val_set = (
-            CaptionDataset(split, self.tokenizer, max_positions=self._max_positions) for split in (train, val)
+            CaptionDataset(split, self.tokenizer, max_positions=most) for split in (train, val)
         )
         return train.place
 

@@ -80,13 +80,7 @@ class Captioning(TrainedTask):
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.captioning.data import CaptionDataModule
 
-        return CaptionDataModule(
-            self.data,
-            image_size=self.size.image_size,
-            vocabulary_size=self.size.vocabulary_size,
-            max_tokens=self.size.max_tokens,
-            seed=seed,
-        )
+        return CaptionDataModule(self, seed=seed)
 
     def build_net(self) -> nn.Module:
         from tasks.captioning.model import CaptionNet

@@ -6,14 +6,17 @@ Shape letters: B batch, H height, W width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tasks.image_classification.sources import LabelledData, LabelledExamples
+from tasks.image_classification.sources import LabelledExamples
 from tasks.images import ImageDataset
 from tasks.loading import ResumableDataModule
+
+if TYPE_CHECKING:
+    from tasks.image_classification.task import ImageClassification
 
 
 class ImageBatch(NamedTuple):
@@ -56,13 +59,13 @@ class LabelledDataModule(ResumableDataModule):
     train_set: LabelledDataset
     val_set: LabelledDataset
 
-    def __init__(self, config: LabelledData, *, image_size: int, classes: int, seed: int) -> None:
-        """``image_size`` in pixels; ``classes``: outputs of the network."""
-        super().__init__(config, seed=seed)
-        self._config, self._image_size, self._classes = config, image_size, classes
+    def __init__(self, task: ImageClassification, *, seed: int) -> None:
+        super().__init__(task.data, seed=seed)
+        self._task = task
         self.collate = collate
 
     def open(self) -> str:
-        train, val = self._config.splits(seed=self.seed, image_size=self._image_size)
-        self.train_set, self.val_set = (LabelledDataset(split, classes=self._classes) for split in (train, val))
+        train, val = self._task.data.splits(seed=self.seed, image_size=self._task.image_size)
+        classes = self._task.class_count()
+        self.train_set, self.val_set = (LabelledDataset(split, classes=classes) for split in (train, val))
         return train.place

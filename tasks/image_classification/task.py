@@ -48,7 +48,7 @@ class ImageClassification(TrainedTask):
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.image_classification.data import LabelledDataModule
 
-        return LabelledDataModule(self.data, image_size=self.image_size, classes=self._class_count(), seed=seed)
+        return LabelledDataModule(self, seed=seed)
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module. Raises ValueError for an unknown network and for images that it cannot take."""
@@ -60,7 +60,7 @@ class ImageClassification(TrainedTask):
         from tasks.image_classification.library import build_model
         from tasks.image_classification.model import ClassifierNet
 
-        model = build_model(self.model, classes=self._class_count(), image_size=self.image_size)
+        model = build_model(self.model, classes=self.class_count(), image_size=self.image_size)
         return ClassifierNet(model, channels_last=self.channels_last, label_smoothing=self.label_smoothing)
 
     def module_class(self) -> type[ScoredModule]:
@@ -72,7 +72,7 @@ class ImageClassification(TrainedTask):
         """Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like."""
         from tasks.image_classification.library import has_batch_norm, skeleton
 
-        model = skeleton(self.model, classes=self._class_count(), image_size=self.image_size)
+        model = skeleton(self.model, classes=self.class_count(), image_size=self.image_size)
         return 1e-3 if has_batch_norm(model) else 3e-4
 
     def declare(self) -> Declaration:
@@ -108,7 +108,7 @@ class ImageClassification(TrainedTask):
         from tasks.image_classification.library import skeleton
         from tasks.image_classification.model import ClassifierNet
 
-        model = skeleton(self.model, classes=self._class_count(), image_size=self.image_size)
+        model = skeleton(self.model, classes=self.class_count(), image_size=self.image_size)
         return ClassifierNet(model, channels_last=False)
 
     def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
@@ -123,7 +123,7 @@ class ImageClassification(TrainedTask):
                 f"({reason})"
             ) from None
 
-    def _class_count(self) -> int:
+    def class_count(self) -> int:
         """Outputs of the network. Raises ValueError for fewer than the data's classes."""
         if self.classes is not None and type(self.data) is not LabelledShapes:
             return self.classes  # the data need not be opened; each label is compared as it is read

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import get_model, list_models
 from torchvision.transforms.functional import normalize
 
-from tasks import flops as flop_counts
+from tasks import module as task_module
 from tasks.image_classification.library import SharedStochasticDepth, build_model, skeleton
 from tasks.image_classification.model import MEAN, STD, ClassifierNet
 from tasks.image_classification.task import ImageClassification
@@ -185,7 +185,7 @@ def test_counting_agrees_with_the_network_that_trains_and_leaves_it_alone(name: 
     torch.manual_seed(3)
     module = task.build_module(max_steps=1)
     state = torch.get_rng_state()
-    flop_counts._counted.clear()
+    task_module._counted.clear()
     batch = type("Batch", (), {"targets": torch.zeros(4)})
     counted = task.training_flops(batch)
     assert torch.equal(torch.get_rng_state(), state)
