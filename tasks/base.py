@@ -105,6 +105,9 @@ class TrainedTask(Task):
 
     uncountable: ClassVar[tuple[type[Exception], ...]] = (NotImplementedError,)
     """What a network raises whose operations cannot be counted without values."""
+    embeds: ClassVar[bool] = False
+    """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
+    backward costs twice forward."""
 
     learning_rate: float | None = None
     """Highest learning rate of AdamW, reached after the warm-up. None: the task's own rule."""

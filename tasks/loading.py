@@ -103,7 +103,7 @@ class ResumableDataModule(L.LightningDataModule):
         # A set without one example that can be read stops here, not at the first validation.
         first, _ = self.train_set[0], self.val_set[0]
         batch = min(self._loading.batch_size, count)
-        require_memory(f"{self.option}.batch_size={self._loading.batch_size}", batch * _least_bytes(first))
+        require_memory(f"{self.option}.batch_size={self._loading.batch_size}", batch * _min_bytes(first))
         self._is_set_up = True
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -169,7 +169,7 @@ class ResumableDataModule(L.LightningDataModule):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Training and validation items left out so far, by reason: what sets of user data say in their ``skipped``."""
+        """Training and validation items left out so far, by reason: from the ``skipped`` of sets of user data."""
         if not self._is_set_up:
             return {}
         counts: dict[str, int] = {}
@@ -195,7 +195,7 @@ def pad_rows(rows: Sequence[torch.Tensor], *, width: int | None, padding: int = 
     return padded
 
 
-def _least_bytes(item: Any) -> int:
+def _min_bytes(item: Any) -> int:
     """Bytes that every item like this one has: images are of one size, sequences have one position at least."""
     parts = item if isinstance(item, tuple) else (item,)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]

@@ -241,6 +241,9 @@ def count_flops(task: TrainedTask, *, rows: int, positions: int, training: bool)
 
     Returns None for a network with an operation that torch does not know without numbers.
     """
+    if training and task.embeds:
+        forward = count_flops(task, rows=rows, positions=positions, training=False)
+        return None if forward is None else 3 * forward
     most = task.max_positions()
     key = (repr(task), rows if most is None else 1, training)
     if key not in _counted:

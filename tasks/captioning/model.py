@@ -277,7 +277,7 @@ class Captioner(ScoredModule):
 
 def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
     """Draw uint8 images [B, 3, H, W] four to a row, captions beneath; returns uint8 [height, width, 3]."""
-    lines = [_wrap("true: ", true) + _wrap("said: ", said) for true, said in zip(true_texts, texts, strict=True)]
+    lines = [_wrap("true: ", true) + _wrap("generated: ", text) for true, text in zip(true_texts, texts, strict=True)]
     cell_width = IMAGE_PIXELS + MARGIN_PIXELS
     cell_height = IMAGE_PIXELS + 2 * MARGIN_PIXELS + LINE_PIXELS * max(len(wrapped) for wrapped in lines)
     rows = -(-len(lines) // COLUMNS)
@@ -295,7 +295,7 @@ def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[s
 
 
 def caption_table(true_texts: Sequence[str], texts: Sequence[str]) -> str:
-    rows = [f"| {_cell(true)} | {_cell(said)} |" for true, said in zip(true_texts, texts, strict=True)]
+    rows = [f"| {_cell(true)} | {_cell(text)} |" for true, text in zip(true_texts, texts, strict=True)]
     return "\n".join(["| true | generated |", "|---|---|", *rows])
 
 

@@ -312,7 +312,7 @@ def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
 def _take(item: Any, key: str, kinds: type | tuple[type, ...], place: str) -> Any:
     """``item[key]``. Raises ValueError, naming the entry ``place``, where it is missing or of another type."""
     if not isinstance(item, dict) or key not in item:
-        raise ValueError(f"{place} has no {key!r}" if isinstance(item, dict) else f"{place} is no JSON object")
+        raise ValueError(f"{place} has no {key!r}" if isinstance(item, dict) else f"{place} is not a JSON object")
     if not isinstance(item[key], kinds) or isinstance(item[key], bool):
         wanted = "text or a number" if kinds == (int, str) else "text"
         raise ValueError(f"{place}: {key!r} is {json.dumps(item[key])[:40]}, not {wanted}")

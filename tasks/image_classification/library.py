@@ -28,7 +28,7 @@ def build_model(name: str, *, classes: int, image_size: int) -> nn.Module:
 
     Auxiliary heads (GoogLeNet, Inception) are off: they are no part of the network that predicts.
 
-    Raises ValueError for an unknown name, with near ones, and for a size that the network cannot be built for.
+    Raises ValueError for an unknown name, with a suggestion, and for a size that the network cannot be built for.
     """
     _require_known(name)
     try:
@@ -94,7 +94,7 @@ def _require_among(name: str, names: Iterable[str]) -> None:
     if name in known:
         return
     library = "timm has" if name.startswith(TIMM) else "torchvision has (timm's are written timm/<name>)"
-    raise ValueError(f"task.model={name!r} is no classification network that {library}{suggest(name, known)}")
+    raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
 
 
 class SharedStochasticDepth(nn.Module):

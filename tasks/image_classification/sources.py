@@ -207,7 +207,7 @@ class TorchvisionDataset(LabelledData):
             raise ValueError("task.data.dataset='' must name a class of torchvision.datasets")
 
     def class_names(self) -> list[str]:
-        """Classes by the data set's own names, else by number. Raises ValueError where it does not tell them."""
+        """Classes by the data set's own names, else by number. Raises ValueError where it names none."""
         opened = self._open(self._train_arguments())
         if names := getattr(opened, "classes", None):
             return [str(name) for name in names]
@@ -216,7 +216,7 @@ class TorchvisionDataset(LabelledData):
                 (found for name in ("targets", "labels", "_labels") if (found := _labels(opened, name))), None
             )
             if labels is None:
-                raise ValueError(f"task.data.dataset={self.dataset} does not tell its classes: set task.classes")
+                raise ValueError(f"task.data.dataset={self.dataset} does not name its classes: set task.classes")
             count = max(labels) + 1
         return [str(number) for number in range(count)]
 

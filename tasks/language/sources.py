@@ -178,8 +178,8 @@ class TextFiles(TextData):
     suffix: str = ".txt"
     """How the names of a folder's text files end; a file or a pattern is taken as it is."""
     encoding: str = "utf-8"
-    """Encoding of files without a byte order mark, by Python's name: ``latin-1`` takes anything, and says so of
-    nothing. Files with a mark (UTF-8, UTF-16, UTF-32) are read by it."""
+    """Encoding of files without a byte order mark, by Python's name: ``latin-1`` takes anything without an error.
+    Files with a mark (UTF-8, UTF-16, UTF-32) are read by it."""
     unit: str = "file"
     """What a document is: a ``file``, or a ``paragraph`` (blank lines between)."""
     val_path: str = ""
@@ -315,12 +315,12 @@ class JsonLines(TextData):
         except RecursionError:
             raise TextError(f"{place} is not JSON that can be read (nested too deeply)") from None
         if not isinstance(item, dict):
-            raise TextError(f"{place} is no JSON object but a {type(item).__name__}")
+            raise TextError(f"{place} is not a JSON object but a {type(item).__name__}")
         if self.key not in item:
             has = ", ".join(map(repr, item)) or "none"
             raise TextError(f"{place} has no key {self.key!r} (task.data.key); it has {has}")
         if not isinstance(item[self.key], str):
-            raise TextError(f"{place}: {self.key!r} is no text but a {type(item[self.key]).__name__}")
+            raise TextError(f"{place}: {self.key!r} is not text but a {type(item[self.key]).__name__}")
         return str(item[self.key])
 
 

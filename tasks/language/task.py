@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least
-from tasks.language.networks import BertNetwork, Gpt2Network, LanguageNetwork
+from tasks.language.networks import BertNetwork, Gpt2Network, LanguageNetwork, TransformersNetwork
 from tasks.language.sources import Stdlib, TextData
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class LanguageModelling(TrainedTask):
 
     name: ClassVar[str] = "language_modelling"
     monitor: ClassVar[str | None] = "val/loss"
+    embeds: ClassVar[bool] = True
     uncountable: ClassVar[tuple[type[Exception], ...]] = (Exception,)  # the library's networks fail in many ways
 
     loss_chunks: int = 1
@@ -96,7 +97,9 @@ class LanguageModelling(TrainedTask):
         return self.network.build(loss_chunks=1)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Fake tensors: transformers makes an exception for them where it reads values in its forward."""
+        if not isinstance(self.network, TransformersNetwork):
+            return TrainedTask.counting(self)
+        # The library makes an exception for fake tensors where it reads values in its forward.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         return FakeTensorMode()
@@ -108,6 +111,7 @@ class MaskedLM(TrainedTask):
 
     name: ClassVar[str] = "masked_lm"
     monitor: ClassVar[str | None] = "val/loss"
+    embeds: ClassVar[bool] = True
 
     masked_share: float = 0.15
     """Share of a row's tokens to predict, rounded, at least one: of them 80% show the mask, 10% a random token and 10%

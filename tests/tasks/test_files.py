@@ -154,7 +154,7 @@ def coco_with(tmp_path: Path, content: str) -> Coco:
             '{"images": [{}], "annotations": []}',
             "captions_train.json is not a COCO caption file: images[0] has no 'id'",
         ),
-        ('{"images": [3], "annotations": []}', "images[0] is no JSON object"),
+        ('{"images": [3], "annotations": []}', "images[0] is not a JSON object"),
         (
             '{"images": [{"id": [1], "file_name": "a"}], "annotations": []}',
             "images[0]: 'id' is [1], not text or a number",

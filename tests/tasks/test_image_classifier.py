@@ -214,10 +214,13 @@ def test_networks_with_auxiliary_heads_train_without_them(name: str, size: int) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5", "task.model='resnet5' is no classification network that torchvision has (timm's are written "),
+        ("resnet5", "task.model='resnet5' is not a classification network that torchvision has (timm's are written "),
         ("resnet5", "; near: resnet50"),
-        ("deeplabv3_resnet50", "is no classification network"),
-        ("timm/resnet50000", "task.model='timm/resnet50000' is no classification network that timm has; near: timm/"),
+        ("deeplabv3_resnet50", "is not a classification network"),
+        (
+            "timm/resnet50000",
+            "task.model='timm/resnet50000' is not a classification network that timm has; near: timm/",
+        ),
     ],
 )
 def test_an_unknown_network_is_answered_with_near_ones(name: str, message: str) -> None:
