@@ -10,14 +10,16 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tasks.base import Loading, held_out, require_choice, require_fields, require_share
 from tasks.resources import cache_folder
 
 PACKINGS = ("packed", "documents")
+BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,12 +163,26 @@ def read_text(file: Path, *, encoding: str, option: str | None = None) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def leave_out(error: TextError, reason: str, skipped: dict[str, int]) -> None:
-    skipped[reason] = skipped.get(reason, 0) + 1
-    print(f"left out: {error}", file=sys.stderr, flush=True)
+def readable(
+    items: Iterable[tuple[str, Callable[[], str]]], reason: str, skipped: dict[str, int], *, none: str
+) -> Iterator[tuple[str, str]]:
+    """Names and texts of ``items``; one that raises TextError is printed and counted under ``reason``.
 
-
-BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
+    Raises ValueError, the first error and ``none``, where not one can be read.
+    """
+    first_error, read = None, 0
+    for name, load in items:
+        try:
+            text = load()
+        except TextError as error:
+            first_error = first_error or error
+            skipped[reason] = skipped.get(reason, 0) + 1
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+            continue
+        read += 1
+        yield name, text
+    if first_error is not None and not read:
+        raise ValueError(f"{first_error}{none}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,24 +227,20 @@ class TextFiles(TextData):
 
     def _read(self, option: str, path: str, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
         files, root = self._files(option, path)
-        first_error: TextError | None = None
-        read = 0
-        for file in files:
-            try:
-                text = read_text(file, encoding=self.encoding, option="task.data.encoding")
-            except TextError as error:
-                first_error = first_error or error
-                leave_out(error, "file does not decode", skipped)
-                continue
-            read += 1
-            name = file.relative_to(root).as_posix()
+        items = (
+            (
+                file.relative_to(root).as_posix(),
+                partial(read_text, file, encoding=self.encoding, option="task.data.encoding"),
+            )
+            for file in files
+        )
+        none = f"; so it is with all {len(files)} files" if len(files) > 1 else ""
+        for name, text in readable(items, "file does not decode", skipped, none=none):
             if self.unit == "file":
                 yield name, text
-                continue
-            parts = [part for part in BLANK_LINES.split(text) if part.strip()]
-            yield from ((f"{name}:{number}", part) for number, part in enumerate(parts))
-        if first_error is not None and not read:
-            raise ValueError(str(first_error) + (f"; so it is with all {len(files)} files" if len(files) > 1 else ""))
+            else:
+                parts = [part for part in BLANK_LINES.split(text) if part.strip()]
+                yield from ((f"{name}:{number}", part) for number, part in enumerate(parts))
 
     def _files(self, option: str, path: str) -> tuple[list[Path], Path]:
         given = Path(path)
@@ -284,25 +296,16 @@ class JsonLines(TextData):
         return Path(self.file).parent
 
     def _read(self, file: Path, skipped: dict[str, int]) -> Iterator[tuple[str, str]]:
-        first_error: TextError | None = None
-        read = 0
         try:
             with file.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        text = self._text(line, place=f"{file} line {number}")
-                    except TextError as error:
-                        first_error = first_error or error
-                        leave_out(error, "broken line", skipped)
-                        continue
-                    read += 1
-                    yield str(number), text
+                items = (
+                    (str(number), partial(self._text, line, place=f"{file} line {number}"))
+                    for number, line in enumerate(lines, 1)
+                    if line.strip()
+                )
+                yield from readable(items, "broken line", skipped, none="; no line of it can be used")
         except OSError as error:
             raise ValueError(f"{file} cannot be read ({error.strerror})") from None
-        if first_error is not None and not read:
-            raise ValueError(f"{first_error}; no line of it can be used")
 
     def _text(self, line: bytes, *, place: str) -> str:
         try:
@@ -349,12 +352,9 @@ class Stdlib(TextData):
         names = [name for name in relative if not LEFT_OUT.intersection(name.split("/")[:-1])]
         if not names:
             raise ValueError(f"{folder} holds no Python sources; take task/data=text or task/data=json_lines")
-        for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest()):
-            try:
-                text = read_text(relative[name], encoding="utf-8")
-            except TextError as error:
-                leave_out(error, "file does not decode", skipped)
-                continue
+        names.sort(key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
+        items = ((name, partial(read_text, relative[name], encoding="utf-8")) for name in names)
+        for name, text in readable(items, "file does not decode", skipped, none=""):
             yield from ((f"{name}:{number}", part) for number, part in enumerate(self._parts(text)))
 
     def place(self) -> str:
