@@ -70,7 +70,7 @@ def eager(program: Program) -> Iterator[None]:
     compiled, or lost."""
     import torch
 
-    from strategies.optimizer_step import own_step
+    from strategies.optimizer.step import own_step
     from strategies.torch_patches import as_capturing
 
     with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from tasks.base import BatchCounts, Declaration, Task
-from tasks.bert_network import BertNetwork
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.coco import Coco
-from tasks.data.csv_file import Csv
-from tasks.data.image_folder import ImageFolder
-from tasks.data.labelled_shapes import LabelledShapes
-from tasks.data.lognormal import Lognormal
-from tasks.data.shapes import Shapes
-from tasks.data.text_files import TextFiles
-from tasks.data.text_json_lines import JsonLines
-from tasks.data.text_stdlib import Stdlib
-from tasks.data.torchvision_dataset import TorchvisionDataset
-from tasks.image_classification import ImageClassification
-from tasks.language_modelling import LanguageModelling
-from tasks.language_network import Gpt2Network, LlamaNetwork
-from tasks.masked_lm import MaskedLM
-from tasks.micro import Micro
-from tasks.transformers_network import TransformersNetwork
+from tasks.captioning.sources import Coco, Csv, Lognormal, Shapes
+from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.image_classification.sources import ImageFolder, LabelledShapes, TorchvisionDataset
+from tasks.image_classification.task import ImageClassification
+from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork, TransformersNetwork
+from tasks.language.sources import JsonLines, Stdlib, TextFiles
+from tasks.language.task import LanguageModelling, MaskedLM
+from tasks.micro.task import Micro
 
 TASKS: dict[str, type[Task]] = {
     "captioning": Captioning,

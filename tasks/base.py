@@ -1,15 +1,28 @@
 """The Task noun: a LightningModule, its LightningDataModule and what they declare to the compiler.
 
 Importing this module must stay cheap (no torch): the command line imports every task to know its configuration.
+A slotted dataclass is a new class, in which ``super()`` without arguments fails: subclasses name their base.
 """
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     import lightning
+    from torch import Tensor, nn
+
+    from tasks.module import ScoredModule
+
+INITIALISE = ("auto", "host", "device")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +83,10 @@ class Task:
         raise NotImplementedError
 
     def training_flops(self, batch: Any) -> int | None:
-        """Floating-point operations of forward and backward for this batch (matrix products, 2 per multiply-add)."""
+        """Floating-point operations of forward and backward for this batch (matrix products, 2 per multiply-add).
+
+        None: not known.
+        """
         return None
 
     def inference_flops(self, batch: Any) -> int | None:
@@ -79,4 +95,183 @@ class Task:
 
     def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
         """Items of the user's data left out so far, by reason; empty when nothing was skipped."""
-        return {}
+        skipped: dict[str, int] = getattr(data, "skipped", {})
+        return skipped
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainedTask(Task):
+    """A task trained from random weights with AdamW under a linear warm-up and a cosine."""
+
+    uncountable: ClassVar[tuple[type[Exception], ...]] = (NotImplementedError,)
+    """What a network raises whose operations cannot be counted without values."""
+    embeds: ClassVar[bool] = False
+    """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
+    backward costs twice forward."""
+
+    learning_rate: float | None = None
+    """Highest learning rate of AdamW, reached after the warm-up. None: the task's own rule."""
+    weight_decay: float = 0.05
+    """AdamW's decoupled decay of weights; biases and norms have none."""
+    warmup_steps: int = 50
+    """Optimizer steps of linear warm-up."""
+    final_learning_rate: float = 0.05
+    """Learning rate at the last step, as a share of ``learning_rate``."""
+    initialise: str = "auto"
+    """Where initial weights are drawn: on the ``host``, or on the ``device`` (milliseconds for the host's seconds, but
+    other numbers from the same seed on another kind of device). ``auto``: on the device where there is a CUDA device or
+    the network has 1e9 parameters; else, and where a network cannot be built without memory, on the host."""
+
+    def __post_init__(self) -> None:
+        require_fields("task", self, weight_decay=0, warmup_steps=0)
+        if math.isinf(self.weight_decay):
+            raise ValueError(f"task.weight_decay={self.weight_decay} must be finite")
+        require_share("task.final_learning_rate", self.final_learning_rate)
+        require_choice("task.initialise", self.initialise, INITIALISE)
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
+
+    def build_net(self) -> nn.Module:
+        """Build the network; its weights are drawn from torch's global generator.
+
+        Raises ValueError for a network that cannot be built.
+        """
+        raise NotImplementedError
+
+    def module_class(self) -> type[ScoredModule]:
+        """The LightningModule around the network."""
+        raise NotImplementedError
+
+    def default_learning_rate(self) -> float:
+        """The highest learning rate where none is given."""
+        raise NotImplementedError
+
+    def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
+        """Arguments of the network for ``rows`` examples (of ``positions`` each, where it has positions), targets last.
+
+        Their values do not matter: operations are counted with them.
+        """
+        raise NotImplementedError
+
+    def build_module(self, *, max_steps: int) -> ScoredModule:
+        """Build the module; see ``initialise`` for its weights. Raises ValueError for unusable input."""
+        from tasks.module import Recipe
+
+        if self.max_positions() is not None:
+            # Operations are counted once: now, and not within the first step, which is timed.
+            self.count_flops(rows=1, positions=1, training=True)
+        recipe = Recipe(
+            learning_rate=self.default_learning_rate() if self.learning_rate is None else self.learning_rate,
+            weight_decay=self.weight_decay,
+            warmup_steps=self.warmup_steps,
+            final_share=self.final_learning_rate,
+            max_steps=max_steps,
+        )
+        return self.module_class()(self.build_net, recipe, initialise=self.initialise)
+
+    def training_flops(self, batch: Any) -> int | None:
+        """Operations of forward, loss and backward, as ``tasks.module`` counts them."""
+        return self._flops(batch, training=True)
+
+    def inference_flops(self, batch: Any) -> int | None:
+        """Operations of forward alone, as ``tasks.module`` counts them."""
+        return self._flops(batch, training=False)
+
+    def _flops(self, batch: Any, *, training: bool) -> int | None:
+        counts = self.count(batch)
+        positions = (counts.tokens or 0) // counts.samples
+        return self.count_flops(rows=counts.samples, positions=positions, training=training)
+
+    def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
+        """Operations of ``rows`` examples of ``positions`` each (0 where it has none)."""
+        from tasks.module import count_flops
+
+        return count_flops(self, rows=rows, positions=positions, training=training)
+
+    def max_positions(self) -> int | None:
+        """Most positions of an example; None for a task without positions."""
+        return None
+
+    def counted_net(self) -> nn.Module:
+        """The network whose operations are counted, built under ``counting``."""
+        return self.build_net()
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Where operations are counted: on tensors without memory."""
+        import torch
+
+        return torch.device("meta")
+
+
+@dataclass(kw_only=True, slots=True)
+class Loading:
+    """Base of every source of data."""
+
+    batch_size: int = 16
+    """Examples a batch on each device."""
+    num_workers: int | None = None
+    """Loader processes a device; None: one less than this process' cores, at most 8."""
+
+    def __post_init__(self) -> None:
+        require_fields("task.data", self, batch_size=1, num_workers=0)
+
+    def workers(self) -> int:
+        """Loader processes to start."""
+        if self.num_workers is not None:
+            return self.num_workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(8, cores - 1)
+
+
+def require_at_least(path: str, value: float | None, minimum: float) -> None:
+    """Raise ValueError unless ``value`` is None (automatic) or at least ``minimum``."""
+    if value is not None and not value >= minimum:
+        raise ValueError(f"{path}={value} must be at least {minimum}")
+
+
+def require_fields(path: str, config: object, **minimums: float) -> None:
+    """Raise ValueError unless each field of ``config``, an option under ``path``, is None or at least its minimum."""
+    for name, minimum in minimums.items():
+        require_at_least(f"{path}.{name}", getattr(config, name), minimum)
+
+
+def require_share(path: str, value: float, *, below_one: bool = False) -> None:
+    """Raise ValueError unless ``value`` lies in [0, 1], or in [0, 1) with ``below_one``."""
+    if not 0 <= value <= 1 or (below_one and value == 1):
+        raise ValueError(f"{path}={value} must be at least 0 and {'below' if below_one else 'at most'} 1")
+
+
+def require_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{path}={value!r} is not one of {choices}")
+
+
+def require_multiple(path: str, value: int, divisor_path: str, divisor: int) -> None:
+    """Raise ValueError unless ``value`` is a multiple of ``divisor``."""
+    if value % divisor:
+        raise ValueError(f"{path}={value} must be a multiple of {divisor_path}={divisor}")
+
+
+def suggest(given: str, known: Iterable[str]) -> str:
+    """What an error about ``given`` ends with: the names in ``known`` that resemble it."""
+    by_lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(given.lower(), by_lower, n=3)
+    return f"; near: {', '.join(by_lower[match] for match in matches)}" if matches else ""
+
+
+def held_out(names: Mapping[Item, str], *, share: float) -> set[Item]:
+    """Items, given with their names, that are held out for validation: ``share`` of them, at least one and never all.
+
+    Chosen by a hash of the name: an item stays on its side when others are added, and wherever its folder is.
+    """
+    ranks = {
+        item: hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest() for item, name in names.items()
+    }
+    limit = int(share * 2**64).to_bytes(9, "big")[1:]
+    held = {item for item, rank in ranks.items() if rank < limit}
+    if not held and len(ranks) > 1:
+        held = {min(ranks, key=lambda item: ranks[item])}
+    if len(held) == len(ranks) > 1:
+        held.discard(max(ranks, key=lambda item: ranks[item]))
+    return held

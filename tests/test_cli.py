@@ -193,7 +193,7 @@ def test_a_strategy_that_this_machine_cannot_run_is_refused_before_any_work(
 ) -> None:
     import torch
 
-    from tasks.captioning import Captioning
+    from tasks.captioning.task import Captioning
 
     def built(*_: object, **__: object) -> None:
         raise AssertionError("data was built")

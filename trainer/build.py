@@ -16,9 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tasks.base import Task
-from tasks.checks import near
-from tasks.room import require_memory
+from tasks.base import Task, suggest
+from tasks.resources import require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
 from trainer.settings import Config, TrainerConfig
@@ -116,7 +115,7 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
                     "accelerator": ["auto", "gpu", *AcceleratorRegistry],
                     "strategy": StrategyRegistry.available_strategies(),
                 }.get(name, [])
-                hint = "" if given[name] in known else near(str(given[name]), known)
+                hint = "" if given[name] in known else suggest(str(given[name]), known)
                 raise ValueError(f"trainer.{name}={given[name]}: {said[0].rstrip('.')}{hint}") from error
         raise
 

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from strategies import STRATEGIES, Stage, Strategy
 from strategies.credentials import refuse_credentials
 from tasks import SCHEMAS, TASKS, Task
-from tasks.checks import near
+from tasks.base import suggest
 from trainer.cli import CONF
 from trainer.settings import RUN_MODES, Config
 
@@ -155,7 +155,7 @@ def _made_up(node: DictConfig, prefix: str) -> Iterator[str]:
     known = {option.name for option in dataclasses.fields(kind)}
     for key in map(str, node):
         if key not in known:
-            yield f"{prefix}{key} is not an option{near(key, known)}"
+            yield f"{prefix}{key} is not an option{suggest(key, known)}"
         elif prefix and isinstance(child := node[key], DictConfig):
             yield from _made_up(child, f"{prefix}{key}.")
 

@@ -80,7 +80,7 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     None for other errors, and for a key that ``+`` may add to a mapping without fixed keys.
     """
     from tasks import SCHEMAS  # not above, see _not_for_this_task
-    from tasks.checks import near
+    from tasks.base import suggest
     from trainer.cli import CONF
 
     file = re.match(r"In '([^']+)': ", str(error))
@@ -92,12 +92,12 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
         group, _, name = str(error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
         known = list(error.options or sorted(option.stem for option in (CONF / group).glob("*.yaml")))
         wrong = f"{where}{group}={name} is not an option"
-        return wrong + (near(name, known) or f"; there are {', '.join(known)}") if group and known else None
+        return wrong + (suggest(name, known) or f"; there are {', '.join(known)}") if group and known else None
     given = re.search(r"Could not override '(.+?)'", str(error))
     if given is not None and "/" in given[1]:
         groups = {path.rpartition("/")[0] for path in SCHEMAS} - {"task"}
         return f"{given[1]} is not a group of options" + (
-            "; this task has none" if given[1] in groups else near(given[1], groups)
+            "; this task has none" if given[1] in groups else suggest(given[1], groups)
         )
     missing = next(
         (cause for cause in _causes(error) if isinstance(cause, ConfigAttributeError | ConfigKeyError)), None
@@ -115,7 +115,7 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     last = {option.rpartition(".")[2]: option for option in known}
     if place == "compile.":
         return f"{where}{path}: the run has no strategy {key}" + (
-            near(key, map(str, parent)) or f"; compile={key} adds it"
+            suggest(key, map(str, parent)) or f"; compile={key} adds it"
         )
     for name in (key, given[1].rpartition(".")[2] if given else key):
         if matches := difflib.get_close_matches(name, last):

@@ -167,12 +167,12 @@ def ragged() -> list[RunRecord]:
                     Event(
                         kind="graph_break",
                         reason="call to a builtin that cannot be traced: print",
-                        location="tasks/models/text_decoder.py:63 forward",
+                        location="tasks/captioning/model.py:63 forward",
                     ),
                     Event(
                         kind="recompile",
                         reason="2/0: tensor 'x_BSD' size mismatch at index 1. expected 32, actual 128",
-                        location="tasks/models/text_decoder.py:150 forward",
+                        location="tasks/captioning/model.py:150 forward",
                         step=12,
                     ),
                 ]

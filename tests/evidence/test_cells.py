@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.micro import Micro
-from tasks.micro_kinds import DEFAULTS
+from tasks.micro.task import DEFAULTS, Micro
 from tests.evidence.records import record
 from trainer.described import described
 from trainer.evidence.cells import group

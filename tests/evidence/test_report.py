@@ -128,7 +128,7 @@ def test_breaks_recompiles_and_failures_come_with_reason_and_place(html: str) ->
     text = Page(html).text
     for words in (
         "call to a builtin that cannot be traced: print",
-        "tasks/models/text_decoder.py:63 forward",
+        "tasks/captioning/model.py:63 forward",
         "tensor 'x_BSD' size mismatch at index 1. expected 32, actual 128",
         "CUDA out of memory: tried to allocate 2.00 GiB",
     ):

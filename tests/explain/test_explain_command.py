@@ -34,7 +34,7 @@ def test_a_task_that_breaks_is_explained_on_the_terminal_in_json_and_on_a_page(
     assert main([*MICRO, "task.model=graph_breaker", "compile=whole", *asked]) == 1
     out = capsys.readouterr().out
     assert "graph break 1" in out
-    assert "micro_vectors.py:" in out
+    assert "micro/model.py:" in out
     assert "mend: " in out
     assert "2 graph breaks" in out.splitlines()[-1]
     said = json.loads(Path("why.json").read_text())

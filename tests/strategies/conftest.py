@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tasks import Declaration
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
+from tasks.captioning.task import CaptionerSize, Captioning
 from tests.strategies import backends
 
 Batch = tuple[Tensor, Tensor]

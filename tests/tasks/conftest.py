@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from tasks.captioner_size import CaptionerSize
-from tasks.models.captioner import CaptionNet
+from tasks.captioning.model import CaptionNet
+from tasks.captioning.task import CaptionerSize
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def size() -> CaptionerSize:
 def net(size: CaptionerSize) -> CaptionNet:
     """The network of ``size`` with seeded weights."""
     torch.manual_seed(0)
-    return CaptionNet(**asdict(size))
+    return CaptionNet(size)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer, vit_b_16, vit_l_16
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.models.captioner import CaptionNet
-from tasks.models.image_encoder import ImageEncoder
+from tasks.captioning.model import CaptionNet, ImageEncoder
+from tasks.captioning.task import CaptionerSize, Captioning
 
 SIZES = Path(__file__).resolve().parents[2] / "conf" / "task" / "size"
 
@@ -39,7 +37,7 @@ def example(size: CaptionerSize, *, images: int = 4, length: int = 12) -> tuple[
 
 def test_the_encoder_gives_the_numbers_of_torchvisions_vision_transformer() -> None:
     torch.manual_seed(0)
-    ours = ImageEncoder(image_size=32, patch_size=16, layers=3, width=32, heads=2)
+    ours = ImageEncoder(CaptionerSize(image_size=32, encoder_layers=3, encoder_width=32))
     torch.manual_seed(0)
     reference = VisionTransformer(32, 16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=128)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
@@ -51,7 +49,7 @@ def test_the_encoder_gives_the_numbers_of_torchvisions_vision_transformer() -> N
 @pytest.mark.parametrize(("name", "reference"), [("base", vit_b_16), ("large", vit_l_16)])
 def test_the_encoder_is_as_large_as_torchvisions(name: str, reference: object) -> None:
     with torch.device("meta"):
-        net = CaptionNet(**asdict(shipped_size(name)))
+        net = CaptionNet(shipped_size(name))
         vit = reference()  # type: ignore[operator]
     count = sum(parameter.numel() for parameter in vit.parameters())
     head = sum(parameter.numel() for parameter in vit.heads.parameters())
@@ -64,7 +62,7 @@ def test_equal_seeds_give_equal_weights(size: CaptionerSize) -> None:
     nets = []
     for _ in range(2):
         torch.manual_seed(7)
-        nets.append(CaptionNet(**asdict(size)))
+        nets.append(CaptionNet(size))
     for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -140,15 +138,15 @@ def test_each_declared_part_compiles_on_its_own(net: CaptionNet, size: Captioner
 @pytest.mark.parametrize("same_width", [True, False])
 def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_width: bool) -> None:
     size = replace(size, decoder_width=size.encoder_width) if same_width else size
-    net = CaptionNet(**asdict(size))
+    net = CaptionNet(size)
     # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(size))[0].backward()
-    assert size.training_flops(images=4, positions=11) == counter.get_total_flops()
+    assert Captioning(size=size).count_flops(rows=4, positions=11, training=True) == counter.get_total_flops()
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
         logits = net(*example(size), score=False)
     assert logits.shape == (4, 11, size.vocabulary_size)
-    assert size.inference_flops(images=4, positions=11) == counter.get_total_flops()
+    assert Captioning(size=size).count_flops(rows=4, positions=11, training=False) == counter.get_total_flops()
 
 
 def test_generation_leaves_mode_and_random_state_and_compiles_nothing(net: CaptionNet, size: CaptionerSize) -> None:

@@ -12,10 +12,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.captions import CaptionData
-from tasks.data.shapes import Shapes
+from tasks.captioning.sources import CaptionData, Shapes
+from tasks.captioning.task import CaptionerSize, Captioning
 
 
 def test_importing_the_tasks_does_not_import_torch() -> None:

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.caption_data_module import CaptionDataModule
-from tasks.data.captions import CaptionData
-from tasks.data.coco import Coco
-from tasks.data.csv_file import Csv
-from tasks.data.image_files import ImageError, read_image
+from tasks.captioning.data import CaptionDataModule
+from tasks.captioning.sources import CaptionData, Coco, Csv
+from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.images import ImageError, read_image
 
 Write = Callable[..., Path]
 
@@ -157,7 +154,7 @@ def coco_with(tmp_path: Path, content: str) -> Coco:
             '{"images": [{}], "annotations": []}',
             "captions_train.json is not a COCO caption file: images[0] has no 'id'",
         ),
-        ('{"images": [3], "annotations": []}', "images[0] is no JSON object"),
+        ('{"images": [3], "annotations": []}', "images[0] is not a JSON object"),
         (
             '{"images": [{"id": [1], "file_name": "a"}], "annotations": []}',
             "images[0]: 'id' is [1], not text or a number",

@@ -9,9 +9,8 @@ import pytest
 import torch
 import yaml
 
-from tasks.data.labelled_data import LabelledData
-from tasks.data.labelled_shapes import LabelledShapes
-from tasks.image_classification import ImageClassification
+from tasks.image_classification.sources import LabelledData, LabelledShapes
+from tasks.image_classification.task import ImageClassification
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
 

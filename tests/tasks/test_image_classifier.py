@@ -12,11 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import get_model, list_models
 from torchvision.transforms.functional import normalize
 
-from tasks.image_classification import ImageClassification
-from tasks.models.image_classifier import MEAN, STD, ClassifierNet
-from tasks.models.image_classifier_flops import count_flops
-from tasks.models.image_classifier_library import build_model, skeleton
-from tasks.models.stochastic_depth import SharedStochasticDepth
+from tasks import module as task_module
+from tasks.image_classification.library import SharedStochasticDepth, build_model, skeleton
+from tasks.image_classification.model import MEAN, STD, ClassifierNet
+from tasks.image_classification.task import ImageClassification
 
 KINDS = ("resnet18", "vit_ti_16", "mobilenet_v3_small", "timm/test_vit")
 """A network whose stem and tail are taken apart, another one, and two of which only blocks and parts are known."""
@@ -162,13 +161,17 @@ def test_a_network_in_which_nothing_repeats_is_one_region(name: str) -> None:
 )
 def test_parameters_and_operations_are_as_published(name: str, parameters: int, giga_multiply_adds: float) -> None:
     assert sum(weight.numel() for weight in skeleton(name, classes=1000, image_size=224).parameters()) == parameters
-    flops = count_flops(name, classes=1000, image_size=224, batch_size=2, training=False)
+    flops = ImageClassification(model=name, classes=1000, image_size=224).count_flops(
+        rows=2, positions=0, training=False
+    )
     assert flops == pytest.approx(2 * 2 * giga_multiply_adds * 1e9, rel=0.01)
 
 
 def test_operations_of_a_resnet_are_twice_as_many_backward_but_for_the_first_convolution() -> None:
     forward, training = (
-        count_flops("resnet50", classes=1000, image_size=224, batch_size=1, training=training)
+        ImageClassification(model="resnet50", classes=1000, image_size=224).count_flops(
+            rows=1, positions=0, training=training
+        )
         for training in (False, True)
     )
     assert forward is not None
@@ -182,7 +185,7 @@ def test_counting_agrees_with_the_network_that_trains_and_leaves_it_alone(name: 
     torch.manual_seed(3)
     module = task.build_module(max_steps=1)
     state = torch.get_rng_state()
-    count_flops.cache_clear()
+    task_module._counted.clear()
     batch = type("Batch", (), {"targets": torch.zeros(4)})
     counted = task.training_flops(batch)
     assert torch.equal(torch.get_rng_state(), state)
@@ -211,10 +214,13 @@ def test_networks_with_auxiliary_heads_train_without_them(name: str, size: int) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5", "task.model='resnet5' is no classification network that torchvision has (timm's are written "),
+        ("resnet5", "task.model='resnet5' is not a classification network that torchvision has (timm's are written "),
         ("resnet5", "; near: resnet50"),
-        ("deeplabv3_resnet50", "is no classification network"),
-        ("timm/resnet50000", "task.model='timm/resnet50000' is no classification network that timm has; near: timm/"),
+        ("deeplabv3_resnet50", "is not a classification network"),
+        (
+            "timm/resnet50000",
+            "task.model='timm/resnet50000' is not a classification network that timm has; near: timm/",
+        ),
     ],
 )
 def test_an_unknown_network_is_answered_with_near_ones(name: str, message: str) -> None:

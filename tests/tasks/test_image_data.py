@@ -12,12 +12,9 @@ import pytest
 import torch
 from torchvision import datasets
 
-from tasks.data.image_folder import ImageFolder
-from tasks.data.labelled_data import LabelledData
-from tasks.data.labelled_dataset import LabelledDataModule
-from tasks.data.labelled_shapes import LabelledShapes
-from tasks.data.torchvision_dataset import TorchvisionDataset
-from tasks.image_classification import ImageClassification
+from tasks.image_classification.data import LabelledDataModule
+from tasks.image_classification.sources import ImageFolder, LabelledData, LabelledShapes, TorchvisionDataset
+from tasks.image_classification.task import ImageClassification
 
 Write = Callable[..., Path]
 
@@ -100,8 +97,7 @@ def test_a_folder_is_read_in_the_order_of_torchvisions_image_folder(tmp_path: Pa
     (tmp_path / "train" / ".hidden").rmdir()
     reference = datasets.ImageFolder(tmp_path / "train")
     assert config.class_names() == reference.classes
-    files = data.train_set._examples.item.files
-    assert [(str(path), label) for path, label in files] == reference.samples
+    assert data.train_set._item.args[0] == reference.samples
     assert (len(data.train_set), len(data.val_set)) == (9, 3)
     batch = next(iter(data.val_dataloader()))
     assert batch.targets.tolist() == [1, 1]
@@ -113,14 +109,13 @@ def test_without_a_validation_folder_the_same_images_are_held_out(tmp_path: Path
     fill(write_image, "", {"a": 30, "b": 30}, size=(8, 8))
     config = ImageFolder(root=str(tmp_path), val_share=0.2)
     first, second = (config.splits(seed=seed, image_size=8) for seed in (0, 1))
-    assert first[0].item.files == second[0].item.files
-    train, val = (set(split.item.files) for split in first)
+    assert first[0].item.args[0] == second[0].item.args[0]
+    train, val = (set(split.item.args[0]) for split in first)
     assert len(train) + len(val) == 60
     assert not train & val
     # By class and name, not by name: files of the same names in each class do not all go together.
-    assert {(path.name, label) for path, label in val if label == 0} != {
-        (path.name, 0) for path, label in val if label == 1
-    }
+    names = [{Path(path).name for path, label in val if label == of} for of in (0, 1)]
+    assert names[0] != names[1]
 
 
 def test_broken_images_are_left_out_and_counted(
@@ -149,7 +144,7 @@ def test_broken_images_are_left_out_and_counted(
         ([], "has no folder for a class: images belong into"),
         (["train/"], "train has no folder for a class"),
         (["a/", "b/1.png"], "a holds no image (.bmp, .gif"),
-        (["train/a/1.png", "val/b/1.png"], "val/b is no class of"),
+        (["train/a/1.png", "val/b/1.png"], "val/b is not a class of"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_named(
@@ -195,7 +190,7 @@ def test_without_splits_a_share_of_a_torchvision_data_set_is_held_out() -> None:
     )
     data = load(config)
     assert (len(data.train_set), len(data.val_set)) == (30, 10)
-    assert not set(data.train_set._examples.item.indices) & set(data.val_set._examples.item.indices)
+    assert not set(data.train_set._item.indices) & set(data.val_set._item.indices)
 
 
 def test_splits_of_a_torchvision_data_set_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +218,7 @@ def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dataset": "Cifar"}, "task.data.dataset='Cifar' is no class of torchvision.datasets; near: CIFAR10"),
+        ({"dataset": "Cifar"}, "task.data.dataset='Cifar' is not a class of torchvision.datasets; near: CIFAR10"),
         ({"dataset": "CIFAR10"}, "task.data.root='' must name the folder of CIFAR10"),
         (
             {"dataset": "CIFAR10", "root": "."},

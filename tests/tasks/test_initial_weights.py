@@ -13,15 +13,13 @@ from torch import nn
 from scripts.hand_loop import placed
 from strategies import Regional, Whole
 from strategies.cached.session import model_digest
-from tasks import TASKS, Task
-from tasks.bert_network import BertNetwork
-from tasks.captioner_size import CaptionerSize
-from tasks.data.labelled_shapes import LabelledShapes
-from tasks.data.shapes import Shapes
-from tasks.data.text_stdlib import Stdlib
-from tasks.language_network import Gpt2Network
-from tasks.models import materialise
-from tasks.models.materialise import is_on_meta, on_meta, start
+from tasks import TASKS, Task, module
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import CaptionerSize
+from tasks.image_classification.sources import LabelledShapes
+from tasks.language.networks import BertNetwork, Gpt2Network
+from tasks.language.sources import Stdlib
+from tasks.module import is_on_meta, on_meta, start
 from trainer.callback import Compile
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -142,7 +140,7 @@ def test_a_refusal_before_the_weights_are_there_is_what_is_said() -> None:
 
 
 def test_a_large_network_waits_for_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialise, "LARGE", 1)
+    monkeypatch.setattr(module, "LARGE", 1)
     assert is_on_meta(build(small("masked_lm")))
 
 

@@ -11,12 +11,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from strategies import Optimizer, Regional
-from tasks.data.text import TextData
-from tasks.data.text_batch import TextBatch
-from tasks.data.text_stdlib import Stdlib
-from tasks.language_modelling import LanguageModelling
-from tasks.language_network import Gpt2Network, LanguageNetwork, LlamaNetwork
-from tasks.models.language_module import LanguageModel
+from tasks.language.data import TextBatch
+from tasks.language.model import LanguageModel
+from tasks.language.networks import Gpt2Network, LanguageNetwork, LlamaNetwork
+from tasks.language.sources import Stdlib, TextData
+from tasks.language.task import LanguageModelling
 from trainer.callback import Compile
 
 LLAMA = LlamaNetwork(
@@ -137,7 +136,7 @@ def test_a_large_networks_gradients_are_freed_as_soon_as_they_are_used(monkeypat
     _, small = fit(task_of(), Watch(), steps=3)
     assert held == [False, True, True]
     held.clear()
-    monkeypatch.setattr("tasks.models.materialise.LARGE", 1)
+    monkeypatch.setattr("tasks.module.LARGE", 1)
     _, large = fit(task_of(), Watch(), steps=3)
     assert held == [False, False, False]
     assert large == small
@@ -166,7 +165,11 @@ def test_a_batch_is_counted_and_predicted() -> None:
     counts = task.count(batch)
     assert (counts.samples, counts.tokens, counts.useful_tokens) == (2, 8, 7)
     assert (batch.targets != 0).sum() == 7
-    assert task.training_flops(batch) == 3 * task.inference_flops(batch) == 3 * GPT2.flops(rows=2, positions=4)
+    assert (
+        task.training_flops(batch)
+        == 3 * task.inference_flops(batch)
+        == task.count_flops(rows=2, positions=4, training=True)
+    )
     module = task.build_module(max_steps=1).eval()
     assert module.predict_step(batch, 0).shape == (2, 4, 300)
 

@@ -15,8 +15,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.language_network import Gpt2Network, LanguageNetwork, LlamaNetwork
-from tasks.models.materialise import on_meta
+from tasks.language.networks import Gpt2Network, LanguageNetwork, LlamaNetwork
+from tasks.language.task import LanguageModelling
+from tasks.module import on_meta
 
 NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"
 GPT2 = Gpt2Network(layers=3, width=32, heads=2, vocabulary_size=300, max_tokens=24)
@@ -243,4 +244,5 @@ def test_flops_are_those_that_torch_counts(network: LanguageNetwork) -> None:
     # The plain kernel computes the full square of causal attention, and so it is counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(rows=3, length=11))[0].backward()
-    assert 3 * network.flops(rows=3, positions=11) == counter.get_total_flops()
+    task = LanguageModelling(network=network)
+    assert task.count_flops(rows=3, positions=11, training=True) == counter.get_total_flops()

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from strategies.regions import find_containers
-from tasks.language_modelling import LanguageModelling
-from tasks.models.materialise import materialise, on_meta
-from tasks.transformers_network import TransformersNetwork
+from tasks.language.networks import TransformersNetwork
+from tasks.language.task import LanguageModelling
+from tasks.module import materialise, on_meta
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,12 +75,13 @@ def test_flops_are_those_that_torch_counts(model_type: str, overrides: dict[str,
     network = TransformersNetwork(model_type=model_type, overrides=overrides)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network.build(loss_chunks=1)(example()[0])
-    assert network.flops(rows=2, positions=12) == counter.get_total_flops()
+    task = LanguageModelling(network=network)
+    assert task.count_flops(rows=2, positions=12, training=False) == counter.get_total_flops()
 
 
 def test_flops_of_experts_are_not_guessed() -> None:
     network = TransformersNetwork(model_type="mixtral", overrides={**SMALL, "num_local_experts": 4})
-    assert network.flops(rows=2, positions=12) is None
+    assert LanguageModelling(network=network).count_flops(rows=2, positions=12, training=True) is None
 
 
 @EACH
@@ -116,8 +117,8 @@ def test_an_encoder_by_kind_sees_no_later_position_either() -> None:
     ("options", "message"),
     [
         ({}, r"task\.network\.config='' and task\.network\.model_type='': give one of them"),
-        ({"model_type": "qwen22"}, r"task\.network\.model_type: 'qwen22' is no causal language model .*near: qwen2"),
-        ({"model_type": "t5"}, r"task\.network\.model_type: 't5' is no causal language model"),
+        ({"model_type": "qwen22"}, r"task\.network\.model_type: 'qwen22' is not a causal language model .*near: qwen2"),
+        ({"model_type": "t5"}, r"task\.network\.model_type: 't5' is not a causal language model"),
         (
             {"model_type": "qwen2", "overrides": {"hiden_size": 3}},
             r"task\.network\.overrides\.hiden_size is not an option of qwen2; near: hidden_size",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.data.lognormal import Lognormal
-from tasks.data.tokenizer import load_tokenizer
+from tasks.captioning.sources import Lognormal
+from tasks.tokenizer import load_tokenizer
 
 
 def test_lengths_in_tokens_are_lognormal(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM
 
-from tasks.bert_network import BertNetwork
-from tasks.masked_lm import MaskedLM
-from tasks.models.bert import Bert
+from tasks.language.model import Bert
+from tasks.language.networks import BertNetwork
+from tasks.language.task import MaskedLM
 
 NETWORK = BertNetwork(layers=3, width=48, heads=4, vocabulary_size=300, max_tokens=40)
 BASE = Path(__file__).resolve().parents[2] / "conf" / "task" / "network" / "bert_base.yaml"
@@ -76,7 +75,7 @@ def reference() -> BertForMaskedLM:
 
 @pytest.fixture
 def net(reference: BertForMaskedLM) -> Bert:
-    net = Bert(**asdict(NETWORK))
+    net = Bert(NETWORK)
     copy_from_transformers(net, reference)
     return net
 
@@ -117,7 +116,7 @@ def test_base_is_as_large_as_transformers_and_as_published() -> None:
     values = yaml.safe_load(BASE.read_text())
     del values["defaults"]
     with torch.device("meta"):
-        net = Bert(**asdict(BertNetwork(**values)))
+        net = Bert(BertNetwork(**values))
         reference = BertForMaskedLM(BertConfig())
     count = sum(parameter.numel() for parameter in reference.parameters())
     assert sum(parameter.numel() for parameter in net.parameters()) == count == 109_514_298
@@ -163,7 +162,7 @@ def test_operations_are_those_that_torch_counts(net: Bert) -> None:
     # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(tokens, mask, targets)[0].backward()
-    batch = type("Batch", (), {"tokens": tokens})
+    batch = type("Batch", (), {"tokens": tokens, "useful_tokens": None})
     assert task.training_flops(batch) == counter.get_total_flops()
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
         net(tokens, mask)

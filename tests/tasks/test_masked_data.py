@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from tasks.bert_network import BertNetwork
-from tasks.data.masked_batch import CollateMasked
-from tasks.data.text_files import TextFiles
-from tasks.data.tokenizer import BEGIN, END, PAD
-from tasks.masked_lm import MaskedLM
+from tasks.language.data import CollateMasked
+from tasks.language.networks import BertNetwork
+from tasks.language.sources import TextFiles
+from tasks.language.task import MaskedLM
+from tasks.tokenizer import BEGIN, END, PAD
 
 MASK, TOKENS = 999, 900
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "left", "right", "above", "below", "and", "or")

@@ -10,12 +10,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.data.generated import GeneratedBatch, generator
-from tasks.data.generated_tensors import class_patterns, noisy_examples
-from tasks.micro import Micro
-from tasks.micro_kinds import DEFAULTS
-from tasks.models.micro_images import ComplexMixed
-from tasks.models.micro_sequences import TransformerBlock
+from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
+from tasks.micro.model import ComplexMixed, TransformerBlock
+from tasks.micro.task import DEFAULTS, Micro, MicroSize
 
 SMALL: dict[str, dict[str, int]] = {
     "convnet": {"width": 4, "image_size": 16},
@@ -146,7 +143,7 @@ def test_one_graph_asked_of_the_graph_breaker_fails_at_the_line_that_prints() ->
     task = small("graph_breaker")
     net, batch = seeded(task), first_batch(task)
     net.compile(backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'(?s)micro_vectors\.py", line \d+, in forward.*print\('):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'(?s)micro/model\.py", line \d+, in forward.*print\('):
         net(batch.inputs, batch.targets)
     torch._dynamo.reset()
 
@@ -193,7 +190,7 @@ def test_the_block_gives_the_numbers_of_torchs_encoder_layer() -> None:
 
 def test_the_mixed_models_attention_is_torchs_with_one_head() -> None:
     torch.manual_seed(0)
-    net = ComplexMixed(8, 10).eval()
+    net = ComplexMixed(MicroSize(batch_size=1, width=8), 10).eval()
     attention = nn.MultiheadAttention(8, 1, batch_first=True)
     attention.out_proj = net.output
     attention.in_proj_weight = net.query_key_value.weight

@@ -10,10 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.order import ResumableSampler
-from tasks.data.shapes import Shapes
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.loading import ResumableSampler
 
 
 class Recorder(L.Callback):

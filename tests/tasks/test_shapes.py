@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.shapes import Shapes
-from tasks.data.tokenizer import decode, load_tokenizer, train_tokenizer
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.tokenizer import decode, load_tokenizer, train_tokenizer
 
 
 def test_a_scene_depends_on_seed_split_and_index_alone() -> None:
@@ -34,7 +33,7 @@ def test_a_scene_depends_on_seed_split_and_index_alone() -> None:
 def test_caption_lengths_have_a_long_tail() -> None:
     data = Captioning(data=Shapes(train_images=3000)).build_data(seed=0)
     data.setup("fit")
-    lengths = sorted(len(data.train_set._tokens(index)) for index in range(len(data.train_set)))
+    lengths = sorted(data.train_set.lengths + 1)
     assert lengths[0] <= 8
     assert lengths[len(lengths) // 2] < 20
     assert lengths[-1] > 100

@@ -11,12 +11,9 @@ import torch
 
 from strategies import Ragged
 from strategies.padding import length_of
-from tasks.data.text import TextData
-from tasks.data.text_data_module import TextDataModule
-from tasks.data.text_files import TextFiles
-from tasks.data.text_stdlib import Stdlib
-from tasks.data.text_tokens import encode
-from tasks.data.tokenizer import BEGIN, END, PAD, train_tokenizer
+from tasks.language.data import TextDataModule, encode
+from tasks.language.sources import Stdlib, TextData, TextFiles
+from tasks.tokenizer import BEGIN, END, PAD, train_tokenizer
 
 
 def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:
@@ -40,7 +37,7 @@ def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None
     for row, following in itertools.pairwise(rows):
         assert row[-1] == following[0], "the last target is the next row's first input"
     stream = torch.cat([rows[0], *(row[1:] for row in rows[1:])]).tolist()
-    texts = TextFiles(path=str(folder)).documents(seed=0)[0].texts
+    texts = TextFiles(path=str(folder)).documents()[0].texts
     expected = encode(texts, module.tokenizer).tolist()
     assert stream == expected[: len(stream)]
     assert len(expected) - len(stream) < 16
@@ -49,7 +46,7 @@ def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None
 
 def test_a_document_row_begins_ends_and_is_cut(folder: Path) -> None:
     module = load(TextFiles(path=str(folder), batch_size=4, packing="documents"), max_tokens=24)
-    texts = TextFiles(path=str(folder)).documents(seed=0)[0].texts
+    texts = TextFiles(path=str(folder)).documents()[0].texts
     stream = encode(texts, module.tokenizer)
     whole = [[BEGIN, *ids] for ids in np.split(stream, np.flatnonzero(stream == END) + 1)[:-1]]
     rows = [module.train_set[index].tolist() for index in range(len(module.train_set))]
@@ -83,14 +80,14 @@ def test_a_text_that_spells_a_special_token_holds_none() -> None:
 
 
 def test_the_embedded_text_is_split_alike_in_every_run_and_order() -> None:
-    first, second = (Stdlib(max_documents=300).documents(seed=seed) for seed in (0, 1))
+    first, second = (Stdlib(max_documents=300).documents() for _ in range(2))
     assert first == second
     train, val = first
     assert len(train.texts) + len(val.texts) == 300
     assert 1 <= len(val.texts) <= 30
     lengths = sorted(map(len, train.texts))
     assert lengths[-30] > 8 * lengths[30], "ragged, as real documents are"
-    files = Stdlib(max_documents=300, unit="file").documents(seed=0)[0]
+    files = Stdlib(max_documents=300, unit="file").documents()[0]
     assert np.median([len(text) for text in files.texts]) > 3 * np.median(lengths)
 
 
@@ -107,7 +104,7 @@ def test_tokens_are_kept_for_the_next_start(folder: Path, private_cache: Path, m
     kept = sorted(folder.glob("tokens-*.npy"))
     assert len(kept) == 2
     assert not private_cache.exists(), "beside the data, where that can be written"
-    monkeypatch.setattr("tasks.data.text_tokens.encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr("tasks.language.data.encode", lambda *_: pytest.fail("encoded again"))
     again = load(data)
     assert all(torch.equal(first.train_set[index], again.train_set[index]) for index in range(len(first.train_set)))
     monkeypatch.undo()
@@ -134,7 +131,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "all.txt").write_text("".join(f"{number} " for number in range(2000)))
-    train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents(seed=0)
+    train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents()
     assert train.texts[0] + val.texts[0] == (tmp_path / "all.txt").read_text()
     assert len(val.texts[0]) == pytest.approx(0.1 * len(train.texts[0]), rel=0.15)
 

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.data.text import Documents
-from tasks.data.text_decoding import TextError, read_text
-from tasks.data.text_files import TextFiles
-from tasks.data.text_json_lines import JsonLines
+from tasks.language.sources import Documents, JsonLines, TextError, TextFiles, read_text
 
 WORDS = "gr\u00fc\u00dfe, \u4e16\u754c"
 
@@ -50,19 +47,19 @@ def test_a_folder_is_read_with_everything_below_it(tmp_path: Path) -> None:
     for name in ("a.txt", "sub/b.txt", "sub/deeper/c.txt", "sub/d.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    documents = TextFiles(path=str(tmp_path)).documents(seed=0)
+    documents = TextFiles(path=str(tmp_path)).documents()
     assert all_texts(documents) == ["a.txt", "sub/b.txt", "sub/deeper/c.txt"]
     assert len(documents[1].texts) == 1
     everything = TextFiles(path=str(tmp_path / "**" / "*.*"))
-    assert all_texts(everything.documents(seed=0)) == ["a.txt", "sub/b.txt", "sub/d.md", "sub/deeper/c.txt"]
+    assert all_texts(everything.documents()) == ["a.txt", "sub/b.txt", "sub/d.md", "sub/deeper/c.txt"]
     assert everything.tokenizer_folder() == tmp_path
     other = TextFiles(path=str(tmp_path), suffix=".md", val_path=str(tmp_path / "a.txt"))
-    assert [side.texts for side in other.documents(seed=0)] == [["sub/d.md"], ["a.txt"]]
+    assert [side.texts for side in other.documents()] == [["sub/d.md"], ["a.txt"]]
 
 
 def test_paragraphs_are_documents_where_they_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\nstill one\n\n \n\ntwo\n \nthree\n\n")
-    documents = TextFiles(path=str(tmp_path / "a.txt"), unit="paragraph").documents(seed=0)
+    documents = TextFiles(path=str(tmp_path / "a.txt"), unit="paragraph").documents()
     assert [text.strip() for text in all_texts(documents)] == ["one\nstill one", "three", "two"]
 
 
@@ -71,7 +68,7 @@ def test_broken_and_blank_files_are_left_out_and_counted(tmp_path: Path, capsys:
         (tmp_path / f"{number}.txt").write_text(f"text {number}")
     (tmp_path / "blank.txt").write_text(" \n\n")
     (tmp_path / "broken.txt").write_bytes(b"\xff\xfa\x00 no text")
-    train, val = TextFiles(path=str(tmp_path)).documents(seed=0)
+    train, val = TextFiles(path=str(tmp_path)).documents()
     assert len(train.texts) + len(val.texts) == 5
     assert train.skipped == {"file does not decode": 1, "blank document": 1}
     assert re.search(r"left out: .*broken\.txt is not utf-8 text", capsys.readouterr().err)
@@ -82,7 +79,7 @@ def test_sides_do_not_change_when_files_are_added_or_move(tmp_path: Path) -> Non
         (tmp_path / folder).mkdir()
         for number in range(count):
             (tmp_path / folder / f"{number}.txt").write_text(f"text {number}")
-    few, many = (TextFiles(path=str(tmp_path / name), val_share=0.2).documents(seed=0)[1].texts for name in "ab")
+    few, many = (TextFiles(path=str(tmp_path / name), val_share=0.2).documents()[1].texts for name in "ab")
     assert set(few) <= set(many)
     assert len(few) == pytest.approx(12, abs=8)
 
@@ -90,7 +87,7 @@ def test_sides_do_not_change_when_files_are_added_or_move(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("none", r"task\.data\.path='.*none' is no file and no folder"),
+        ("none", r"task\.data\.path='.*none' is not a file and not a folder"),
         ("none/*.txt", r"task\.data\.path='.*' matches no file"),
         ("empty", r"task\.data\.path='.*empty' holds no files whose names end in '\.txt'"),
         ("bad.txt", r".*bad\.txt is not utf-8 text: byte 0"),
@@ -102,7 +99,7 @@ def test_text_that_cannot_be_used_is_named(tmp_path: Path, path: str, message: s
     (tmp_path / "bad.txt").write_bytes(b"\x80abc")
     (tmp_path / "bad2.txt").write_bytes(b"\x80abc")
     with pytest.raises(ValueError, match=f"^{message}") as refused:
-        TextFiles(path=str(tmp_path / path)).documents(seed=0)
+        TextFiles(path=str(tmp_path / path)).documents()
     assert "\n" not in str(refused.value)
 
 
@@ -110,12 +107,12 @@ def test_json_lines_are_read_by_their_key(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     lines = [json.dumps({"body": f"text {number} {WORDS}", "id": number}) for number in range(6)]
     file.write_bytes(codecs.BOM_UTF8 + "\n".join([*lines[:3], "", *lines[3:]]).encode())
-    documents = JsonLines(file=str(file), key="body").documents(seed=0)
+    documents = JsonLines(file=str(file), key="body").documents()
     assert all_texts(documents) == [f"text {number} {WORDS}" for number in range(6)]
     assert documents[0].skipped == {}
     other = tmp_path / "b.jsonl"
     other.write_text(json.dumps({"body": "held out"}))
-    train, val = JsonLines(file=str(file), key="body", val_file=str(other)).documents(seed=0)
+    train, val = JsonLines(file=str(file), key="body", val_file=str(other)).documents()
     assert (len(train.texts), val.texts, val.place) == (6, ["held out"], str(other))
 
 
@@ -124,7 +121,7 @@ def test_broken_lines_are_left_out_and_counted(tmp_path: Path, capsys: pytest.Ca
     good = [json.dumps({"text": f"text {number}"}).encode() for number in range(3)]
     bad = [b'{"text": "cut o', b"[1]", b'{"other": "x"}', b'{"text": 5}', b'{"text": "\xff"}', b"[" * 100_000]
     file.write_bytes(b"\n".join([*good, *bad]))
-    train, val = JsonLines(file=str(file)).documents(seed=0)
+    train, val = JsonLines(file=str(file)).documents()
     assert len(train.texts) + len(val.texts) == 3
     assert train.skipped == {"broken line": 6}
     errors = capsys.readouterr().err.splitlines()
@@ -145,4 +142,4 @@ def test_a_file_without_a_line_that_can_be_used_is_named(tmp_path: Path, data: b
     if data is not None:
         file.write_bytes(data)
     with pytest.raises(ValueError, match=f"^{message}"):
-        JsonLines(file=str(file)).documents(seed=0)
+        JsonLines(file=str(file)).documents()

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from strategies import Buckets
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.shapes import Shapes
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import CaptionerSize, Captioning
 from tests.conftest import ROOT
 from tests.trainer.runs import curve, last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step

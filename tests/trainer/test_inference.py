@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strategies import STRATEGIES
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.inferences import BATCHES, REPEATS, Plain, infer, infer_with
 from tests.trainer.runs import MODULE_STRATEGIES, curve, last_checkpoint, train
 from trainer.settings import Inference

@@ -50,7 +50,7 @@ ALONE = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ.get("LOCAL_RANK", 0))

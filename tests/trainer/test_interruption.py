@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch._dynamo import register_backend
 
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.telemetry.record import RunRecord

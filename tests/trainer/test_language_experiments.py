@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.language_modelling import LanguageModelling
+from tasks.language.task import LanguageModelling
 from trainer.config import compose
 from trainer.run import run
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from strategies import Regional
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.audited import Captured
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import last_checkpoint, train
@@ -181,7 +181,7 @@ TWO = """
 import json, os, sys
 from pathlib import Path
 import torch
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])

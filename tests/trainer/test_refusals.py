@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks import room
-from tasks.captioning import Captioning
-from tasks.data.shapes import Shapes
-from tasks.micro import Micro
+from tasks import resources
+from tasks.captioning.sources import Shapes
+from tasks.captioning.task import Captioning
+from tasks.micro.task import Micro
 from trainer.config import compose
 from trainer.run import run
 from trainer.settings import Config, TrainerConfig
@@ -80,11 +80,11 @@ def test_images_of_a_batch_are_counted_and_sequences_as_one_position(
 ) -> None:
     data = Captioning(data=Shapes(train_images=64, val_images=2, batch_size=64, num_workers=0)).build_data(seed=0)
     image = 3 * Captioning().size.image_size ** 2
-    monkeypatch.setattr(room, "total_bytes", lambda: 64 * (image + 8) - 1)
+    monkeypatch.setattr(resources, "total_bytes", lambda: 64 * (image + 8) - 1)
     with pytest.raises(ValueError, match=r"^task\.data\.batch_size=64: needs at least 0\.00.* GiB"):
         data.setup("fit")
-    monkeypatch.setattr(room, "total_bytes", lambda: 64 * (image + 8))
-    monkeypatch.setattr(room, "free_bytes", lambda: 64 * (image + 8) - 1)
+    monkeypatch.setattr(resources, "total_bytes", lambda: 64 * (image + 8))
+    monkeypatch.setattr(resources, "free_bytes", lambda: 64 * (image + 8) - 1)
     data.setup("fit")
     assert capsys.readouterr().err.startswith("warning: task.data.batch_size=64: needs at least")
 
@@ -92,7 +92,7 @@ def test_images_of_a_batch_are_counted_and_sequences_as_one_position(
 def test_what_may_fit_is_warned_of_and_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(resources, "free_bytes", lambda: 1000)
     record = run(compose([*TINY, "trainer.progress=none"]), run_dir=tmp_path, command=TINY)
     assert record.status == "finished"
     assert "task.width=16: 442 parameters: needs at least" in capsys.readouterr().err
@@ -100,17 +100,17 @@ def test_what_may_fit_is_warned_of_and_trained(
 
 def test_a_container_and_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 2048 kB\nSwapTotal: 1024 kB\n")
-    monkeypatch.setattr(room, "PROC", tmp_path)
-    monkeypatch.setattr(room, "CGROUPS", tmp_path)
-    assert (room.free_bytes(), room.total_bytes()) == (2 << 20, 5 << 20)
+    monkeypatch.setattr(resources, "PROC", tmp_path)
+    monkeypatch.setattr(resources, "CGROUPS", tmp_path)
+    assert (resources.free_bytes(), resources.total_bytes()) == (2 << 20, 5 << 20)
     (tmp_path / "memory.max").write_text(f"{3 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{2 << 20}\n")
-    assert (room.free_bytes(), room.total_bytes()) == (1 << 20, 4 << 20), "memory of the container and swap"
+    assert (resources.free_bytes(), resources.total_bytes()) == (1 << 20, 4 << 20), "memory of the container and swap"
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\n")
-    assert room.free_bytes() == 2 << 20, "what files are read into is given back"
+    assert resources.free_bytes() == 2 << 20, "what files are read into is given back"
     (tmp_path / "pids.max").write_text("30\n")
     with pytest.raises(ValueError, match="allows 30 processes"):
-        room.require_workers("task.data.num_workers=31", 31)
+        resources.require_workers("task.data.num_workers=31", 31)
     (tmp_path / "meminfo").unlink()
     (tmp_path / "memory.max").unlink()
-    room.require_memory("anything", sys.maxsize)
+    resources.require_memory("anything", sys.maxsize)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.runs import curve, last_checkpoint, train
 
 STEPS, STOP_AT = 12, 6

@@ -162,9 +162,9 @@ import json, os, sys
 from pathlib import Path
 import lightning as L
 import torch
-from tasks.captioner_size import CaptionerSize
-from tasks.captioning import Captioning
-from tasks.data.shapes import Shapes
+from tasks.captioning.task import CaptionerSize
+from tasks.captioning.task import Captioning
+from tasks.captioning.sources import Shapes
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 torch.set_num_threads(1)
@@ -208,7 +208,7 @@ import json, os, random, signal, sys
 from pathlib import Path
 import numpy
 import torch
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 

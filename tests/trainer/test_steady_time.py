@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tasks.models.captioner_module import Captioner
+from tasks.captioning.model import Captioner
 from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import train

@@ -17,7 +17,7 @@ from torch import nn
 
 from strategies import Program
 from strategies.toolchain import cache_directories
-from tasks.data.cache_files import cache_folder
+from tasks.resources import cache_folder
 from trainer.atomic import finite, written_whole
 from trainer.auto.estimates import Estimates
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.room import CGROUPS, available_gib, memory_limit_gib, words
+from tasks.resources import CGROUPS, available_gib, memory_limit_gib, words
 from trainer.doctor.finding import Finding, ok, warning
 
 LITTLE_MEMORY_GIB = 4.0

@@ -1,0 +1,1 @@
+"""Captioning: images described in words."""

@@ -1,0 +1,309 @@
+"""The captioning network, an image encoder, a text decoder and a tail with the loss, and the LightningModule around it.
+
+Encoder: torchvision's Vision Transformer taken apart into an embedding, a list of blocks and a norm (Dosovitskiy et al.
+2020, https://arxiv.org/abs/2010.11929). The modules are torchvision's own, so its blocks, its initialisation and its
+numbers hold; only their arrangement is ours, so that one block is one compiled region. Decoder: pre-norm blocks as in
+GPT-2, attention by ``scaled_dot_product_attention``.
+
+Shape letters: B batch, C colour channels, H height, W width, P patches, N image tokens (P + 1 class token),
+E image width, S text positions, D text width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+
+from tasks.captioning.data import CaptionBatch, CaptionDataModule
+from tasks.layers import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
+from tasks.module import Recipe, ScoredModule
+from tasks.tokenizer import BEGIN, END, PAD
+
+if TYPE_CHECKING:
+    from tasks.captioning.task import CaptionerSize
+
+STRIP_IMAGES = 8
+"""Validation images drawn with their captions."""
+IMAGE_PIXELS = 224
+"""Edge of an image in the strip; smaller ones are enlarged."""
+COLUMNS = 4
+LINE_LETTERS = 34
+MAX_LINES = 9
+LINE_PIXELS = 15
+MARGIN_PIXELS = 8
+
+
+class CaptionNet(nn.Module):
+    """Predict a caption's next token from an image and the caption so far.
+
+    ``forward`` holds the whole training computation, loss included, as one graph without breaks: no branch on data,
+    no value read back to the host. Every block takes a contiguous input that requires a gradient, so that all
+    blocks of one kind share one compiled graph.
+    """
+
+    def __init__(self, size: CaptionerSize) -> None:
+        """Build the network; initial weights are drawn from torch's global generator."""
+        super().__init__()
+        self.max_tokens = size.max_tokens
+        self.encoder = ImageEncoder(size)
+        self.decoder = TextDecoder(size)
+        self.tail = LanguageTail(size.decoder_width, size.vocabulary_size)
+
+    def forward(self, images_BCHW: Tensor, tokens_BS: Tensor, *, score: bool = True) -> Any:
+        """Score captions: uint8 images [B, 3, H, W]; int64 tokens [B, S], beginning ... end, then padding.
+
+        Returns (mean loss in nats a target, right predictions, targets), 0-D, over targets that are not padding; the
+        last two are None in training mode. ``score=False``: logits [B, S - 1, V] of the next token at each position.
+        """
+        image_BNE = self.encoder(images_BCHW)
+        # Contiguous, so that no compiled region sees strides that depend on the length of the batch's longest caption.
+        x_BSD = self.decoder(tokens_BS[:, :-1].contiguous(), image_BNE)
+        return self.tail(x_BSD, tokens_BS[:, 1:].contiguous() if score else None)
+
+    @torch.no_grad()
+    def generate(self, images_BCHW: Tensor, *, begin: int, end: int, max_new_tokens: int) -> Tensor:
+        """Caption uint8 images greedily; returns int64 tokens [B, S], ``begin`` first, ``end`` repeated once reached.
+
+        Draws no random numbers and leaves every submodule's mode as it was. Compiled regions run eagerly meanwhile:
+        each new length would otherwise be compiled anew.
+        """
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                image_BNE = self.encoder(images_BCHW)
+                tokens_BS = torch.full((len(images_BCHW), 1), begin, dtype=torch.long, device=images_BCHW.device)
+                for _ in range(min(max_new_tokens, self.max_tokens)):
+                    logits_BV = self.tail.logits(self.decoder(tokens_BS, image_BNE)[:, -1])
+                    ended_B = tokens_BS[:, -1] == end
+                    next_B = torch.where(ended_B, end, logits_BV.argmax(dim=-1))
+                    tokens_BS = torch.cat((tokens_BS, next_B[:, None]), dim=1)
+                    if bool((next_B == end).all()):
+                        break
+        finally:
+            for module, training in modes:
+                module.training = training
+        return tokens_BS
+
+
+class PatchEmbedding(nn.Module):
+    """Turn uint8 images into image tokens: normalise, cut into patches, project, prepend the class token."""
+
+    def __init__(self, vit: VisionTransformer) -> None:
+        super().__init__()
+        self.conv_proj = vit.conv_proj
+        self.class_token = vit.class_token
+        self.pos_embedding = vit.encoder.pos_embedding
+        self.dropout = vit.encoder.dropout
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Embed uint8 images [B, 3, H, W], values 0..255, as contiguous image tokens [B, N, E]."""
+        # Images travel to the device as uint8 (a quarter of the bytes); [0, 255] becomes [-1, 1] here.
+        pixels_BCHW = images_BCHW.to(self.class_token.dtype) / 127.5 - 1.0
+        patches_BPE = self.conv_proj(pixels_BCHW).flatten(2).transpose(1, 2)
+        class_token_B1E = self.class_token.expand(patches_BPE.shape[0], -1, -1).to(patches_BPE.dtype)
+        x_BNE = torch.cat((class_token_B1E, patches_BPE), dim=1)
+        embedded_BNE: Tensor = self.dropout(x_BNE + self.pos_embedding)
+        return embedded_BNE.contiguous()
+
+
+class ImageEncoder(nn.Module):
+    """Encode uint8 images as normalised image tokens, with the numbers of torchvision's ``VisionTransformer``."""
+
+    def __init__(self, size: CaptionerSize) -> None:
+        super().__init__()
+        vit = VisionTransformer(
+            image_size=size.image_size,
+            patch_size=size.patch_size,
+            num_layers=size.encoder_layers,
+            num_heads=size.encoder_heads,
+            hidden_dim=size.encoder_width,
+            mlp_dim=4 * size.encoder_width,
+            dropout=size.dropout,
+        )
+        self.embed = PatchEmbedding(vit)
+        self.blocks = nn.ModuleList(vit.encoder.layers)
+        self.norm = vit.encoder.ln
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Encode uint8 images [B, 3, H, W] as image tokens [B, N, E]."""
+        x_BNE: Tensor = self.embed(images_BCHW)
+        for block in self.blocks:
+            # torch's attention returns a transposed view, so a block's sum is not contiguous although its input was.
+            # One layout for all blocks keeps them on one compiled graph; in eager the copy replaces the one that the
+            # next block's layer norm would make of a strided input.
+            x_BNE = block(x_BNE).contiguous()
+        image_BNE: Tensor = self.norm(x_BNE)
+        return image_BNE
+
+
+class DecoderBlock(nn.Module):
+    """One pre-norm block: causal self attention, cross attention to the image tokens, MLP."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.self_norm = nn.LayerNorm(width)
+        self.self_attention = Attention(width, heads, dropout, causal=True)
+        self.cross_norm = nn.LayerNorm(width)
+        self.cross_attention = Attention(width, heads, dropout, causal=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = mlp(width, nn.GELU())
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BSD: Tensor, image_BND: Tensor) -> Tensor:
+        """Map text [B, S, D] and image tokens [B, N, D] to text [B, S, D]."""
+        y_BSD = self.self_norm(x_BSD)
+        x_BSD = x_BSD + self.dropout(self.self_attention(y_BSD, y_BSD))
+        x_BSD = x_BSD + self.dropout(self.cross_attention(self.cross_norm(x_BSD), image_BND))
+        mixed_BSD: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD + mixed_BSD
+
+
+class TextDecoder(nn.Module):
+    """Embedding and blocks; the tail (final norm, head and loss) is a module of its own."""
+
+    def __init__(self, size: CaptionerSize) -> None:
+        """A linear bridge joins the widths of image and text where they differ."""
+        super().__init__()
+        width, image_width = size.decoder_width, size.encoder_width
+        self.embed = TextEmbedding(size.vocabulary_size, size.max_tokens, width, size.dropout)
+        self.bridge = nn.Identity() if image_width == width else nn.Linear(image_width, width)
+        blocks = [DecoderBlock(width, size.decoder_heads, size.dropout) for _ in range(size.decoder_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        ends = [
+            end for block in blocks for end in (block.self_attention.output, block.cross_attention.output, block.mlp[2])
+        ]
+        # GPT-2's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
+        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=[self.embed.position], branch_ends=ends)
+
+    def forward(self, tokens_BS: Tensor, image_BNE: Tensor) -> Tensor:
+        """Decode token ids [B, S] given image tokens [B, N, E]; returns hidden states [B, S, D]."""
+        image_BND = self.bridge(image_BNE)
+        x_BSD: Tensor = self.embed(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD, image_BND)
+        return x_BSD
+
+
+class LanguageTail(nn.Module):
+    """Final norm, head and loss: one region, so that a compiler may fuse the loss into the head."""
+
+    def __init__(self, width: int, vocabulary_size: int) -> None:
+        """The head has no bias and does not share the embedding's weight."""
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary_size, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Next-token scores [..., V] of hidden states [..., D]."""
+        logits_V: Tensor = self.head(self.norm(x_BSD))
+        return logits_V
+
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
+        """Return (mean loss in nats, right predictions, targets), 0-D, over targets that are not padding.
+
+        In training mode the last two are None. Without targets, return logits [B, S, V].
+        """
+        logits_BSV = self.logits(x_BSD)
+        if targets_BS is None:
+            return logits_BSV
+        return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)
+
+
+class Captioner(ScoredModule):
+    """Trains a CaptionNet; every validation draws captions."""
+
+    accuracy: ClassVar[str] = "val/token_accuracy"
+
+    net: CaptionNet
+
+    def __init__(self, build: Callable[[], CaptionNet], recipe: Recipe, *, initialise: str) -> None:
+        super().__init__(build, recipe, initialise=initialise)
+        self._strip: tuple[Tensor, Tensor] | None = None
+
+    def scores(self, batch: CaptionBatch) -> Scores:
+        """Loss in nats a target; the network takes the targets from the tokens."""
+        scores: Scores = self.net(batch.images, batch.tokens)
+        return scores
+
+    def predict_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
+        """Logits [B, S - 1, V] of the next token at each position of the given captions."""
+        logits: Tensor = self.net(batch.images, batch.tokens, score=False)
+        return logits
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._strip = None
+
+    def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0:
+            self._strip = (batch.images[:STRIP_IMAGES], batch.tokens[:STRIP_IMAGES])
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/loss`` and ``val/token_accuracy`` over all ranks; draw captions where there is a TensorBoard."""
+        super().on_validation_epoch_end()
+        self._write_captions()
+        self._strip = None
+
+    def _write_captions(self) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        logger = next((logger for logger in self.loggers if isinstance(logger, TensorBoardLogger)), None)
+        if logger is None or self._strip is None or not isinstance(data, CaptionDataModule):
+            return
+        # One rank alone may not run sharded parameters: it would wait for the others' shards.
+        sharded = any(hasattr(parameter, "device_mesh") for parameter in self.net.parameters())
+        if sharded or not self.trainer.is_global_zero or self.trainer.sanity_checking:
+            return
+        images, tokens = self._strip
+        with self.trainer.precision_plugin.forward_context():
+            generated = self.net.generate(images, begin=BEGIN, end=END, max_new_tokens=tokens.shape[1])
+        true_texts = [data.decode(row) for row in tokens.tolist()]
+        texts = [data.decode(row) for row in generated.tolist()]
+        strip = draw_strip(images.cpu(), true_texts, texts)
+        logger.experiment.add_image("captions/strip", strip, self.global_step, dataformats="HWC")
+        logger.experiment.add_text("captions/table", caption_table(true_texts, texts), self.global_step)
+
+
+def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
+    """Draw uint8 images [B, 3, H, W] four to a row, captions beneath; returns uint8 [height, width, 3]."""
+    lines = [_wrap("true: ", true) + _wrap("generated: ", text) for true, text in zip(true_texts, texts, strict=True)]
+    cell_width = IMAGE_PIXELS + MARGIN_PIXELS
+    cell_height = IMAGE_PIXELS + 2 * MARGIN_PIXELS + LINE_PIXELS * max(len(wrapped) for wrapped in lines)
+    rows = -(-len(lines) // COLUMNS)
+    strip = Image.new("RGB", (cell_width * min(COLUMNS, len(lines)) + MARGIN_PIXELS, cell_height * rows), "white")
+    pen = ImageDraw.Draw(strip)
+    font = ImageFont.load_default(12)
+    for index, (image_CHW, wrapped) in enumerate(zip(images_BCHW, lines, strict=True)):
+        x = MARGIN_PIXELS + cell_width * (index % COLUMNS)
+        y = MARGIN_PIXELS + cell_height * (index // COLUMNS)
+        picture = Image.fromarray(image_CHW.permute(1, 2, 0).numpy()).resize((IMAGE_PIXELS, IMAGE_PIXELS))
+        strip.paste(picture, (x, y))
+        for number, (line, colour) in enumerate(wrapped):
+            pen.text((x, y + IMAGE_PIXELS + 2 + number * LINE_PIXELS), line, fill=colour, font=font)
+    return np.array(strip)
+
+
+def caption_table(true_texts: Sequence[str], texts: Sequence[str]) -> str:
+    rows = [f"| {_cell(true)} | {_cell(text)} |" for true, text in zip(true_texts, texts, strict=True)]
+    return "\n".join(["| true | generated |", "|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _wrap(label: str, text: str) -> list[tuple[str, str]]:
+    """Lines with their colour; a long caption ends in an ellipsis."""
+    lines = textwrap.wrap(label + text, LINE_LETTERS, max_lines=MAX_LINES, placeholder=" ...") or [label]
+    return [(line, "black" if label.startswith("true") else "blue") for line in lines]

@@ -1,0 +1,1 @@
+"""Image classification: what an image shows, by any network of torchvision or timm."""

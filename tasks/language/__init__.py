@@ -1,0 +1,1 @@
+"""Language: the next token of a text, or masked ones."""

@@ -1,0 +1,307 @@
+"""Text as rows of tokens, packed full or one document each, for predicting the next token or masked ones.
+
+Shape letters: B batch, S tokens of a row, T tokens of all rows, one after the other, or some of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tasks.language.sources import Documents, TextData
+from tasks.layers import IGNORED
+from tasks.loading import ResumableDataModule, pad_rows
+from tasks.resources import load_or_make
+from tasks.tokenizer import BEGIN, END, PAD, SPECIAL_TOKENS, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TextBatch(NamedTuple):
+    """What the loader yields and the module takes."""
+
+    tokens: Tensor
+    """int64 [B, S]. The model reads S - 1 positions, all but the last, and predicts all tokens but the first."""
+    useful_tokens: int
+    """Targets that are not padding."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """int64 [B, S - 1], contiguous, so that no compiled region sees strides that depend on the length."""
+        return self.tokens[:, :-1].contiguous()
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [B, S - 1], the token after each of ``inputs``."""
+        return self.tokens[:, 1:].contiguous()
+
+    @staticmethod
+    def host_only() -> tuple[str, ...]:
+        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
+        return ("useful_tokens",)
+
+
+@dataclass(kw_only=True, slots=True)
+class CollateText:
+    """Make a batch of rows of tokens."""
+
+    pad_to: int | None
+    """Positions of every batch; None: as many as the longest row needs."""
+
+    def __call__(self, rows: Sequence[Tensor]) -> TextBatch:
+        tokens_BS = pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1)
+        return TextBatch(tokens_BS, sum(len(row) - 1 for row in rows))
+
+
+class TextDataset(Dataset[Tensor]):
+    """Rows of tokens, int64 [length]; item ``i`` is the same in every run."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        *,
+        packing: str,
+        positions: int,
+        extra: int,
+        folder: Path,
+    ) -> None:
+        """Tokenize all documents and lay out the rows.
+
+        Args:
+            documents: What to tokenize.
+            tokenizer: Its ``BEGIN`` and ``END`` mark documents.
+            packing: ``packed``: documents one after the other, each with its end, cut into rows of ``positions``;
+                what is left at the end makes no row. ``documents``: a row is begin, document, end, cut to
+                ``positions``.
+            positions: Most positions that the model computes for a row.
+            extra: Tokens of a row beyond its positions: 1 where the model predicts the next token.
+            folder: Where tokens are kept, see ``load_tokens``.
+
+        Raises:
+            ValueError: No row is left.
+        """
+        self.skipped = dict(documents.skipped)
+        self._packed = packing == "packed"
+        self._positions, self._extra = positions, extra
+        # One flat array instead of a list of lists: forked workers share its pages, as no reference count changes.
+        self._ids = load_tokens(documents.texts, tokenizer, folder=folder)
+        self._ends = np.flatnonzero(self._ids == END)
+        tokens = np.diff(self._ends, prepend=-1) + 1  # begin and end included
+        if self._packed:
+            self.lengths = np.full((len(self._ids) - extra) // positions, positions, dtype=np.int64)
+        else:
+            self.lengths = np.minimum(tokens - extra, positions)
+            if cut := int((tokens - extra > positions).sum()):
+                self.skipped["rest of a document that is too long"] = cut
+        if not len(self.lengths):
+            raise ValueError(
+                f"{documents.place} holds {len(self._ids):,} tokens: too few for a packed row of {positions} positions "
+                "(task.data.max_tokens)"
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= len(self):
+            raise IndexError(index)
+        count = int(self.lengths[index]) + self._extra
+        if self._packed:
+            begin = index * self._positions
+            return torch.from_numpy(self._ids[begin : begin + count].astype(np.int64))
+        begin = int(self._ends[index - 1]) + 1 if index else 0
+        row = torch.empty(count, dtype=torch.long)
+        row[0] = BEGIN
+        row[1:] = torch.from_numpy(self._ids[begin : begin + count - 1].astype(np.int64))
+        return row
+
+
+AT_ONCE = 4096
+"""Documents encoded at once: the library's own objects take some fifty times the memory of their numbers."""
+
+
+def load_tokens(texts: Sequence[str], tokenizer: Tokenizer, *, folder: Path) -> NDArray[np.integer]:
+    """Token ids of all documents, one after the other, an ``END`` after each and nowhere else; read-only.
+
+    Loaded from ``folder`` or from the user's cache, or encoded and kept there. The file's name carries a hash of
+    tokenizer and texts. It is mapped into memory, which loader processes then share.
+    """
+    digest = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=8)
+    for text in texts:
+        digest.update(text.encode(errors="replace") + b"\0")
+    return load_or_make(
+        f"tokens-{digest.hexdigest()}.npy",
+        folder,
+        load=lambda path: np.load(path, mmap_mode="r"),
+        make=lambda: encode(texts, tokenizer),
+        write=lambda file, ids: np.save(file, ids),
+    )
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
+    """Token ids of ``texts``, an ``END`` after each; uint16 where they fit."""
+    kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32
+    parts = []
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True  # a text that holds "<end>" is no end
+    try:
+        for begin in range(0, len(texts), AT_ONCE):
+            # A lone surrogate, which JSON can hold, is no text to the tokenizer.
+            chunk = [text.encode(errors="replace").decode() for text in texts[begin : begin + AT_ONCE]]
+            encodings = tokenizer.encode_batch_fast(chunk, add_special_tokens=False)
+            parts.append(np.concatenate([np.array([*encoding.ids, END], dtype=kind) for encoding in encodings]))
+    finally:
+        tokenizer.encode_special_tokens = before
+    return np.concatenate(parts)
+
+
+MASKED, REPLACED = 0.8, 0.1
+"""Of the tokens to predict, the shares that show the mask and a random token; the rest show themselves."""
+
+
+class MaskedBatch(NamedTuple):
+    """What the loader yields and the module takes."""
+
+    tokens: Tensor
+    """int64 [B, S]: what the model reads, then padding."""
+    targets: Tensor
+    """int64 [B, S]: the tokens to predict; ``IGNORED`` at all others."""
+    mask: Tensor | None
+    """bool [B, S]: true at tokens, false at padding; None where rows are packed full."""
+    useful_tokens: int
+    """Positions that are not padding."""
+
+    @staticmethod
+    def host_only() -> tuple[str, ...]:
+        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
+        return ("useful_tokens",)
+
+
+@dataclass(kw_only=True, slots=True)
+class CollateMasked:
+    """Make a batch of rows of tokens, masked as BERT was (Devlin et al. 2018, section 3.1).
+
+    What is masked is drawn from the seed and from the rows that came together, in their order: a row is masked anew in
+    each epoch, as it then comes with others, while a resumed run and any number of worker processes mask alike, and
+    every validation as the one before. A row that comes alone (a batch of one) is masked alike every time.
+    """
+
+    seed: int
+    """Of the run."""
+    share: float
+    """Share of a row's ordinary tokens to predict, at least one of them."""
+    mask_token: int
+    """Id that stands for a hidden token."""
+    token_count: int
+    """Tokens of the tokenizer; the ordinary ones among them replace others at random."""
+    pad_to: int | None
+    """Positions of every batch; None: as many as the longest row has."""
+    padded: bool
+    """Whether rows may be padded: the batch then says where."""
+
+    def __call__(self, rows: Sequence[Tensor]) -> MaskedBatch:
+        lengths = np.array([len(row) for row in rows])
+        tokens_T = torch.cat(list(rows)).numpy()
+        # numpy: several times as fast as torch on arrays of this size, and a batch has to be ready in milliseconds.
+        generator = np.random.default_rng((self.seed, zlib.crc32(tokens_T.tobytes())))
+        picked_T = self._pick(tokens_T, lengths, generator)
+        targets_T = tokens_T[picked_T]
+        draw_T = generator.random(len(targets_T), dtype=np.float32)
+        random_T = generator.integers(len(SPECIAL_TOKENS), self.token_count, len(targets_T))
+        shown_T = np.where(draw_T < MASKED, self.mask_token, targets_T)
+        tokens_T[picked_T] = np.where((draw_T >= MASKED) & (draw_T < MASKED + REPLACED), random_T, shown_T)
+        width = int(lengths.max()) if self.pad_to is None else self.pad_to
+        mask_BS = np.arange(width) < lengths[:, None]
+        tokens_BS = np.full(mask_BS.shape, PAD, dtype=np.int64)
+        tokens_BS[mask_BS] = tokens_T
+        targets_BS = np.full(mask_BS.shape, IGNORED, dtype=np.int64)
+        targets_BS.reshape(-1)[np.flatnonzero(mask_BS)[picked_T]] = targets_T
+        mask = torch.from_numpy(mask_BS) if self.padded else None
+        return MaskedBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), mask, len(tokens_T))
+
+    def _pick(
+        self, tokens_T: NDArray[np.int64], lengths: NDArray[np.int64], generator: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Where tokens are to be predicted, ascending: the rounded share of each row, at least one."""
+        # A random order in which special tokens come last; each row takes its first ones.
+        order_T = generator.random(len(tokens_T), dtype=np.float32)
+        special_T = tokens_T < len(SPECIAL_TOKENS)
+        order_T[special_T] = 2.0
+        begins = lengths.cumsum() - lengths
+        ordinary_B = lengths - np.add.reduceat(special_T, begins, dtype=np.int64)
+        picked = []
+        for begin, length, ordinary in zip(begins.tolist(), lengths.tolist(), ordinary_B.tolist(), strict=True):
+            count = min(ordinary, max(1, round(self.share * ordinary)))
+            if count:
+                picked.append(begin + order_T[begin : begin + length].argpartition(count - 1)[:count])
+        return np.sort(np.concatenate(picked)) if picked else np.empty(0, dtype=np.int64)
+
+
+class TextDataModule(ResumableDataModule):
+    """Loads batches of rows of tokens, in an order that a resumed run continues exactly."""
+
+    tokenizer: Tokenizer
+    train_set: TextDataset
+    val_set: TextDataset
+    extra = 1
+    """Tokens of a row beyond the positions that the model computes."""
+
+    def __init__(self, config: TextData, *, vocabulary_size: int, max_tokens: int, seed: int) -> None:
+        """``max_tokens``: positions that the model takes; ``vocabulary_size``: most tokens that are learned."""
+        super().__init__(config, seed=seed)
+        self._config = config
+        self._vocabulary_size = vocabulary_size
+        self._positions = min(value for value in (max_tokens, config.max_tokens, config.pad_to) if value is not None)
+        self.collate = CollateText(pad_to=config.pad_to)
+
+    def open(self) -> str:
+        train, val = self._config.documents()
+        folder = self._config.tokenizer_folder()
+        self.tokenizer = load_tokenizer(train.texts, vocabulary_size=self._vocabulary_size, folder=folder)
+        self.train_set, self.val_set = (
+            TextDataset(
+                documents,
+                self.tokenizer,
+                packing=self._config.packing,
+                positions=self._positions,
+                extra=self.extra,
+                folder=folder,
+            )
+            for documents in (train, val)
+        )
+        return train.place
+
+
+class MaskedDataModule(TextDataModule):
+    """Loads batches of masked rows."""
+
+    extra = 0
+
+    def __init__(self, config: TextData, *, mask_token: int, max_tokens: int, masked_share: float, seed: int) -> None:
+        """``mask_token``: above all tokens of the tokenizer."""
+        super().__init__(config, vocabulary_size=mask_token, max_tokens=max_tokens, seed=seed)
+        self._mask_token, self._masked_share = mask_token, masked_share
+
+    def open(self) -> str:
+        place = super().open()
+        self.collate = CollateMasked(
+            seed=self.seed,
+            share=self._masked_share,
+            mask_token=self._mask_token,
+            token_count=self.tokenizer.get_vocab_size(),
+            pad_to=self._config.pad_to,
+            padded=self._config.packing == "documents",
+        )
+        return place

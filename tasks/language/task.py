@@ -1,0 +1,192 @@
+"""Language tasks: predict the next token of a text (GPT-2, Llama, transformers), or hidden ones from those around them
+(BERT)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least
+from tasks.language.networks import BertNetwork, Gpt2Network, LanguageNetwork, TransformersNetwork
+from tasks.language.sources import Stdlib, TextData
+
+if TYPE_CHECKING:
+    import lightning
+    from torch import Tensor, nn
+
+    from tasks.module import ScoredModule
+
+
+@dataclass(kw_only=True, slots=True)
+class LanguageModelling(TrainedTask):
+    """Next-token prediction over text."""
+
+    name: ClassVar[str] = "language_modelling"
+    monitor: ClassVar[str | None] = "val/loss"
+    embeds: ClassVar[bool] = True
+    uncountable: ClassVar[tuple[type[Exception], ...]] = (Exception,)  # the library's networks fail in many ways
+
+    loss_chunks: int = 1
+    """Pieces of the positions whose logits are in memory at once in training; those of more than one are computed
+    again in backward, which costs another product with the head."""
+    network: LanguageNetwork = field(default_factory=LanguageNetwork)
+    """The network; the smallest GPT-2 where only the base is given."""
+    data: TextData = field(default_factory=TextData)
+    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+
+    def __post_init__(self) -> None:
+        # The defaults are bare bases because OmegaConf lets a subclass replace the base, never another subclass.
+        if type(self.data) is TextData:
+            self.data = Stdlib(**asdict(self.data))
+        if type(self.network) is LanguageNetwork:
+            self.network = Gpt2Network()
+        TrainedTask.__post_init__(self)
+        require_at_least("task.loss_chunks", self.loss_chunks, 1)
+        most = self.max_positions()
+        _require_at_most(self.data, most, f"the {most} positions of the network")
+
+    def build_data(self, *, seed: int) -> lightning.LightningDataModule:
+        from tasks.language.data import TextDataModule
+
+        vocabulary_size, max_tokens = self.network.limits()
+        return TextDataModule(self.data, vocabulary_size=vocabulary_size, max_tokens=max_tokens, seed=seed)
+
+    def build_net(self) -> nn.Module:
+        return self.network.build(loss_chunks=self.loss_chunks)
+
+    def module_class(self) -> type[ScoredModule]:
+        from tasks.language.model import LanguageModel
+
+        return LanguageModel
+
+    def default_learning_rate(self) -> float:
+        return self.network.learning_rate()
+
+    def declare(self) -> Declaration:
+        """One graph for the whole network with its loss; or its blocks, with the loss apart. Packed rows are no ragged
+        ones."""
+        from tasks.tokenizer import PAD
+
+        # The model reads all tokens but the last and predicts all but the first.
+        ragged = (("tokens", 1, PAD, 1),) if self.data.packing == "documents" else ()
+        return Declaration(
+            whole=("net",),
+            blocks=tuple(f"net.{path}" for path in self.network.blocks()),
+            parts=tuple(f"net.{path}" for path in self.network.parts()),
+            ragged=ragged,
+        )
+
+    def count(self, batch: Any) -> BatchCounts:
+        rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+        return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
+
+    def max_positions(self) -> int:
+        return self.network.limits()[1]
+
+    def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
+        import torch
+
+        tokens = torch.zeros(rows, positions, dtype=torch.long)
+        return tokens, tokens
+
+    def counted_net(self) -> nn.Module:
+        """What is computed again in backward (``loss_chunks``) does not count: it brings the training no further."""
+        if self.network.has_experts():
+            raise NotImplementedError("operations of experts")
+        return self.network.build(loss_chunks=1)
+
+    def counting(self) -> AbstractContextManager[Any]:
+        if not isinstance(self.network, TransformersNetwork):
+            return TrainedTask.counting(self)
+        # The library makes an exception for fake tensors where it reads values in its forward.
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode()
+
+
+@dataclass(kw_only=True, slots=True)
+class MaskedLM(TrainedTask):
+    """BERT's masked tokens, hidden anew in every epoch; see ``tasks/language/data.py``."""
+
+    name: ClassVar[str] = "masked_lm"
+    monitor: ClassVar[str | None] = "val/loss"
+    embeds: ClassVar[bool] = True
+
+    masked_share: float = 0.15
+    """Share of a row's tokens to predict, rounded, at least one: of them 80% show the mask, 10% a random token and 10%
+    themselves."""
+    network: BertNetwork = field(default_factory=BertNetwork)
+    """Dimensions of the network."""
+    data: TextData = field(default_factory=lambda: TextData(packing="documents"))
+    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+
+    def __post_init__(self) -> None:
+        if type(self.data) is TextData:
+            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
+            self.data = Stdlib(**asdict(self.data))
+        TrainedTask.__post_init__(self)
+        if not 0 < self.masked_share < 1:
+            raise ValueError(f"task.masked_share={self.masked_share} must be above 0 and below 1")
+        most = self.network.max_tokens
+        _require_at_most(self.data, most, f"task.network.max_tokens={most}")
+
+    def build_data(self, *, seed: int) -> lightning.LightningDataModule:
+        from tasks.language.data import MaskedDataModule
+
+        return MaskedDataModule(
+            self.data,
+            mask_token=self.network.mask_token,
+            max_tokens=self.network.max_tokens,
+            masked_share=self.masked_share,
+            seed=seed,
+        )
+
+    def build_net(self) -> nn.Module:
+        from tasks.language.model import Bert
+
+        return Bert(self.network)
+
+    def module_class(self) -> type[ScoredModule]:
+        from tasks.language.model import MaskedModule
+
+        return MaskedModule
+
+    def default_learning_rate(self) -> float:
+        return self.network.learning_rate()
+
+    def declare(self) -> Declaration:
+        """One graph for the whole network with its loss; or its blocks, with embedding and loss apart. Packed rows are
+        no ragged ones."""
+        from tasks.layers import IGNORED
+        from tasks.tokenizer import PAD
+
+        ragged = (("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
+        return Declaration(
+            whole=("net",),
+            blocks=("net.blocks",),
+            parts=("net.embed", "net.tail"),
+            ragged=ragged if self.data.packing == "documents" else (),
+        )
+
+    def count(self, batch: Any) -> BatchCounts:
+        return BatchCounts(
+            samples=batch.tokens.shape[0], tokens=batch.tokens.numel(), useful_tokens=batch.useful_tokens
+        )
+
+    def max_positions(self) -> int:
+        return self.network.max_tokens
+
+    def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
+        """The head is computed at every position, not only where tokens are masked."""
+        import torch
+
+        tokens = torch.zeros(rows, positions, dtype=torch.long)
+        return tokens, None, tokens
+
+
+def _require_at_most(data: TextData, most: int, what: str) -> None:
+    for name in ("max_tokens", "pad_to"):
+        value = getattr(data, name)
+        if value is not None and value > most:
+            raise ValueError(f"task.data.{name}={value} must be at most {what}")

@@ -1,0 +1,202 @@
+"""Loaders of a training and a validation set, in an order that a resumed run continues exactly where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tasks.base import Loading
+from tasks.resources import require_memory, require_workers
+from tasks.tokenizer import PAD
+
+
+class ResumableSampler(DistributedSampler[int]):
+    """A permutation by seed and epoch, split over ranks, that can start within an epoch.
+
+    It is a DistributedSampler so that Lightning keeps it and tells it the epoch; it needs no process group.
+    """
+
+    def __init__(self, dataset: Dataset[object], *, num_replicas: int, rank: int, seed: int, batch_size: int) -> None:
+        """``batch_size``: examples a batch on one rank, the unit in which ``resume`` counts."""
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
+        self.batch_size = batch_size
+        self._resume_epoch = 0
+        self._resume_batches = 0
+
+    def resume(self, *, epoch: int, batches: int) -> None:
+        """Start at ``batches`` batches into ``epoch``; later epochs are whole."""
+        self._resume_epoch, self._resume_batches = epoch, batches
+
+    def __iter__(self) -> Iterator[int]:
+        # Lightning builds the first iterator before it has advanced past an epoch that a checkpoint completed: the
+        # epoch it tells may be one behind the one to resume in, never ahead of it. Asking again changes nothing.
+        epoch = max(self.epoch, self._resume_epoch)
+        batches = self._resume_batches if epoch == self._resume_epoch else 0
+        count = len(self.dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(count, generator=generator).tolist()
+        # Every rank draws equally many examples: the last ones begin again at the front.
+        order = (order * -(-self.total_size // max(1, count)))[: self.total_size]
+        return iter(order[self.rank : self.total_size : self.num_replicas][batches * self.batch_size :])
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader over a ResumableSampler with the state hooks that Lightning looks for before it calls one resumable."""
+
+    position: Callable[[], dict[str, int]]
+    """Where training stands, ``{"epoch", "batches"}``; only the training loop knows, the loader fetches ahead."""
+
+    def state_dict(self) -> dict[str, int]:
+        return self.position()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        assert isinstance(self.sampler, ResumableSampler)
+        self.sampler.resume(epoch=state_dict["epoch"], batches=state_dict["batches"])
+
+
+class ResumableDataModule(L.LightningDataModule):
+    """Base of every data module here; a subclass opens the two sets in ``open`` and says how batches are made.
+
+    Batches are moved to the device by Lightning: a NamedTuple of tensors and host numbers goes as it is.
+    """
+
+    train_set: Dataset[Any]
+    val_set: Dataset[Any]
+    option: ClassVar[str] = "task.data"
+    """Where a user sets the batch's size."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of items; None: torch's own rule."""
+
+    def __init__(self, loading: Loading, *, seed: int) -> None:
+        """``seed``: of the order of training examples."""
+        super().__init__()
+        self.seed = seed
+        self._loading = loading
+        self._is_set_up = False
+        self._sampler: ResumableSampler | None = None
+        self._resume_at = {"epoch": 0, "batches": 0}
+
+    def open(self) -> str:
+        """Set ``train_set`` and ``val_set``; returns where the examples come from, for messages.
+
+        Raises ValueError, naming the file, for unusable input.
+        """
+        raise NotImplementedError
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the sets, once, and read one example of each. Raises ValueError for unusable input."""
+        if self._is_set_up:
+            return
+        require_workers(f"{self.option}.num_workers={self._loading.num_workers}", self._loading.workers())
+        place = self.open()
+        replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
+        if count < self._loading.batch_size * replicas:
+            raise ValueError(
+                f"{self.option}.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
+                f"{count} training examples of {place}"
+            )
+        # A set without one example that can be read stops here, not at the first validation.
+        first, _ = self.train_set[0], self.val_set[0]
+        batch = min(self._loading.batch_size, count)
+        require_memory(f"{self.option}.batch_size={self._loading.batch_size}", batch * _min_bytes(first))
+        self._is_set_up = True
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Whole batches only, so that every training step has one batch size."""
+        replicas, rank = self._replicas()
+        self._sampler = ResumableSampler(
+            self.train_set,
+            num_replicas=replicas,
+            rank=rank,
+            seed=self.seed,
+            batch_size=self._loading.batch_size,
+        )
+        self._sampler.resume(**self._resume_at)
+        loader = self._loader(self.train_set, self._sampler, drop_last=True)
+        assert isinstance(loader, ResumableLoader)
+        loader.position = self.state_dict
+        return loader
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Every validation example in order; the last batch may be smaller."""
+        replicas, rank = self._replicas()
+        sampler: DistributedSampler[Any] | None = None
+        if replicas > 1:
+            sampler = DistributedSampler(self.val_set, num_replicas=replicas, rank=rank, shuffle=False)
+        return self._loader(self.val_set, sampler, drop_last=False)
+
+    def _loader(
+        self, data: Dataset[Any], sampler: DistributedSampler[Any] | None, *, drop_last: bool
+    ) -> DataLoader[Any]:
+        workers = self._loading.workers()
+        kind = ResumableLoader if isinstance(sampler, ResumableSampler) else DataLoader
+        return kind(
+            data,
+            batch_size=self._loading.batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            collate_fn=self.collate,
+            # Its own generator: making an iterator would otherwise draw from the global one, which a resumed run
+            # restores, and the two runs would part.
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training stands: the epoch and the batches of it that the training loop has taken."""
+        trainer = self.trainer
+        if trainer is None or self._sampler is None:
+            return dict(self._resume_at)
+        # What the loop took, not what the loader fetched ahead. A checkpoint written after a training step counts it.
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        epoch = trainer.current_epoch
+        if batches >= trainer.num_training_batches:
+            return {"epoch": epoch + 1, "batches": 0}
+        return {"epoch": epoch, "batches": batches}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue at ``state_dict`` with the next loader that is built."""
+        self._resume_at = {"epoch": state_dict["epoch"], "batches": state_dict["batches"]}
+        if self._sampler is not None:
+            self._sampler.resume(**self._resume_at)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Training and validation items left out so far, by reason: from the ``skipped`` of sets of user data."""
+        if not self._is_set_up:
+            return {}
+        counts: dict[str, int] = {}
+        for data in (self.train_set, self.val_set):
+            skipped: dict[str, int] = getattr(data, "skipped", {})  # generated sets leave nothing out
+            for reason, count in skipped.items():
+                counts[reason] = counts.get(reason, 0) + count
+        return counts
+
+    def _replicas(self) -> tuple[int, int]:
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
+
+
+def pad_rows(rows: Sequence[torch.Tensor], *, width: int | None, padding: int = PAD) -> torch.Tensor:
+    """Stack int64 rows [length], padded on the right to ``width`` tokens or, where it is None, to the longest row's."""
+    lengths = [len(row) for row in rows]
+    width = max(lengths) if width is None else width
+    if min(lengths) == width:
+        return torch.stack(list(rows))
+    padded = torch.full((len(rows), width), padding, dtype=torch.long)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = row
+    return padded
+
+
+def _min_bytes(item: Any) -> int:
+    """Bytes that every item like this one has: images are of one size, sequences have one position at least."""
+    parts = item if isinstance(item, tuple) else (item,)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return sum(part.nbytes if part.ndim > 1 else part.element_size() for part in tensors)

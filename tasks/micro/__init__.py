@@ -1,0 +1,1 @@
+"""Micro: small networks on generated data."""

@@ -1,0 +1,211 @@
+"""The micro networks: of vectors, of images and of sequences, each with its head and loss.
+
+Transformer blocks are post-norm with GELU, the layout of ``torch.nn.TransformerEncoderLayer``, attention by
+``scaled_dot_product_attention``.
+
+Shape letters: B batch, C channels, H height, W width, S positions, D features, K classes, ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tasks.layers import Attention, Scores, attend, class_scores, mlp
+from tasks.micro.data import VOCABULARY
+from tasks.module import ScoredModule
+
+if TYPE_CHECKING:
+    from tasks.micro.task import MicroSize
+
+POOLED = 8
+"""Rows and columns that ``ComplexMixed`` pools its features to."""
+
+
+class MicroModule(ScoredModule):
+    """Trains a micro network; validation logs ``val/loss`` and ``val/accuracy``."""
+
+
+class ClassTail(nn.Module):
+    """Head and loss as one region, so that a compiler may fuse the loss into the head."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x_D: Tensor, targets: Tensor | None) -> Tensor | Scores:
+        """Logits [..., K] of features [..., D]; with int64 targets [...], their ``Scores``."""
+        logits_K: Tensor = self.head(x_D)
+        return logits_K if targets is None else class_scores(logits_K, targets, training=self.training)
+
+
+class MicroNet(nn.Module):
+    """Base of all: features, then the tail, which a subclass makes last."""
+
+    tail: ClassTail
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the tail scores, [..., D]."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | Scores:
+        """Scores of a batch of inputs; with int64 targets the loss, see ``ClassTail``."""
+        scores: Tensor | Scores = self.tail(self.features(x), targets)
+        return scores
+
+
+class SimpleLinear(MicroNet):
+    """One linear layer with a ReLU, and the head: so little work that calling it is what costs."""
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(size.width, size.width)
+        self.tail = ClassTail(size.width, classes)
+
+    def features(self, x_BD: Tensor) -> Tensor:
+        hidden_BD: Tensor = self.hidden(x_BD).relu()
+        return hidden_BD
+
+
+class LargeLinear(MicroNet):
+    """Three wide linear layers, each with a ReLU, and the head: matrix products that a compiler cannot better."""
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(size.width, size.width), nn.ReLU()))
+        )
+        self.tail = ClassTail(size.width, classes)
+
+    def features(self, x_BD: Tensor) -> Tensor:
+        hidden_BD: Tensor = self.layers(x_BD)
+        return hidden_BD
+
+
+class GraphBreaker(MicroNet):
+    """Two linear layers with a print and a branch on data between them: what users write and compilers cannot trace."""
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(size.width, size.width)
+        self.second = nn.Linear(size.width, size.width)
+        self.tail = ClassTail(size.width, classes)
+
+    def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
+        """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``."""
+        x_BD = self.first(x_BD)
+        print(end="")  # prints nothing, so that a run stays readable; to the compiler it is a print like any other
+        x_BD = x_BD.relu() if x_BD.mean() > 0 else x_BD.tanh()
+        scores: Tensor | Scores = self.tail(self.second(x_BD).relu(), targets_B)
+        return scores
+
+
+class ConvNet(MicroNet):
+    """Three stages of 3x3 convolution, batch norm, ReLU and max pooling, each twice as wide as the one before."""
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        width = size.width
+        layers: list[nn.Module] = []
+        for before, after in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
+            # No bias: the norm after it would take it away.
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers.append(nn.MaxPool2d(2))
+        self.layers = nn.Sequential(*layers)
+        self.tail = ClassTail(4 * width, classes)
+
+    def features(self, x_BCHW: Tensor) -> Tensor:
+        pooled_BD: Tensor = self.layers(x_BCHW).mean(dim=(2, 3))
+        return pooled_BD
+
+
+class ComplexMixed(MicroNet):
+    """Convolution, batch norm, ReLU and max pooling; single-head self-attention over the flattened positions with a
+    residual; adaptive pooling to 8x8; two linear layers.
+    """
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        width = size.width
+        self.convolution = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.hidden = nn.Linear(POOLED**2 * width, 8 * width)
+        self.tail = ClassTail(8 * width, classes)
+
+    def features(self, x_BCHW: Tensor) -> Tensor:
+        x_BDHW = F.max_pool2d(self.norm(self.convolution(x_BCHW)).relu(), 2)
+        x_BSD = x_BDHW.flatten(2).transpose(1, 2)
+        x_BSD = x_BSD + self.output(attend(self.query_key_value(x_BSD), 1))
+        x_BDHW = x_BSD.transpose(1, 2).unflatten(2, x_BDHW.shape[2:])
+        hidden_BD: Tensor = self.hidden(F.adaptive_avg_pool2d(x_BDHW, POOLED).flatten(1)).relu()
+        return hidden_BD
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention and an MLP four widths wide, each with a residual and a norm after it."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        """``causal``: a position attends to itself and to earlier ones only."""
+        super().__init__()
+        self.attention = Attention(width, heads, 0.0, causal=causal)
+        self.attention_norm = nn.LayerNorm(width)
+        self.mlp = mlp(width, nn.GELU())
+        self.mlp_norm = nn.LayerNorm(width)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Map [B, S, D] to [B, S, D]."""
+        x_BSD = self.attention_norm(x_BSD + self.attention(x_BSD, x_BSD))
+        y_BSD: Tensor = self.mlp_norm(x_BSD + self.mlp(x_BSD))
+        return y_BSD
+
+
+class SingleBlock(MicroNet):
+    """One transformer block over sequences of one length, with a head of a few classes on every position."""
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        self.block = TransformerBlock(size.width, heads(size.width), causal=False)
+        self.tail = ClassTail(size.width, classes)
+
+    def features(self, x_BSD: Tensor) -> Tensor:
+        y_BSD: Tensor = self.block(x_BSD)
+        return y_BSD
+
+
+class RaggedLabeller(MicroNet):
+    """Labels every token of sequences of any length. It is causal, so that no real position sees padding."""
+
+    def __init__(self, size: MicroSize, classes: int) -> None:
+        super().__init__()
+        assert size.layers is not None
+        self.embed = nn.Embedding(VOCABULARY, size.width)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(size.width, heads(size.width), causal=True) for _ in range(size.layers)
+        )
+        self.tail = ClassTail(size.width, classes)
+
+    def features(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD: Tensor = self.embed(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        return x_BSD
+
+
+NETWORKS: dict[str, type[MicroNet]] = {
+    "simple_linear": SimpleLinear,
+    "large_linear": LargeLinear,
+    "convnet": ConvNet,
+    "transformer_block": SingleBlock,
+    "complex_mixed": ComplexMixed,
+    "graph_breaker": GraphBreaker,
+    "ragged": RaggedLabeller,
+}
+
+
+def heads(width: int) -> int:
+    """Attention heads of 64 features each, or a single one where the width does not divide so."""
+    return width // 64 if width % 64 == 0 else 1

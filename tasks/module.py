@@ -1,0 +1,287 @@
+"""The LightningModule around every network here: its start-up, its validation, its recipe; and its operations, counted.
+
+Layers draw their weights as they are made: a host takes seconds for a few hundred million of them and minutes for
+billions, a GPU milliseconds. So networks are built without memory and given weights where they will be used.
+
+Of operations, matrix products and convolutions count, 2 for each multiply-add; causal attention counts in full, and
+nothing that a kernel computes again counts twice: the convention of ``torch.utils.flop_counter`` and of PaLM's
+appendix B (https://arxiv.org/abs/2204.02311).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Self
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tasks.base import TrainedTask
+from tasks.layers import Scores
+
+LARGE = 1_000_000_000
+"""Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""
+BETAS = (0.9, 0.98)
+"""Adam's decay of its two running means."""
+LONGEST_COUNTED = 128
+"""Positions of the longest of three examples, from which those of all other lengths follow."""
+_counted: dict[tuple[str, int, bool], dict[int, int]] = {}
+"""Operations by positions, for each task, number of rows and whether it is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """AdamW under a linear warm-up and a cosine, from five numbers."""
+
+    learning_rate: float
+    """Highest, reached after the warm-up."""
+    weight_decay: float
+    """Decoupled decay of weights; biases and norms (tensors of fewer than two dimensions) have none."""
+    warmup_steps: int
+    """Optimizer steps of linear warm-up."""
+    final_share: float
+    """Learning rate at ``max_steps`` as a share of ``learning_rate``."""
+    max_steps: int
+    """Length of the schedule in optimizer steps."""
+
+    def configure(self, parameters: Iterable[nn.Parameter]) -> OptimizerLRSchedulerConfig:
+        """AdamW over what is trainable of ``parameters``, fused where it can be; its schedule moves by step."""
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        # One fused kernel takes parameters of one kind of device.
+        can_fuse = {parameter.device.type for parameter in trainable} in ({"cuda"}, {"cpu"})
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.learning_rate,
+            betas=BETAS,
+            fused=can_fuse or None,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.share)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def share(self, step: int) -> float:
+        """Learning rate at ``step`` as a share of the highest."""
+        warmup_steps = min(self.warmup_steps, self.max_steps)
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, self.max_steps - warmup_steps))
+        return self.final_share + (1.0 - self.final_share) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class ScoredModule(L.LightningModule):
+    """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
+
+    ``net(*inputs, targets)`` returns the ``Scores`` of ``tasks.layers``, ``net(*inputs)`` the logits. Validation logs
+    ``val/loss`` and the share of right predictions, once.
+    """
+
+    accuracy: ClassVar[str] = "val/accuracy"
+    """Key of the share of targets that were predicted right."""
+    inputs: ClassVar[tuple[str, ...]] = ("inputs",)
+    """What of a batch the network reads beside the targets."""
+
+    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
+        """Build the network.
+
+        Args:
+            build: Makes the network alike each time, and draws its weights from torch's global generator.
+            recipe: Optimizer and schedule.
+            initialise: Where weights are drawn, see ``start``: now, or in ``configure_model`` on the device under the
+                seed that torch has now.
+        """
+        super().__init__()
+        self.net = start(build, initialise)
+        self._build, self._seed = build, torch.initial_seed()
+        self._recipe = recipe
+        self._sums: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
+        if is_on_meta(self.net):
+            materialise(self.net, self._build, device=self.trainer.strategy.root_device, seed=self._seed)
+
+    def cpu(self) -> Self:
+        """Stay as it is where the weights are not drawn yet: Lightning tidies up by this call when ``setup`` has
+        refused to train, and torch's error would take the place of the refusal."""
+        return self if is_on_meta(self.net) else super().cpu()
+
+    def scores(self, batch: Any) -> Scores:
+        """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
+        scores: Scores = self.net(*(getattr(batch, name) for name in self.inputs), batch.targets)
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
+        return self.scores(batch)[0]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self.net(*(getattr(batch, name) for name in self.inputs))
+        return logits
+
+    def on_validation_epoch_start(self) -> None:
+        self._sums = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add up loss, right predictions and targets on the device."""
+        loss, correct, count = self.scores(batch)
+        assert correct is not None, "validation runs in eval mode"
+        assert count is not None
+        # float64: float32 counts exactly to 16.7 million only. MPS has none.
+        precise = torch.float32 if loss.device.type == "mps" else torch.float64
+        # A batch without a target has no mean loss (nan) and weighs nothing.
+        weighted = torch.where(count > 0, loss.to(precise), 0.0) * count
+        sums = torch.stack((weighted, correct.to(precise), count.to(precise)))
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/loss`` and the accuracy over all ranks."""
+        if self._sums is None:
+            return
+        # The sums are added over ranks before dividing: a rank with more targets weighs more.
+        loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
+        self.log(self.accuracy, (correct / count).float(), sync_dist=True)
+        self._sums = None
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        return self._recipe.configure(self.parameters())
+
+
+def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:
+    """Build a network with its weights, or without memory where they are to be drawn on the device, by ``materialise``.
+
+    Args:
+        build: Makes the network alike each time, and draws its weights from torch's global generator.
+        initialise: ``host`` (weights drawn now), ``device`` (later) or ``auto`` (later where there is a GPU or the
+            network ``is_large``; now also where it can only be built with memory).
+
+    Raises:
+        ValueError: ``device``, and the network can only be built with memory. And what ``build`` raises.
+    """
+    if initialise == "host":
+        return build()
+    try:
+        net = on_meta(build)
+    except Exception as error:  # constructors that compute with their tensors fail in ways of their own
+        if initialise == "auto":
+            return build()  # raises again what has nothing to do with memory
+        if isinstance(error, ValueError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"task.initialise=device: this network cannot be built without memory ({reason})") from error
+    return net if initialise == "device" or torch.cuda.is_available() or is_large(net) else build()
+
+
+def is_large(net: nn.Module) -> bool:
+    """Whether ``net`` has ``LARGE`` parameters or more."""
+    return sum(parameter.numel() for parameter in net.parameters()) >= LARGE
+
+
+def is_on_meta(net: nn.Module) -> bool:
+    return any(tensor.is_meta for tensors in (net.parameters(), net.buffers()) for tensor in tensors)
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a network whose tensors have shapes but no memory; draws no random numbers.
+
+    Raises RuntimeError for one with tensors that ``materialise`` would not find, and what ``build`` raises.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        net = build()
+    for path, module in net.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules") and any(t.is_meta for t in _tensors(value)):
+                raise RuntimeError(f"{path}.{name} holds a tensor that is neither a parameter nor a buffer")
+    return net
+
+
+def materialise(net: nn.Module, build: Callable[[], nn.Module], *, device: torch.device, seed: int) -> None:
+    """Give ``net``, of ``on_meta(build)``, the weights that ``build()`` draws on ``device`` under ``seed``.
+
+    Modules stay the objects that they are, so that what was done to them (compiled in place, hooks) holds. The run's
+    random numbers are left alone. A second network is built on the device and its tensors handed over, so that this
+    works for whatever ``build`` makes, buffers included.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        drawn = build()
+    for (path, module), (other_path, other) in zip(net.named_modules(), drawn.named_modules(), strict=True):
+        assert path == other_path, "a network is built alike each time"
+        # Shared tensors (a tied head) are one object in `drawn` and so become one object here.
+        module._parameters.update(other._parameters)
+        module._buffers.update(other._buffers)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def count_flops(task: TrainedTask, *, rows: int, positions: int, training: bool) -> int | None:
+    """Floating-point operations of one batch: of forward, loss and backward, or of the forward alone.
+
+    With positions, they are a polynomial of the second degree in them (attention is quadratic), proportional to the
+    rows: three lengths are counted, once.
+
+    Returns None for a network with an operation that torch does not know without numbers.
+    """
+    if training and task.embeds:
+        forward = count_flops(task, rows=rows, positions=positions, training=False)
+        return None if forward is None else 3 * forward
+    most = task.max_positions()
+    key = (repr(task), rows if most is None else 1, training)
+    if key not in _counted:
+        top = 0 if most is None else min(most, LONGEST_COUNTED)
+        lengths = {0} if most is None else {max(1, top // 4), max(2, top // 2), top}
+        try:
+            _counted[key] = _count(task, key[1], sorted(lengths), training=training)
+        except task.uncountable:
+            _counted[key] = {}
+    by_length = _counted[key]
+    if not by_length:
+        return None
+    return _interpolate(by_length, positions) * (1 if most is None else rows)
+
+
+def _count(task: TrainedTask, rows: int, lengths: list[int], *, training: bool) -> dict[int, int]:
+    """Operations by length. No weight, no random state and no device is touched."""
+    counts = {}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), task.counting():
+        net = task.counted_net().train(training)
+        for length in lengths:
+            # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
+            # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                loss = net(*task.example(rows, length))[0]
+                if training:
+                    loss.backward()
+            counts[length] = int(counter.get_total_flops())
+        net.zero_grad(set_to_none=True)
+    return counts
+
+
+def _interpolate(values: dict[int, int], at: int) -> int:
+    """The polynomial through ``values``, at ``at`` (Lagrange's form)."""
+    total = Fraction(0)
+    for point, value in values.items():
+        term = Fraction(value)
+        for other in values.keys() - {point}:
+            term *= Fraction(at - other, point - other)
+        total += term
+    return int(total)

@@ -1,0 +1,164 @@
+"""What a run needs of this machine's memory, processes and files, against what there is; all of it in bytes.
+
+Only what certainly cannot be had is refused. Where the system does not tell (no /proc), nothing is.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TypeVar
+
+Made = TypeVar("Made")
+
+GIB = 1 << 30
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+MIN_EXAMPLE_BYTES = 64
+"""Bytes of an entry of a list in memory: the pointer and the smallest string or tensor."""
+MIN_WORKER_BYTES = 4 << 20
+"""Bytes of a forked loader process of its own: measured 9 MiB (pages that it writes, and page tables)."""
+MIN_WORKER_FILES = 3
+"""Files that a loader process keeps open in its parent: measured five."""
+
+
+def require_memory(what: str, needed: int, *, more: int | None = None, on: tuple[int, int] | None = None) -> None:
+    """Raise ValueError where ``what`` needs more memory than there is; warn where it needs more than is free.
+
+    Args:
+        what: Names the options.
+        needed: Bytes, at least.
+        more: Of them, with what else is probably needed, those that are not taken yet; None: all of ``needed``.
+        on: Free and all bytes of a device; None: of this machine.
+    """
+    free, total = on or (free_bytes(), total_bytes())
+    place = "this machine" if on is None else "the device"
+    if total is not None and needed > total:
+        raise ValueError(f"{what}: needs at least {gib(needed)} of memory, {place} has {gib(total)}")
+    more = needed if more is None else more
+    if free is not None and more > free:
+        print(f"warning: {what}: needs at least {gib(more)} more memory, {place} has {gib(free)} free", file=sys.stderr)
+
+
+def require_workers(what: str, workers: int) -> None:
+    """Raise ValueError where so many loader processes cannot be started; torch itself warns of more than processors."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and workers * MIN_WORKER_FILES > files:
+        raise ValueError(
+            f"{what}: needs {workers * MIN_WORKER_FILES:,} open files, this process may have {files:,} (ulimit -n)"
+        )
+    for file in (PROC / "sys/kernel/pid_max", CGROUPS / "pids.max"):
+        most = "".join(words(file))
+        if most.isdecimal() and workers > int(most):
+            raise ValueError(f"{what}: this machine allows {int(most):,} processes ({file})")
+    require_memory(what, workers * MIN_WORKER_BYTES)
+
+
+def gib(size: int) -> str:
+    """``size`` bytes in the unit of all messages."""
+    return f"{size / GIB:,.2f} GiB"
+
+
+def total_bytes() -> int | None:
+    """Memory and swap of this machine, or what of it the container may take; None where the kernel does not tell."""
+    machine, swap = _meminfo("MemTotal"), _meminfo("SwapTotal") or 0
+    limits = [limit for limit, _ in _container_limits(CGROUPS)]
+    return min([machine, *limits]) + swap if machine is not None else None
+
+
+def free_bytes() -> int | None:
+    """Memory that can be had without swapping, and within the container; None where the kernel does not tell."""
+    left = [limit - used for limit, used in _container_limits(CGROUPS)]
+    return min((size for size in (_meminfo("MemAvailable"), *left) if size is not None), default=None)
+
+
+def available_gib() -> float | None:
+    """Memory that can be had without swapping; None where /proc does not tell."""
+    available = _meminfo("MemAvailable")
+    return None if available is None else available / GIB
+
+
+def memory_limit_gib(cgroups: Path) -> float | None:
+    """Memory that the container may still take; None without a limit."""
+    for limit, used in _container_limits(cgroups):
+        return (limit - used) / GIB
+    return None
+
+
+def words(file: Path) -> list[str]:
+    """Words of a file of the kernel's; none where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8").split()
+    except OSError:
+        return []
+
+
+def _meminfo(name: str) -> int | None:
+    found = words(PROC / "meminfo")
+    return int(found[found.index(f"{name}:") + 1]) * 1024 if f"{name}:" in found else None
+
+
+def _container_limits(cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Most memory of the container and what it uses for good, by cgroup version 2 or 1."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        most, now = words(cgroups / limit), words(cgroups / used)
+        # Version 1 writes a number near 2**63 for none.
+        if most and now and most[0] != "max" and int(most[0]) < 1 << 60:
+            stat = words((cgroups / used).with_name("memory.stat"))
+            # Of what files are read into, the kernel takes this back first.
+            cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+            yield int(most[0]), int(now[0]) - cached
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for this project (``$XDG_CACHE_HOME/crucible`` or ``~/.cache/crucible``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crucible"
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write beside ``path`` and rename, so that processes that start together never read half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads.
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def load_or_make(
+    name: str,
+    folder: Path,
+    *,
+    load: Callable[[Path], Made],
+    make: Callable[[], Made],
+    write: Callable[[IO[bytes], Made], object],
+) -> Made:
+    """Load the file ``name`` of ``folder`` or of the user's cache; else make its content, and keep it there.
+
+    A file that does not load (an older library's format, a full disk) is made again. A place that cannot be written is
+    passed over; without any, the content lives in memory only.
+    """
+    paths = [folder / name, cache_folder() / name]
+    for path in paths:
+        with suppress(Exception):
+            if path.is_file():
+                return load(path)
+    made = make()
+    for path in paths:
+        with suppress(OSError):
+            write_atomically(path, lambda file: write(file, made))
+            break
+    return made
