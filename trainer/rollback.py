@@ -25,10 +25,10 @@ from strategies.compile_errors import is_double_backward, is_out_of_memory, is_r
 from strategies.inplace import compiled_only, give_up, guard_calls
 from strategies.optimizer_step import installed, uninstall
 from trainer.eager import eager
-from trainer.explain.guards import guard_of, read_recompile
 from trainer.reasons import one_line
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
+from trainer.telemetry.recompiles import FIXES, change_of, guard_of
 
 
 class CompileFailed(RuntimeError):
@@ -225,8 +225,8 @@ def _beyond_limit(recompile_reason: str) -> str:
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
     if not recompile_reason:
         return line
-    read = read_recompile(recompile_reason, after=None, function=None, region=None, phase="training")
-    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({read.kind}): {read.mend}"
+    kind = change_of(recompile_reason).kind
+    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({kind}): {FIXES[kind]}"
 
 
 def optimizer_to_eager(program: Program) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.doctor.compiling import compiling
+from scripts.doctor.devices import ask_torch, devices
+from scripts.doctor.finding import ERROR, OK
 from tests.trainer.runs import train
-from trainer.doctor.compiling import compiling
-from trainer.doctor.devices import ask_torch, devices
-from trainer.doctor.finding import ERROR, OK
 from trainer.rows import summary
 from trainer.telemetry.profile_page import profile_page
 from trainer.telemetry.record import RunRecord

@@ -1,0 +1,323 @@
+"""Bench: one built program of which any submodules can be compiled by themselves, each try from the same state.
+
+It also captures one submodule with the inputs of its first call, for a Python file that shows the failure alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import os
+import pickle
+import pprint
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from scripts.bisect.probe import Probe
+from scripts.bisect.trial import OPTIMIZER, Node, Outcome, Site, Trial, holds
+from strategies import Modular, Program, Stage, Strategy
+from strategies.backend_source import file_of_backend
+from strategies.blocks import fixed_sizes
+from strategies.inplace import compile_in_place, uncompile
+from strategies.memory_budget import BudgetedBackend
+from strategies.modular import Part
+from strategies.optimizer_step import installed
+from strategies.options import ModuleRequest
+from trainer.eager import own_step
+from trainer.passes import Passes, why_not
+from trainer.reasons import one_line
+from trainer.snapshot import Snapshot
+from trainer.telemetry import hardware
+from trainer.telemetry.source import is_library
+
+REPRODUCER, STATE = "reproduce.py", "reproduce.pt"
+TEMPLATE = Path(__file__).with_name("reproducer_template.txt")
+OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
+"""Names of the options that reach torch.compile."""
+_NEUTRAL = Part()
+
+
+class Bench:
+    """Tries what strategies compile, piece by piece.
+
+    Args:
+        program: With the strategies applied; what they compiled is undone and can be tried from here on.
+        strategies: Those that are applied.
+        batches: On their device, one of each shape.
+        passes: Quiet for as long as the bench is used.
+        cuda_graphs: Whether Inductor replays what it compiled from CUDA graphs.
+        kinds: What each batch looks like.
+
+    Raises ValueError where nothing can be tried: a step that cannot be repeated, or that fails in eager.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        program: Program,
+        strategies: Sequence[Strategy],
+        batches: Sequence[Any],
+        passes: Passes,
+        *,
+        cuda_graphs: bool,
+        kinds: Sequence[str],
+        notes: Sequence[str] = (),
+    ) -> None:
+        reason = why_not(trainer)
+        if reason is not None:
+            raise ValueError(f"no step can be tried and undone: {reason}")
+        self._program, self._batches, self._passes = program, list(batches), passes
+        self._requests = _requests(program, strategies)
+        strategy = next((each for each in strategies if each.stage is Stage.MODULE), None)
+        paths = [region.path for region in program.regions]
+        uncompile(program)
+        self._probe = Probe(trainer, program, passes, cuda_graphs=cuda_graphs)
+        self._snapshot = Snapshot(trainer, self._batches)
+        called = self._called()
+        self.site = Site(
+            regions=[_node(program.module.get_submodule(path), path, called) for path in paths],
+            strategy=strategy.name if strategy is not None else None,
+            requests={path: _not_neutral(self._requests[path]) for path in paths},
+            paths=[path for path, _ in program.module.named_modules() if path],
+            optimizer=any(installed(optimizer) is not None for optimizer in program.optimizers),
+            batches=list(kinds),
+            device=trainer.strategy.root_device.type,
+            versions=hardware.versions(),
+            notes=list(notes),
+        )
+
+    def trial(self, trial: Trial) -> Outcome:
+        """Do one trial from the state of the first step."""
+        torch.compiler.reset()
+        batches = [self._batches[number] for number in trial.batches]
+        with contextlib.ExitStack() as stack:
+            if OPTIMIZER not in trial.paths:
+                stack.enter_context(self._eager_optimizers())
+            stack.callback(self._snapshot.restore)
+            stack.callback(uncompile, self._program)
+            self._compile(trial)
+            return self._probe.run(trial, batches, self._snapshot)
+
+    def capture(self, path: str, batch: int, changes: dict[str, Any]) -> Captured:
+        """The submodule at ``path`` as it is before a step of eager, and the inputs of its first call in it.
+
+        Raises ValueError when the step does not call it, or holds what cannot be copied.
+        """
+        self._snapshot.restore()
+        arguments = self._arguments(path, changes)
+        if arguments["dynamic"] is None:
+            arguments["dynamic"] = self._program.dynamic
+        module = self._program.module.get_submodule(path)
+        device = self._program.device.type if self._program.device is not None else "cpu"
+        found: list[Captured] = []
+
+        def capture(_: nn.Module, args: Any, kwargs: Any) -> None:
+            handle.remove()  # before the copy: it would be a part of it
+            autocast = torch.is_autocast_enabled(device)
+            backend = arguments["backend"]
+            budgeted = backend if isinstance(backend, BudgetedBackend) else None
+            found.append(
+                Captured(
+                    path=path,
+                    module=copy.deepcopy(module),
+                    args=pytree.tree_map(_kept, args),
+                    kwargs=pytree.tree_map(_kept, kwargs),
+                    arguments={**arguments, "backend": budgeted.backend if budgeted else backend},
+                    activation_memory_budget=budgeted.budget if budgeted else None,
+                    autocast=str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else None,
+                    device=device,
+                )
+            )
+            raise _Captured
+
+        handle = module.register_forward_pre_hook(capture, with_kwargs=True)
+        try:
+            with self._eager_optimizers():
+                self._passes.step(self._batches[batch])
+        except _Captured:
+            pass
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be copied: {type(error).__name__}: {error}") from error
+        finally:
+            handle.remove()
+        if not found:
+            raise ValueError(f"a step does not call {path}")
+        return found[0]
+
+    def _compile(self, trial: Trial) -> None:
+        paths = [path for path in trial.paths if path != OPTIMIZER]
+        for path in paths:
+            arguments = self._arguments(path, trial.changes)
+            if trial.symptom == "breaks":
+                arguments["fullgraph"] = False
+            # Compiled apart, what were parts of one graph would have one code for their several sizes.
+            if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
+                arguments["dynamic"] = False
+            compile_in_place(self._program, path, arguments)
+
+    def _arguments(self, path: str, changes: dict[str, Any]) -> dict[str, Any]:
+        """torch.compile's arguments for what lies in a region: the region's own."""
+        region = next(region for region in self._requests if holds(region, path))
+        arguments: dict[str, Any] = dataclasses.replace(self._requests[region], **changes).compile_arguments()
+        return arguments
+
+    def _called(self) -> set[int]:
+        """Modules that a step of eager calls. Raises ValueError if that step fails."""
+        called: set[int] = set()
+        handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+        try:
+            with self._eager_optimizers():
+                for batch in self._batches:
+                    try:
+                        self._passes.step(batch)
+                    except Exception as error:
+                        raise ValueError(f"the training step fails in eager already: {one_line(error)}") from error
+                    finally:
+                        self._snapshot.restore()
+        finally:
+            handle.remove()
+        return called
+
+    @contextlib.contextmanager
+    def _eager_optimizers(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._program.optimizers:
+                stack.enter_context(own_step(optimizer))
+            yield
+
+
+def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any]:
+    """What each region is compiled with. Raises ValueError for a strategy without torch.compile's options."""
+    requests: dict[str, Any] = {}
+    for strategy in strategies:
+        if strategy.stage is not Stage.MODULE:
+            continue
+        if isinstance(strategy, Modular):
+            for name, paths in program.report[strategy.name].items():
+                requests |= dict.fromkeys(paths, strategy.parts[name])
+        elif isinstance(strategy, ModuleRequest):
+            requests |= {region.path: strategy for region in program.regions}
+        else:
+            raise ValueError(f"compile.{strategy.name}: only strategies with torch.compile's options can be searched")
+    return requests
+
+
+def _not_neutral(request: Any) -> dict[str, Any]:
+    """Options that a ``Part`` would have to be given to be compiled like ``request``."""
+    values = {name: copy.deepcopy(getattr(request, name)) for name in OPTIONS}
+    return {name: value for name, value in values.items() if value != getattr(_NEUTRAL, name)}
+
+
+def _node(module: nn.Module, path: str, called: set[int]) -> Node:
+    kind = type(module)
+    file = line = None
+    with contextlib.suppress(TypeError, OSError):
+        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    sizes = [tuple(parameter.shape) for parameter in module.parameters()]
+    return Node(
+        path=path,
+        kind=kind.__name__,
+        file=str(Path(file).resolve()) if file else None,
+        line=line,
+        likeness=f"{kind.__module__}.{kind.__qualname__} {module!r} {sizes}",
+        called=id(module) in called,
+        children=[_node(child, f"{path}.{name}", called) for name, child in module.named_children()],
+    )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Captured:
+    """All that is needed to run one submodule alone."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
+    """torch.compile's."""
+    activation_memory_budget: float | None
+    autocast: str | None
+    """Name of the type that the call was autocast to; None without."""
+    device: str
+
+    def write(self, folder: Path, *, symptom: str, reason: str | None) -> Path:
+        """Write the reproducer and what it loads into ``folder``; returns the Python file.
+
+        Raises ValueError where the submodule cannot be run outside of this process.
+        """
+        arguments = dict(self.arguments)
+        if symptom == "breaks":
+            arguments["fullgraph"] = True  # so that the break is an error, which names the line
+        backend = arguments["backend"]
+        if not isinstance(backend, str):
+            raise ValueError(f"backend {backend!r} has no name to load it by")
+        files = [getattr(sys.modules.get(type(each).__module__), "__file__", None) for each in self.module.modules()]
+        roots, modules = [_importable(Path(file))[0] for file in dict.fromkeys(files) if file is not None], []
+        if (file := file_of_backend(backend)) is not None:
+            root, name = _importable(file)
+            roots, modules = [*roots, root], [name]
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.save({"module": self.module, "args": self.args, "kwargs": self.kwargs}, folder / STATE)
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            (folder / STATE).unlink(missing_ok=True)
+            raise ValueError(f"{self.path} cannot be saved: {error}") from error
+        kind = type(self.module)
+        text = {
+            "PATH": self.path,
+            "KIND": f"{kind.__module__}.{kind.__qualname__}",
+            "SOURCE": _source_of(kind),
+            "REASON": " ".join((reason or "").split()),
+            "TORCH": str(torch.__version__),
+        }
+        values = {
+            "SYMPTOM": symptom,
+            "ROOTS": [root for root in dict.fromkeys(roots) if not is_library(f"{root}{os.sep}")],
+            "MODULES": modules,
+            "ARGUMENTS": arguments,
+            "BUDGET": self.activation_memory_budget,
+            "DEVICE": self.device,
+            "AUTOCAST": self.autocast,
+            "MATMUL": torch.get_float32_matmul_precision(),
+        }
+        program = TEMPLATE.read_text(encoding="utf-8")
+        for name, value in (text | {name: pprint.pformat(value, width=100) for name, value in values.items()}).items():
+            program = program.replace(f"@{name}@", value)
+        (folder / REPRODUCER).write_text(program, encoding="utf-8")
+        return folder / REPRODUCER
+
+
+class _Captured(Exception):
+    """The first call was captured; the rest of the step is not needed."""
+
+
+def _kept(value: Any) -> Any:
+    """A leaf of its own, that asks for a gradient where the original had one."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
+
+
+def _importable(file: Path) -> tuple[str, str]:
+    """The folder on the path below which ``file`` is, and its name as a module. Raises ValueError if there is none."""
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and getattr(module, "__file__", None) and Path(str(module.__file__)) == file:
+            depth = name.count(".") + (file.name == "__init__.py")
+            return str(file.resolve().parents[depth]), name
+    raise ValueError(f"{file} is not a module that can be imported")
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return f"{inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+    except (TypeError, OSError):
+        return "unknown file"
