@@ -60,17 +60,11 @@ class Probe:
 
     def run(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
         """What ``trial`` comes to; what it compiles is in place already. The state afterwards is any."""
-        checks = {
-            "fails": self._steps,
-            "breaks": self._breaks,
-            "recompiles": self._recompiles,
-            "differs": self._differs,
-            "slower": self._slower,
-        }
+        self._numbered = list(zip(trial.batches, batches, strict=True))
         snapshot.restore()
         with self._phases():
             try:
-                return checks[trial.symptom](trial, batches, snapshot)
+                return self._seen(trial, snapshot) or Outcome(shows=False)
             except Exception as error:
                 where, code = place(error)
                 return Outcome(
@@ -84,79 +78,76 @@ class Probe:
                     crashed="CUDA error" in str(error),  # nothing works in this process any more
                 )
 
-    def _steps(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
-        for number, batch in zip(trial.batches, batches, strict=True):
-            self._batch = number
-            for _ in range(self._repeats):
-                self._phase = "forward"
-                self._passes.step(batch, self._backward_is_through)
-        return Outcome(shows=False)
-
-    def _breaks(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
+    def _seen(self, trial: Trial, snapshot: Snapshot) -> Outcome | None:
+        match trial.symptom:
+            case "fails":
+                for batch in self._batches():
+                    for _ in range(self._repeats):
+                        self._phase = "forward"
+                        self._passes.step(batch, self._backward_is_over)
+                return None
+            case "differs":
+                return self._differs(snapshot)
+            case "slower":
+                return self._slower(trial.min_lost_seconds)
         watch = CompilerWatch()
         watch.start()
         try:
-            for number, batch in zip(trial.batches, batches, strict=True):
-                self._batch = number
-                self._passes.step(batch)
-                breaks = [event for event in watch.collect() if event.kind == "graph_break"]
-                if breaks:
-                    return _outcome(breaks, number)
+            return self._breaks(watch) if trial.symptom == "breaks" else self._recompiles(watch)
         finally:
             watch.stop()
-        return Outcome(shows=False)
 
-    def _recompiles(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
+    def _batches(self) -> Iterator[Any]:
+        for number, batch in self._numbered:
+            self._batch = number
+            yield batch
+
+    def _breaks(self, watch: CompilerWatch) -> Outcome | None:
+        for batch in self._batches():
+            self._passes.step(batch)
+            breaks = [event for event in watch.collect() if event.kind == "graph_break"]
+            if breaks:
+                return _outcome(breaks, self._batch)
+        return None
+
+    def _recompiles(self, watch: CompilerWatch) -> Outcome | None:
         """Whether batches that were there before still compile something, or torch has given up on what did."""
-        watch = CompilerWatch()
-        watch.start()
-        try:
-            for again in range(SETTLING_STEPS + AGAIN_STEPS):
-                for number, batch in zip(trial.batches, batches, strict=True):
-                    self._batch = number
-                    self._passes.step(batch)
-                    seen = watch.collect()
-                    found = [event for event in seen if event.kind == "recompile" and again >= SETTLING_STEPS]
-                    given_up = [event for event in seen if watch.beyond_limit and event.kind == "fallback"]
-                    if found or given_up:
-                        return _outcome(found or given_up, number)
-        finally:
-            watch.stop()
-        return Outcome(shows=False)
+        for again in range(SETTLING_STEPS + AGAIN_STEPS):
+            for batch in self._batches():
+                self._passes.step(batch)
+                seen = watch.collect()
+                found = [event for event in seen if event.kind == "recompile" and again >= SETTLING_STEPS]
+                given_up = [event for event in seen if watch.beyond_limit and event.kind == "fallback"]
+                if found or given_up:
+                    return _outcome(found or given_up, self._batch)
+        return None
 
-    def _differs(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
-        for number, batch in zip(trial.batches, batches, strict=True):
-            self._batch = number
-            gate = ParityGate("on", self._trainer, self._program, self._passes, snapshot)
+    def _differs(self, snapshot: Snapshot) -> Outcome | None:
+        for batch in self._batches():
             try:
-                gate.run(batch)
+                ParityGate("on", self._trainer, self._program, self._passes, snapshot).run(batch)
             except ParityError as error:
-                return Outcome(shows=True, reason=beyond_tolerance(error.facts), batch=number)
-        return Outcome(shows=False)
+                return Outcome(shows=True, reason=beyond_tolerance(error.facts), batch=self._batch)
+        return None
 
-    def _slower(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
-        for number, batch in zip(trial.batches, batches, strict=True):
-            self._batch = number
+    def _slower(self, min_lost_seconds: float | None) -> Outcome:
+        for batch in self._batches():
             for _ in range(self._repeats):
                 self._passes.step(batch)
             with eager(self._program):
                 self._passes.step(batch)
-        lost = eager_median = 0.0
+        outcome = Outcome(shows=True, batch=self._batch)
         for _ in range(2):  # slower by chance once is not slower by chance twice
-            eagers, compiled = self._timed(batches[-1])
-            eager_median = statistics.median(eagers)
-            lost = statistics.median(compiled) - eager_median
-            wanted = trial.min_lost_seconds
-            wanted = (MARGIN - 1) * eager_median if wanted is None else wanted
-            if not (lost > wanted and sorted(compiled)[len(compiled) // 4] > eager_median):
-                return Outcome(shows=False, lost_seconds=lost, eager_seconds=eager_median)
-        return Outcome(
-            shows=True,
-            reason=f"a step takes {figure((eager_median + lost) * 1e3)} ms, {figure(eager_median * 1e3)} ms in eager",
-            batch=trial.batches[-1],
-            lost_seconds=lost,
-            eager_seconds=eager_median,
-        )
+            eagers, compiled = self._timed(batch)
+            eager_seconds = statistics.median(eagers)
+            lost = statistics.median(compiled) - eager_seconds
+            wanted = (MARGIN - 1) * eager_seconds if min_lost_seconds is None else min_lost_seconds
+            outcome.lost_seconds, outcome.eager_seconds = lost, eager_seconds
+            if not (lost > wanted and sorted(compiled)[len(compiled) // 4] > eager_seconds):
+                return Outcome(shows=False, lost_seconds=lost, eager_seconds=eager_seconds)
+            took, in_eager = figure((eager_seconds + lost) * 1e3), figure(eager_seconds * 1e3)
+            outcome.reason = f"a step takes {took} ms, {in_eager} ms in eager"
+        return outcome
 
     def _timed(self, batch: Any) -> tuple[list[float], list[float]]:
         """Seconds of steps of eager and compiled, taken in pairs."""
@@ -193,7 +184,7 @@ class Probe:
         finally:
             vars(strategy).pop("backward")
 
-    def _backward_is_through(self, _: torch.Tensor) -> None:
+    def _backward_is_over(self, _: torch.Tensor) -> None:
         self._phase = "optimizer step"
 
 

@@ -19,7 +19,7 @@ from trainer.telemetry.source import shown
 
 SCHEMA = 2
 """Raised when the name or the meaning of a field changes. Up to 1, ``text`` of an option was ``said``."""
-NOTHING_WRONG, FOUND, REFUSED, ONLY_TOGETHER = 0, 1, 2, 3
+NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
 """Exit codes."""
 MAX_PATHS = 3
 MAX_PARTS = 5

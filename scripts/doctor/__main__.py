@@ -17,6 +17,7 @@ from scripts.doctor.devices import ask_torch, devices
 from scripts.doctor.finding import ERROR, WARNING, Finding, warning
 from scripts.doctor.machine import busy, limits, places
 from scripts.doctor.software import packages, variables
+from scripts.training_arguments import seconds
 from trainer.atomic import finite
 
 EXAMPLES = """\
@@ -94,23 +95,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="leave the last question out: compile nothing")
     parser.add_argument(
         "--compile-seconds",
-        type=positive,
+        type=seconds,
         default=COMPILE_SECONDS,
         metavar="SECONDS",
         help="longest time for the tiny compile (default %(default)g)",
     )
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> float:
-    """A number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from scripts.training_arguments import check_file, check_folder, composed_training
+from scripts.training_arguments import (
+    check_file,
+    check_folder,
+    composed_training,
+    exit_code,
+    parser,
+    positive,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from scripts.explain.explanation import Explanation
@@ -39,37 +47,27 @@ Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wro
 BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 TLPARSE_SECONDS = 300.0
-REFUSED = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
-    options, console = parse(arguments), Console(highlight=False, soft_wrap=True)
-    from trainer import errors
-    from trainer.interrupt import Interrupted, StopRequest
+    options = parse(arguments)
+    return exit_code(lambda stop: explained(options, stop.install), interrupted="nothing was written")
 
-    try:
-        with StopRequest(console.print) as stop:
-            for name in ("json", "html"):
-                check_file(name, getattr(options, name))
-            for name in ("code", "trace"):
-                check_folder(name, getattr(options, name))
-            config = composed(options.overrides, config_dir=options.config_dir)
-            with private_caches(options.trace) as environment_is_ours:
-                explanation = explained(options, config, before_steps=stop.install)
-                write(explanation, options, trace_written=environment_is_ours)
-    except errors.REFUSALS as error:
-        errors.report(error)
-        return REFUSED
-    except OSError as error:
-        errors.report_system(error)
-        return REFUSED
-    except Interrupted as interrupted:
-        print(f"interrupted ({interrupted}): nothing was written", file=sys.stderr)
-        return 128 + interrupted.signum
+
+def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> int:
+    """Explain, write and print."""
+    for name in ("json", "html"):
+        check_file(name, getattr(options, name))
+    for name in ("code", "trace"):
+        check_folder(name, getattr(options, name))
+    config = composed(options.overrides, config_dir=options.config_dir)
+    with private_caches(options.trace) as environment_is_ours:
+        explanation = run_steps(options, config, before_steps)
+        write(explanation, options, trace_written=environment_is_ours)
     from scripts.explain.report import print_explanation
 
-    print_explanation(explanation, console)
+    print_explanation(explanation, Console(highlight=False, soft_wrap=True))
     return 1 if explanation.problems else 0
 
 
@@ -81,7 +79,7 @@ def composed(overrides: list[str], *, config_dir: str | None) -> Config:
     return config
 
 
-def explained(options: argparse.Namespace, config: Config, *, before_steps: Callable[[], None]) -> Explanation:
+def run_steps(options: argparse.Namespace, config: Config, before_steps: Callable[[], None]) -> Explanation:
     """Run the steps and explain them."""
     from trainer.interrupt import importing
 
@@ -173,15 +171,8 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.explain",
-        description=(__doc__ or "").splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m trainer")
-    add("--config-dir", metavar="DIR", help="your own options and plugin.py, as for python -m trainer")
+    made = parser("explain", __doc__ or "", EXAMPLES)
+    add = made.add_argument
     add("--backend", choices=BACKENDS, help="compile with this (default: see below)")
     add("--batches", type=positive, metavar="N", help="batches of the epoch to look at (default all)")
     add("--seconds", type=seconds, default=120.0, help="for batches after the first four (default %(default)g)")
@@ -190,25 +181,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--html", type=Path, metavar="FILE", help="one page that needs no network")
     add("--code", type=Path, metavar="DIR", help="copy the code that Inductor generated")
     add("--trace", type=Path, metavar="DIR", help="torch's own trace, and its page with tlparse")
-    return parser.parse_intermixed_args(arguments)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """A length of time above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
+    return made.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":
