@@ -1,72 +1,83 @@
-"""Report: an explanation as rich prints it, problems first, and as one HTML page that needs no network."""
+"""Report: an explanation as rich prints it, problems first; the HTML page is the same text, with everything in it."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from rich import markup
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from scripts.explain.explanation import Break, Coverage, Explanation, Recompile
 from trainer.telemetry.source import Line, shown
 
-MAX_CHANGES, MAX_CHANGES_OF_PAGE = 4, 10
-"""Changes of one value that are shown."""
-MAX_SHARES = 12
-GRAPH_COLUMNS = ("region", "copies", "forward", "backward", "val", "ops", "breaks", "recompiles")
-STYLE = """\
-:root { color-scheme: light dark; --line: #8884; --soft: #888; --bad: #c62828; --warn: #b26a00; --good: #2e7d32;
-  --card: #8881; }
-@media (prefers-color-scheme: dark) { :root { --bad: #ff8a80; --warn: #ffcc80; --good: #a5d6a7; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-.verdict { font-size: 1.15rem; font-weight: 600; } .bad { color: var(--bad); } .warn { color: var(--warn); }
-.good { color: var(--good); } .soft { color: var(--soft); }
-.card { background: var(--card); border-left: 4px solid var(--bad); border-radius: 4px; margin: 1rem 0;
-  padding: .6rem 1rem; } .card.warn-card { border-color: var(--warn); }
-.card h3 { margin: 0 0 .3rem; font-size: 1rem; } .card p { margin: .3rem 0; }
-code, pre { font: 13px/1.45 ui-monospace, monospace; } pre { margin: .3rem 0; overflow-x: auto; padding: .4rem .6rem;
-  background: var(--card); border-radius: 4px; }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .25rem .6rem;
-  border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--soft); }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bar { display: flex; height: 1.4rem; border-radius: 4px; overflow: hidden; margin: .6rem 0; }
-.bar span { min-width: 1px; } .scroll { overflow-x: auto; }
+MAX_CHANGES, MAX_SHARES = 4, 12
+"""Changes of one value, and parts of a step, that the terminal shows."""
+PAGE_WIDTH = 160
+PAGE = """\
+<!doctype html>
+<html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>
+<title>TITLE</title>
+<style>
+body {{ background: #fff; color: #222; max-width: 100rem; margin: 2rem auto; padding: 0 1rem; }}
+pre {{ font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }}
+@media (prefers-color-scheme: dark) {{ html {{ background: #fff; filter: invert(1) hue-rotate(180deg); }} }}
+{stylesheet}
+</style></head>
+<body><pre>{code}</pre></body></html>
 """
-COLOURS = {"compiled": ("#2e7d32", "#43a047", "#66bb6a"), "eager": ("#e65100", "#f57c00", "#ffb74d", "#ffcc80")}
-"""Of the bar's pieces, largest first; they repeat."""
 
 
-def print_explanation(explanation: Explanation, console: Console) -> None:
-    """Print everything that a reader needs; JSON and the page hold the rest."""
+def print_explanation(explanation: Explanation, console: Console, *, page_folder: Path | None = None) -> None:
+    """Print what a reader needs; JSON holds the rest.
+
+    With ``page_folder``, where a page will lie, it is everything, and files are links from there.
+    """
+    everything = page_folder is not None
     console.print(heading(explanation), markup=False)
     for number, failure in enumerate(explanation.failures, 1):
         console.print(f"\n[red bold]does not compile {number}[/]: {markup.escape(failure)}")
     for number, one in enumerate(explanation.breaks, 1):
         console.print(f"\n[red bold]graph break {number}[/]: {markup.escape(_title(one))}")
-        _print_details(one, console)
+        _print_details(one, console, everything=everything)
     for number, recompile in enumerate(explanation.unexpected, 1):
         console.print(f"\n[yellow bold]recompile {number}[/]: {markup.escape(_title(recompile))}")
-        _print_details(recompile, console)
+        _print_details(recompile, console, everything=everything)
     console.print()
     if explanation.graphs:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in GRAPH_COLUMNS:
-            table.add_column(name, justify="left" if name == "region" else "right", overflow="fold")
-        for row in _graph_rows(explanation):
-            table.add_row(*map(markup.escape, row))
-        console.print(table)
+        console.print(_graphs(explanation))
     if explanation.coverage is not None:
-        console.print(_coverage_table(explanation.coverage))
-    for line in (*lines_at_the_end(explanation), *(f"{name}: {file}" for name, file in explanation.files.items())):
+        console.print(_coverage(explanation.coverage, max_shares=None if everything else MAX_SHARES))
+    for line in lines_at_the_end(explanation):
         console.print(line, markup=False)
+    if everything:
+        for kind, count in explanation.batch_kinds.items():
+            console.print(f"{_count(count, 'batch', 'batches')}: {kind}", markup=False)
+    for name, file in explanation.files.items():
+        if page_folder is None:
+            console.print(f"{name}: {file}", markup=False)
+        elif name != "page":
+            for each in sorted(Path(file).glob("*.py")) or [Path(file)]:
+                link = Style(link=quote(os.path.relpath(each, page_folder)))
+                console.print(Text.assemble(f"{name}: ", (str(each), link)))
+    if everything and explanation.command:
+        console.print(f"python -m scripts.explain {' '.join(explanation.command)}", markup=False)
     console.print(f"[bold]{markup.escape(verdict(explanation))}[/]")
+
+
+def page(explanation: Explanation, folder: Path | None = None) -> str:
+    """One HTML document, to lie in ``folder`` (None = the working directory), from which its links lead."""
+    console = Console(record=True, file=io.StringIO(), width=PAGE_WIDTH, highlight=False, soft_wrap=True)
+    print_explanation(explanation, console, page_folder=folder or Path.cwd())
+    title = escape(f"{explanation.task} under {explanation.strategies}").replace("{", "{{").replace("}", "}}")
+    return console.export_html(code_format=PAGE.replace("TITLE", title))
 
 
 def heading(explanation: Explanation) -> str:
@@ -113,40 +124,12 @@ def lines_at_the_end(explanation: Explanation) -> Iterator[str]:
     yield from (f"not looked at: {each}" for each in explanation.not_looked_at)
 
 
-def page(explanation: Explanation, folder: Path | None = None) -> str:
-    """The whole document, to lie in ``folder`` (None = the working directory), from which its links lead."""
-    title = f"{explanation.task} under {explanation.strategies}"
-    tone = "bad" if explanation.problems else "good"
-    body = [
-        f"<h1>Why: {escape(title)}</h1>",
-        *(f"<p class=soft>{escape(line)}</p>" for line in heading(explanation).splitlines()),
-        f"<p class='verdict {tone}'>{escape(verdict(explanation))}</p>",
-        *_section("Does not compile", [f"<pre>{escape(each)}</pre>" for each in explanation.failures]),
-        *_section("Graph breaks", [_card(number, each) for number, each in enumerate(explanation.breaks, 1)]),
-        *_section("Recompiles", [_card(number, each) for number, each in enumerate(explanation.unexpected, 1)]),
-        *_section("Graphs", [_table(GRAPH_COLUMNS, _graph_rows(explanation), text={0})] if explanation.graphs else []),
-        *_section("Time of a step", _coverage_bar(explanation.coverage) if explanation.coverage else []),
-        *_section("Batches of the epoch", [_batches(explanation)] if explanation.batch_kinds else []),
-        *_section("Also", [f"<p>{escape(line)}</p>" for line in lines_at_the_end(explanation)]),
-        *_section("Files", list(_links(explanation, folder or Path.cwd()))),
-    ]
-    if explanation.command:
-        body.append(f"<p class=soft><code>python -m scripts.explain {escape(' '.join(explanation.command))}</code></p>")
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title>\n<style>\n{STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
-
-
 def _title(one: Break | Recompile) -> str:
     name = f" ({one.identifier})" if isinstance(one, Break) and one.identifier else ""
     return f"{one.kind}{name}" + ("" if one.count == 1 else f", {one.count} times")
 
 
-def _details(one: Break | Recompile, max_changes: int) -> Iterator[tuple[str, str]]:
+def _details(one: Break | Recompile, *, everything: bool) -> Iterator[tuple[str, str]]:
     """What there is to read about a problem, each with what it is: a line of code, its text, a remark, a heading."""
     yield from _line(one.where)
     if isinstance(one, Break):
@@ -160,11 +143,12 @@ def _details(one: Break | Recompile, max_changes: int) -> Iterator[tuple[str, st
     if isinstance(one, Break):
         yield "why", one.reason
     else:
-        more = len(one.changes) - max_changes
-        changes = "; ".join([*one.changes[:max_changes], *([f"{more} more"] if more > 0 else [])])
+        shown_changes = one.changes if everything else one.changes[:MAX_CHANGES]
+        more = len(one.changes) - len(shown_changes)
+        changes = "; ".join([*shown_changes, *([f"{more} more"] if more else [])])
         yield "what", f"{one.what}: {changes}" if changes else one.what
     yield "fix", one.fix
-    if isinstance(one, Recompile) and one.guard != one.what:
+    if everything and isinstance(one, Recompile) and one.guard != one.what:
         yield "guard", one.guard
 
 
@@ -179,45 +163,32 @@ def _place(line: Line) -> str:
     return f"{shown(line.file)}:{line.number}" + (f" in {line.function}" if line.function else "")
 
 
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
+def _count(number: int, name: str, several: str = "") -> str:
+    return f"{number} {name if number == 1 else several or name + 's'}"
 
 
-def _graph_rows(explanation: Explanation) -> list[list[str]]:
-    return [
-        [
-            each.region,
-            str(len(each.paths) or "-"),
-            *(f"{count:,}" for count in (each.forward, each.backward, each.validation, each.operations)),
-            *(f"{count:,}" for count in (each.breaks, each.recompiles)),
-        ]
-        for each in explanation.graphs
-    ]
-
-
-def _coverage_rows(measured: Coverage) -> list[list[str]]:
-    return [
-        [
-            f"{share.share:.1%}",
-            f"{share.seconds * 1e3:.3g}",
-            "-" if share.device_seconds is None else f"{share.device_seconds * 1e3:.3g}",
-            *("compiled" if share.compiled else "eager", share.phase, share.what),
-        ]
-        for share in measured.shares
-    ]
-
-
-def _print_details(one: Break | Recompile, console: Console) -> None:
-    for name, text in _details(one, MAX_CHANGES):
+def _print_details(one: Break | Recompile, console: Console, *, everything: bool) -> None:
+    for name, text in _details(one, everything=everything):
         if name == "code":
             console.print(Text(f"    {text}", style="bold"))
         elif name == "fix":
             console.print(Text.assemble("  ", ("fix:", "green"), "  ", text))
-        elif name != "guard":
-            console.print(f"  {name + ':':<6}{text}" if name in ("why", "what") else f"  {text}", markup=False)
+        else:
+            title = "" if name in ("line", "remark") else f"{name + ':':<6}"
+            console.print(f"  {title}{text}", markup=False)
 
 
-def _coverage_table(measured: Coverage) -> Table:
+def _graphs(explanation: Explanation) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("region", "copies", "forward", "backward", "val", "ops", "breaks", "recompiles"):
+        table.add_column(name, justify="left" if name == "region" else "right", overflow="fold")
+    for each in explanation.graphs:
+        counts = (each.forward, each.backward, each.validation, each.operations, each.breaks, each.recompiles)
+        table.add_row(markup.escape(each.region), str(len(each.paths) or "-"), *(f"{count:,}" for count in counts))
+    return table
+
+
+def _coverage(measured: Coverage, *, max_shares: int | None) -> Table:
     table = Table(
         box=None,
         pad_edge=False,
@@ -231,67 +202,14 @@ def _coverage_table(measured: Coverage) -> Table:
         table.add_column(name, justify="right")
     for name in ("", "phase", "what"):
         table.add_column(name)
-    for share, ms, device, kind, phase, what in _coverage_rows(measured)[:MAX_SHARES]:
-        colour = "green" if kind == "compiled" else "yellow"
-        table.add_row(share, ms, *([device] if on_device else []), f"[{colour}]{kind}[/]", phase, markup.escape(what))
-    return table
-
-
-def _section(title: str, parts: Sequence[str]) -> Iterator[str]:
-    if parts:
-        yield f"<h2>{escape(title)}</h2>"
-        yield from parts
-
-
-def _card(number: int, one: Break | Recompile) -> str:
-    tags = {"line": "<p><code>{}</code></p>", "code": "<pre>{}</pre>", "remark": "<p class=soft>{}</p>"}
-    tags |= {"fix": "<p><span class=good>Fix:</span> {}</p>", "guard": "<p class=soft>guard: <code>{}</code></p>"}
-    body = "".join(
-        tags.get(name, "<p>{}</p>").format(escape(text)) for name, text in _details(one, MAX_CHANGES_OF_PAGE)
-    )
-    tone = "bad" if isinstance(one, Break) else "warn"
-    card = "card" if isinstance(one, Break) else "card warn-card"
-    return f"<div class='{card}'><h3><span class={tone}>{number}.</span> {escape(_title(one))}</h3>{body}</div>"
-
-
-def _links(explanation: Explanation, folder: Path) -> Iterator[str]:
-    for name, file in explanation.files.items():
-        if name == "page":
-            continue
-        path = Path(file)
-        listed = sorted(path.glob("*.py")) if path.is_dir() else []
-        for each in listed or [path]:
-            link = escape(quote(os.path.relpath(each, folder)), quote=True)
-            yield f'<p>{escape(name)}: <a href="{link}"><code>{escape(str(each))}</code></a></p>'
-
-
-def _coverage_bar(measured: Coverage) -> list[str]:
-    seen = dict.fromkeys(COLOURS, 0)
-    pieces = []
-    for share in measured.shares:
-        kind = "compiled" if share.compiled else "eager"
-        colour = COLOURS[kind][seen[kind] % len(COLOURS[kind])]
-        seen[kind] += 1
-        label = escape(f"{share.phase}: {share.what}, {share.share:.1%}", quote=True)
-        pieces.append(f'<span style="flex:{share.share:.4f};background:{colour}" title="{label}"></span>')
-    return [
-        f"<p>{measured.compiled_share:.0%} of {measured.step_seconds * 1e3:.3g} ms is compiled code "
-        f"(host time, mean of {measured.steps} steps).</p>",
-        f"<div class=bar>{''.join(pieces)}</div>",
-        _table(("share", "ms", "device ms", "", "phase", "what"), _coverage_rows(measured), text={3, 4, 5}),
-    ]
-
-
-def _batches(explanation: Explanation) -> str:
-    return _table(("tensors", "batches"), [[kind, str(n)] for kind, n in explanation.batch_kinds.items()], text={0})
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]], *, text: set[int]) -> str:
-    def cells(values: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{'' if index in text else ' class=number'}>{escape(value)}</{tag}>"
-            for index, value in enumerate(values)
+    for share in measured.shares[:max_shares]:
+        device = "-" if share.device_seconds is None else f"{share.device_seconds * 1e3:.3g}"
+        table.add_row(
+            f"{share.share:.1%}",
+            f"{share.seconds * 1e3:.3g}",
+            *([device] if on_device else []),
+            "[green]compiled[/]" if share.compiled else "[yellow]eager[/]",
+            share.phase,
+            markup.escape(share.what),
         )
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<div class=scroll><table><tr>{cells(names, 'th')}</tr>{body}</table></div>"
+    return table
