@@ -36,7 +36,6 @@ Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments, 3 it t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what ``arguments`` say; returns the exit code."""
     keep_streams()
     options = parse(arguments)
     return exit_code(lambda _: bisect(options), interrupted="nothing was found yet")
@@ -93,7 +92,6 @@ def bisect(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     made = parser("bisect", __doc__ or "", EXAMPLES)
     add = made.add_argument
     symptom_help = "what to look for (default: the first of these that everything compiled shows)"

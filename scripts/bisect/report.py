@@ -131,7 +131,6 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """What a script ends with."""
         if self.symptom is None:
             return NOTHING_WRONG
         return FOUND if self.culprits or not self.together else ONLY_TOGETHER
@@ -143,20 +142,17 @@ class Report:
 
 
 def named(paths: Sequence[str]) -> str:
-    """A few paths in one line."""
     more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
     return ", ".join(paths[:MAX_PATHS]) + more
 
 
 def trial_line(number: int, what: str, outcome: Outcome) -> str:
-    """A line about one trial."""
     if outcome.shows:
         return f"{number:3}  {what}: yes, {outcome.reason}"
     return f"{number:3}  {what}: no" + (f", it fails: {outcome.reason}" if outcome.reason else "")
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the verdict."""
     for line in _lines(report):
         console.print(line, highlight=False, soft_wrap=True)
 

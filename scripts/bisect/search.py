@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from scripts.bisect.report import Culprit, OptionTried, Report, named
@@ -35,55 +34,40 @@ class Bench(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """What a search of submodules has found."""
-
-    culprits: list[Culprit] = field(default_factory=list)
-    together: list[str] = field(default_factory=list)
-    """Submodules that show it only when all of them are compiled, none of them alone."""
-    together_outcome: Outcome | None = None
-    rest: list[str] = field(default_factory=list)
-    """Everything else that was compiled, the largest submodules without any of the above."""
-    rest_outcome: Outcome | None = None
-    """What compiling the rest alone shows; None where there is no rest."""
-
-    def without(self, tree: Tree, paths: Sequence[str]) -> list[str]:
-        """What of ``paths`` can be compiled in spite of what was found."""
-        whole: list[str] = self.together[:1]
-        own_code: list[str] = []
-        for culprit in self.culprits:
-            kept = own_code if culprit.own_code else whole
-            kept += [culprit.path, *culprit.copies]
-        return tree.without(paths, whole, own_code)
-
-
 class Search:
-    """Searches what is compiled for what shows a symptom; a set of submodules is tried once."""
+    """Searches submodules for what shows a symptom; a set of them is tried once. What it finds is in the report."""
 
-    def __init__(self, tree: Tree, try_paths: Try) -> None:
-        self._tree, self._try = tree, try_paths
+    def __init__(self, tree: Tree, try_paths: Try, report: Report) -> None:
+        self._tree, self._try, self._report = tree, try_paths, report
         self._known: dict[frozenset[str], Outcome] = {}
 
-    def run(self, everything: Sequence[str], outcome: Outcome) -> Found:
+    def run(self, everything: Sequence[str], outcome: Outcome) -> None:
         """Search ``everything``, which together came to ``outcome``."""
-        found = Found(rest=list(everything), rest_outcome=outcome)
+        report = self._report
+        report.rest, rest = list(everything), outcome
         self._known[frozenset(everything)] = outcome
-        while found.rest and found.rest_outcome is not None and found.rest_outcome.shows:
-            if len(found.culprits) == MAX_CULPRITS:
-                break
-            culprit = self._descend(found.rest)
+        while report.rest and rest.shows and len(report.culprits) < MAX_CULPRITS and not report.together:
+            culprit = self._descend(report.rest)
             if isinstance(culprit, Culprit):
-                found.culprits.append(culprit)
-                culprit.copies = self._copies(culprit, found.without(self._tree, everything))
+                report.culprits.append(culprit)
+                culprit.copies = self._copies(culprit, self._without_found(everything))
             else:
-                found.together = culprit
-                found.together_outcome = self._outcome(culprit)
-            found.rest = found.without(self._tree, everything)
-            found.rest_outcome = self._outcome(found.rest) if found.rest else None
-            if found.together:
-                break
-        return found
+                report.together, report.together_reason = culprit, self._outcome(culprit).reason
+            report.rest = self._without_found(everything)
+            if report.rest:
+                rest = self._outcome(report.rest)
+        if report.rest:
+            report.rest_is_clean = not rest.shows and rest.reason is None
+            report.rest_reason = rest.reason
+
+    def _without_found(self, paths: Sequence[str]) -> list[str]:
+        """What of ``paths`` can be compiled in spite of what was found."""
+        whole: list[str] = self._report.together[:1]
+        own_code: list[str] = []
+        for culprit in self._report.culprits:
+            kept = own_code if culprit.own_code else whole
+            kept += [culprit.path, *culprit.copies]
+        return self._tree.without(paths, whole, own_code)
 
     def _descend(self, paths: Sequence[str]) -> Culprit | list[str]:
         """The smallest one below ``paths``, of which something shows it; a list where only several together do."""
@@ -198,18 +182,12 @@ class Investigation:
             whole = self._shapes(whole)
             if report.symptom == "slower" and whole.lost_seconds is not None:
                 self._min_lost_seconds = CLEARLY * whole.lost_seconds
-            found = Search(Tree(self._site.regions), self._try).run(self._site.everything, whole)
-            report.culprits, report.together, report.rest = found.culprits, found.together, found.rest
-            report.together_reason = found.together_outcome.reason if found.together_outcome else None
-            if found.rest and found.rest_outcome is not None:
-                report.rest_is_clean = not found.rest_outcome.shows and found.rest_outcome.reason is None
-                report.rest_reason = found.rest_outcome.reason
+            Search(Tree(self._site.regions), self._try, report).run(self._site.everything, whole)
             self._options()
         report.seconds = round(time.perf_counter() - self._began, 1)
 
     @property
     def showing_batch(self) -> int:
-        """Number of the batch with which a reproducer shows it."""
         return self._batches[-1]
 
     def _whole(self, symptoms: Sequence[str]) -> Outcome | None:

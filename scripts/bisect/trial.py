@@ -38,8 +38,6 @@ class Trial:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a trial."""
-
     shows: bool
     """Whether the symptom was seen."""
     reason: str | None = None
@@ -81,7 +79,6 @@ class Node:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> Self:
-        """From what ``dataclasses.asdict`` has made of one."""
         return cls(**{**facts, "children": [Node.read(child) for child in facts["children"]]})
 
 
@@ -110,12 +107,10 @@ class Site:
 
     @property
     def everything(self) -> tuple[str, ...]:
-        """All that the strategies compile."""
         return (*(node.path for node in self.regions), *([OPTIMIZER] if self.optimizer else []))
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> Self:
-        """From what ``dataclasses.asdict`` has made of one."""
         return cls(**{**facts, "regions": [Node.read(node) for node in facts["regions"]]})
 
 

@@ -33,7 +33,6 @@ COMPILE_SECONDS = 240.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what ``arguments`` say; returns the exit code."""
     options = parse(arguments)
     findings: list[Finding] = []
     try:
@@ -79,12 +78,10 @@ def diagnosis(*, compiles: bool, seconds: float) -> Iterator[Finding]:
 
 
 def count(number: int, what: str) -> str:
-    """``1 error``, ``2 errors``."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.doctor",
         description=(__doc__ or "").splitlines()[0],

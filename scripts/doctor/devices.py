@@ -34,7 +34,6 @@ class TorchFacts:
 
 
 def ask_torch() -> TorchFacts:
-    """Run the probe."""
     # -P: its folder holds modules of ours, which would be found before the standard library's.
     outcome = call([sys.executable, "-P", str(Path(__file__).with_name("probe.py"))], seconds=PROBE_SECONDS)
     facts = TorchFacts(failed=outcome.failed)

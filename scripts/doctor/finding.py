@@ -16,8 +16,6 @@ INDENT = " " * 25
 
 @dataclass(kw_only=True)
 class Finding:
-    """What was found out about one thing."""
-
     name: str
     status: str
     """``ok``, ``warning`` (it works, but worse than it could) or ``error`` (a run would fail)."""
@@ -35,24 +33,19 @@ class Finding:
 
 
 def ok(name: str, message: str) -> Finding:
-    """Nothing to do."""
     return Finding(name=name, status=OK, message=message)
 
 
 def warning(name: str, message: str, fix: str) -> Finding:
-    """It works, but worse than it could."""
     return Finding(name=name, status=WARNING, message=message, fix=fix)
 
 
 def error(name: str, message: str, fix: str) -> Finding:
-    """A run would fail."""
     return Finding(name=name, status=ERROR, message=message, fix=fix)
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How a process ended."""
-
     exit_code: int | None
     """None when it took too long; negative when a signal killed it."""
     output: str

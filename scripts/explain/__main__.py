@@ -50,13 +50,11 @@ TLPARSE_SECONDS = 300.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what ``arguments`` say; returns the exit code."""
     options = parse(arguments)
     return exit_code(lambda stop: explained(options, stop.install), interrupted="nothing was written")
 
 
 def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> int:
-    """Explain, write and print."""
     for name in ("json", "html"):
         check_file(name, getattr(options, name))
     for name in ("code", "trace"):
@@ -170,7 +168,6 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     made = parser("explain", __doc__ or "", EXAMPLES)
     add = made.add_argument
     add("--backend", choices=BACKENDS, help="compile with this (default: see below)")

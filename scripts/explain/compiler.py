@@ -60,8 +60,6 @@ KERNEL = re.compile(r"= async_compile\.\w+\(")
 
 @dataclass(slots=True, kw_only=True)
 class Compiled:
-    """One graph."""
-
     backward: bool
     operations: int
     region: str
@@ -281,7 +279,6 @@ def generated_files() -> list[Path]:
 
 
 def kernels_in(file: Path) -> int:
-    """Kernels that Inductor wrote into one file."""
     return len(KERNEL.findall(file.read_text(encoding="utf-8", errors="replace")))
 
 

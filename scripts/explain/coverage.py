@@ -85,7 +85,6 @@ class _Times:
                 self.add(child, Place(phase, eager))
 
     def add_node(self, event: Any) -> None:
-        """A node of the backward."""
         node = event.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
         compiled = node.startswith(BACKWARD_COMPILED)
         self.add(event, Place("backward", "compiled graphs" if compiled else f"{node} (eager)", compiled))

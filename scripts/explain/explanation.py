@@ -165,7 +165,6 @@ class Explanation:
 
     @property
     def problems(self) -> int:
-        """Breaks, recompiles and failures."""
         return len(self.breaks) + len(self.unexpected) + len(self.failures)
 
     def as_json(self) -> str:

@@ -209,18 +209,15 @@ class StepRecorder(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step is over."""
         self._profile.step_ends()
         self.compiler.read()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Its graphs are its own."""
         self.compiler.read()
         self.compiler.phase = "validating"
         self._options.progress("validating")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Once is enough."""
         self.compiler.read()
         self.compiler.phase, self.validated = "training", True
         trainer.val_check_batch = float("inf")
@@ -236,7 +233,6 @@ class StepRecorder(L.Callback):
             self.eager_passed = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """One epoch is all."""
         trainer.should_stop = True
 
     def close(self) -> None:

@@ -45,11 +45,9 @@ def print_explanation(explanation: Explanation, console: Console, *, page_folder
     for number, failure in enumerate(explanation.failures, 1):
         console.print(f"\n[red bold]does not compile {number}[/]: {markup.escape(failure)}")
     for number, one in enumerate(explanation.breaks, 1):
-        console.print(f"\n[red bold]graph break {number}[/]: {markup.escape(_title(one))}")
-        _print_details(one, console, everything=everything)
+        _print_problem(f"[red bold]graph break {number}[/]", one, console, everything=everything)
     for number, recompile in enumerate(explanation.unexpected, 1):
-        console.print(f"\n[yellow bold]recompile {number}[/]: {markup.escape(_title(recompile))}")
-        _print_details(recompile, console, everything=everything)
+        _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console, everything=everything)
     console.print()
     if explanation.graphs:
         console.print(_graphs(explanation))
@@ -124,39 +122,36 @@ def lines_at_the_end(explanation: Explanation) -> Iterator[str]:
     yield from (f"not looked at: {each}" for each in explanation.not_looked_at)
 
 
-def _title(one: Break | Recompile) -> str:
-    name = f" ({one.identifier})" if isinstance(one, Break) and one.identifier else ""
-    return f"{one.kind}{name}" + ("" if one.count == 1 else f", {one.count} times")
-
-
-def _details(one: Break | Recompile, *, everything: bool) -> Iterator[tuple[str, str]]:
-    """What there is to read about a problem, each with what it is: a line of code, its text, a remark, a heading."""
-    yield from _line(one.where)
+def _print_problem(title: str, one: Break | Recompile, console: Console, *, everything: bool) -> None:
+    identifier = f" ({one.identifier})" if isinstance(one, Break) and one.identifier else ""
+    times = "" if one.count == 1 else f", {one.count} times"
+    console.print(f"\n{title}: {markup.escape(one.kind + identifier + times)}")
+    _print_line(one.where, console)
     if isinstance(one, Break):
         if one.inside is not None:
-            yield "remark", f"which reaches {_place(one.inside)}"
+            console.print(f"  which reaches {_place(one.inside)}", markup=False)
         if one.called_from is not None:
-            yield "remark", "called from"
-            yield from _line(one.called_from)
+            console.print("  called from")
+            _print_line(one.called_from, console)
     if one.region:
-        yield "remark", f"in region {one.region}"
+        console.print(f"  in region {one.region}", markup=False)
     if isinstance(one, Break):
-        yield "why", one.reason
+        console.print(f"  why:  {one.reason}", markup=False)
     else:
-        shown_changes = one.changes if everything else one.changes[:MAX_CHANGES]
-        more = len(one.changes) - len(shown_changes)
-        changes = "; ".join([*shown_changes, *([f"{more} more"] if more else [])])
-        yield "what", f"{one.what}: {changes}" if changes else one.what
-    yield "fix", one.fix
+        kept = one.changes if everything else one.changes[:MAX_CHANGES]
+        more = [f"{len(one.changes) - len(kept)} more"] if len(kept) < len(one.changes) else []
+        changes = "; ".join([*kept, *more])
+        console.print(f"  what: {one.what}" + (f": {changes}" if changes else ""), markup=False)
+    console.print(Text.assemble("  ", ("fix:", "green"), "  ", one.fix))
     if everything and isinstance(one, Recompile) and one.guard != one.what:
-        yield "guard", one.guard
+        console.print(f"  guard: {one.guard}", markup=False)
 
 
-def _line(line: Line | None) -> Iterator[tuple[str, str]]:
+def _print_line(line: Line | None, console: Console) -> None:
     if line is not None:
-        yield "line", _place(line)
+        console.print(f"  {_place(line)}", markup=False)
         if line.code:
-            yield "code", line.code
+            console.print(Text(f"    {line.code}", style="bold"))
 
 
 def _place(line: Line) -> str:
@@ -165,17 +160,6 @@ def _place(line: Line) -> str:
 
 def _count(number: int, name: str, several: str = "") -> str:
     return f"{number} {name if number == 1 else several or name + 's'}"
-
-
-def _print_details(one: Break | Recompile, console: Console, *, everything: bool) -> None:
-    for name, text in _details(one, everything=everything):
-        if name == "code":
-            console.print(Text(f"    {text}", style="bold"))
-        elif name == "fix":
-            console.print(Text.assemble("  ", ("fix:", "green"), "  ", text))
-        else:
-            title = "" if name in ("line", "remark") else f"{name + ':':<6}"
-            console.print(f"  {title}{text}", markup=False)
 
 
 def _graphs(explanation: Explanation) -> Table:

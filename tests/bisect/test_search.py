@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scripts.bisect.search import Found, Search
+from scripts.bisect.report import Report
+from scripts.bisect.search import Search
 from scripts.bisect.trial import Node, Outcome, Tree
 
 
@@ -14,15 +15,16 @@ def node(path: str, *children: Node, kind: str | None = None, called: bool = Tru
     return Node(path=path, kind=kind or path, likeness=kind or path, called=called, children=list(children))
 
 
-def search(regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> tuple[Found, list[frozenset[str]]]:
+def search(regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
     tried: list[frozenset[str]] = []
 
     def try_paths(paths: Sequence[str]) -> Outcome:
         tried.append(frozenset(paths))
-        return Outcome(shows=shows(set(paths)), reason="planted")
+        return Outcome(shows=shows(set(paths)))
 
     everything = [region.path for region in regions]
-    found = Search(Tree(regions), try_paths).run(everything, Outcome(shows=True, reason="planted"))
+    found = Report(task="mine", strategies="whole", command=[])
+    Search(Tree(regions), try_paths, found).run(everything, Outcome(shows=True, reason="planted"))
     assert len(tried) == len(set(tried)), "no set is tried twice"
     return found, tried
 
@@ -39,8 +41,7 @@ def test_one_culprit_and_all_the_rest() -> None:
     found, _ = search([NET], holding("net.a.y"))
     assert [culprit.path for culprit in found.culprits] == ["net.a.y"]
     assert found.rest == ["net.a.x", "net.b", "net.c"]
-    assert found.rest_outcome is not None
-    assert not found.rest_outcome.shows
+    assert found.rest_is_clean
 
 
 def test_several_culprits_are_all_found() -> None:
