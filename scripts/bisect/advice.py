@@ -56,7 +56,6 @@ def reproduce(report: Report, bench: RemoteBench, *, batch: int, folder: Path | 
         file = bench.reproducer(
             path=culprit.path,
             batch=batch,
-            changes={},
             folder=str(folder.resolve()),
             symptom=report.symptom,
             reason=culprit.reason,

@@ -76,6 +76,7 @@ class Bench:
         if reason is not None:
             raise ValueError(f"no step can be tried and undone: {reason}")
         self._program, self._batches, self._passes = program, list(batches), passes
+        self._device = trainer.strategy.root_device.type
         self._requests = _requests(program, strategies)
         strategy = next((each for each in strategies if each.stage is Stage.MODULE), None)
         paths = [region.path for region in program.regions]
@@ -90,7 +91,7 @@ class Bench:
             paths=[path for path, _ in program.module.named_modules() if path],
             optimizer=any(installed(optimizer) is not None for optimizer in program.optimizers),
             batches=list(kinds),
-            device=trainer.strategy.root_device.type,
+            device=self._device,
             versions=hardware.versions(),
             notes=list(notes),
         )
@@ -107,38 +108,68 @@ class Bench:
             self._compile(trial)
             return self._probe.run(trial, batches, self._snapshot)
 
-    def capture(self, path: str, batch: int, changes: dict[str, Any]) -> Captured:
-        """The submodule at ``path`` as it is before a step of eager, and the inputs of its first call in it.
+    def reproducer(self, path: str, batch: int, folder: Path, *, symptom: str, reason: str | None) -> Path:
+        """Write a Python file that runs the submodule at ``path`` alone, on the inputs of its first call.
 
-        Raises ValueError when the step does not call it, or holds what cannot be copied.
+        Raises ValueError when the step does not call it, or where it cannot be run outside of this process.
         """
-        self._snapshot.restore()
-        arguments = self._arguments(path, changes)
+        arguments = self._arguments(path, {})
         if arguments["dynamic"] is None:
             arguments["dynamic"] = self._program.dynamic
+        if symptom == "breaks":
+            arguments["fullgraph"] = True  # so that the break is an error, which names the line
+        backend, budget = arguments["backend"], None
+        if isinstance(backend, BudgetedBackend):
+            backend, budget = backend.backend, backend.budget
+        if not isinstance(backend, str):
+            raise ValueError(f"backend {backend!r} has no name to load it by")
+        state, autocast = self._captured(path, batch)
+        roots, modules = _imports(state["module"], backend)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.save(state, folder / STATE)
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            (folder / STATE).unlink(missing_ok=True)
+            raise ValueError(f"{path} cannot be saved: {error}") from error
+        kind = type(state["module"])
+        source = _source_of(kind)
+        text = {
+            "PATH": path,
+            "KIND": f"{kind.__module__}.{kind.__qualname__}",
+            "SOURCE": f"{source[0]}:{source[1]}" if source else "unknown file",
+            "REASON": " ".join((reason or "").split()),
+            "TORCH": str(torch.__version__),
+        }
+        values = {
+            "SYMPTOM": symptom,
+            "ROOTS": roots,
+            "MODULES": modules,
+            "ARGUMENTS": {**arguments, "backend": backend},
+            "BUDGET": budget,
+            "DEVICE": self._device,
+            "AUTOCAST": autocast,
+            "MATMUL": torch.get_float32_matmul_precision(),
+        }
+        program = TEMPLATE.read_text(encoding="utf-8")
+        for name, value in (text | {name: pprint.pformat(value, width=100) for name, value in values.items()}).items():
+            program = program.replace(f"@{name}@", value)
+        (folder / REPRODUCER).write_text(program, encoding="utf-8")
+        return folder / REPRODUCER
+
+    def _captured(self, path: str, batch: int) -> tuple[dict[str, Any], str | None]:
+        """The submodule as it is before a step of eager with the inputs of its first call, and its type of autocast."""
         module = self._program.module.get_submodule(path)
-        device = self._program.device.type if self._program.device is not None else "cpu"
-        found: list[Captured] = []
+        found: list[tuple[dict[str, Any], str | None]] = []
 
         def capture(_: nn.Module, args: Any, kwargs: Any) -> None:
             handle.remove()  # before the copy: it would be a part of it
-            autocast = torch.is_autocast_enabled(device)
-            backend = arguments["backend"]
-            budgeted = backend if isinstance(backend, BudgetedBackend) else None
-            found.append(
-                Captured(
-                    path=path,
-                    module=copy.deepcopy(module),
-                    args=pytree.tree_map(_kept, args),
-                    kwargs=pytree.tree_map(_kept, kwargs),
-                    arguments={**arguments, "backend": budgeted.backend if budgeted else backend},
-                    activation_memory_budget=budgeted.budget if budgeted else None,
-                    autocast=str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else None,
-                    device=device,
-                )
-            )
+            kept = {"args": pytree.tree_map(_kept, args), "kwargs": pytree.tree_map(_kept, kwargs)}
+            autocast = str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
+            enabled = torch.is_autocast_enabled(self._device)
+            found.append(({"module": copy.deepcopy(module), **kept}, autocast if enabled else None))
             raise _Captured
 
+        self._snapshot.restore()
         handle = module.register_forward_pre_hook(capture, with_kwargs=True)
         try:
             with self._eager_optimizers():
@@ -219,9 +250,7 @@ def _not_neutral(request: Any) -> dict[str, Any]:
 
 def _node(module: nn.Module, path: str, called: set[int]) -> Node:
     kind = type(module)
-    file = line = None
-    with contextlib.suppress(TypeError, OSError):
-        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    file, line = _source_of(kind) or (None, None)
     sizes = [tuple(parameter.shape) for parameter in module.parameters()]
     return Node(
         path=path,
@@ -232,68 +261,6 @@ def _node(module: nn.Module, path: str, called: set[int]) -> Node:
         called=id(module) in called,
         children=[_node(child, f"{path}.{name}", called) for name, child in module.named_children()],
     )
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Captured:
-    """All that is needed to run one submodule alone."""
-
-    path: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    arguments: dict[str, Any]
-    """torch.compile's."""
-    activation_memory_budget: float | None
-    autocast: str | None
-    """Name of the type that the call was autocast to; None without."""
-    device: str
-
-    def write(self, folder: Path, *, symptom: str, reason: str | None) -> Path:
-        """Write the reproducer and what it loads into ``folder``; returns the Python file.
-
-        Raises ValueError where the submodule cannot be run outside of this process.
-        """
-        arguments = dict(self.arguments)
-        if symptom == "breaks":
-            arguments["fullgraph"] = True  # so that the break is an error, which names the line
-        backend = arguments["backend"]
-        if not isinstance(backend, str):
-            raise ValueError(f"backend {backend!r} has no name to load it by")
-        files = [getattr(sys.modules.get(type(each).__module__), "__file__", None) for each in self.module.modules()]
-        roots, modules = [_importable(Path(file))[0] for file in dict.fromkeys(files) if file is not None], []
-        if (file := file_of_backend(backend)) is not None:
-            root, name = _importable(file)
-            roots, modules = [*roots, root], [name]
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.save({"module": self.module, "args": self.args, "kwargs": self.kwargs}, folder / STATE)
-        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            (folder / STATE).unlink(missing_ok=True)
-            raise ValueError(f"{self.path} cannot be saved: {error}") from error
-        kind = type(self.module)
-        text = {
-            "PATH": self.path,
-            "KIND": f"{kind.__module__}.{kind.__qualname__}",
-            "SOURCE": _source_of(kind),
-            "REASON": " ".join((reason or "").split()),
-            "TORCH": str(torch.__version__),
-        }
-        values = {
-            "SYMPTOM": symptom,
-            "ROOTS": [root for root in dict.fromkeys(roots) if not is_library(f"{root}{os.sep}")],
-            "MODULES": modules,
-            "ARGUMENTS": arguments,
-            "BUDGET": self.activation_memory_budget,
-            "DEVICE": self.device,
-            "AUTOCAST": self.autocast,
-            "MATMUL": torch.get_float32_matmul_precision(),
-        }
-        program = TEMPLATE.read_text(encoding="utf-8")
-        for name, value in (text | {name: pprint.pformat(value, width=100) for name, value in values.items()}).items():
-            program = program.replace(f"@{name}@", value)
-        (folder / REPRODUCER).write_text(program, encoding="utf-8")
-        return folder / REPRODUCER
 
 
 class _Captured(Exception):
@@ -307,6 +274,17 @@ def _kept(value: Any) -> Any:
     return value
 
 
+def _imports(module: nn.Module, backend: str) -> tuple[list[str], list[str]]:
+    """Folders that have to be on the path, and modules to import, so that both can be loaded. Raises ValueError."""
+    files = [getattr(sys.modules.get(type(each).__module__), "__file__", None) for each in module.modules()]
+    roots = [_importable(Path(file))[0] for file in dict.fromkeys(files) if file is not None]
+    modules = []
+    if (file := file_of_backend(backend)) is not None:
+        root, name = _importable(file)
+        roots, modules = [*roots, root], [name]
+    return [root for root in dict.fromkeys(roots) if not is_library(f"{root}{os.sep}")], modules
+
+
 def _importable(file: Path) -> tuple[str, str]:
     """The folder on the path below which ``file`` is, and its name as a module. Raises ValueError if there is none."""
     for name, module in list(sys.modules.items()):
@@ -316,8 +294,9 @@ def _importable(file: Path) -> tuple[str, str]:
     raise ValueError(f"{file} is not a module that can be imported")
 
 
-def _source_of(kind: type) -> str:
+def _source_of(kind: type) -> tuple[str, int] | None:
+    """File and first line of a class; None where there is none to read."""
     try:
-        return f"{inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+        return str(inspect.getsourcefile(kind)), inspect.getsourcelines(kind)[1]
     except (TypeError, OSError):
-        return "unknown file"
+        return None

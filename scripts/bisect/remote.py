@@ -245,9 +245,8 @@ def _serve(bench: Any, requests: queue.Queue[dict[str, Any]], answers: TextIO) -
             continue
         wanted = request["reproducer"]
         try:
-            captured = bench.capture(wanted["path"], wanted["batch"], wanted["changes"])
-            file = captured.write(Path(wanted["folder"]), symptom=wanted["symptom"], reason=wanted["reason"])
-            _answer(answers, {"reproducer": str(file)})
+            folder = Path(wanted.pop("folder"))
+            _answer(answers, {"reproducer": str(bench.reproducer(folder=folder, **wanted))})
         except ValueError as error:
             _answer(answers, {"refused": str(error)})
 

@@ -50,7 +50,6 @@ def devices(facts: TorchFacts) -> Iterator[Finding]:
     """Lines for torch's import, the driver, each device and what compiles for it."""
     if "torch" not in facts.stages:
         yield error("torch imports", f"no: {facts.failed}", REINSTALL)
-        yield from energy(used=False)
         return
     torch = facts.stages["torch"]
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPU only"
@@ -67,7 +66,8 @@ def devices(facts: TorchFacts) -> Iterator[Finding]:
         yield from _with_cuda(facts)
     elif "cuda" in facts.stages:
         yield _without_cuda(torch, facts.stages["cuda"]["reasons"])
-    yield from energy(used=bool(facts.devices))
+    if facts.devices:
+        yield energy()
 
 
 def _without_cuda(torch: dict[str, Any], reasons: list[str]) -> Finding:
@@ -120,11 +120,9 @@ def _with_cuda(facts: TorchFacts) -> Iterator[Finding]:
 def attention(facts: TorchFacts) -> Finding:
     """The backends that attention runs in, and whether cuDNN is the one that torch brought and is right."""
     stage = facts.stages["attention"]
-    message = (
-        ", ".join(f"{name}: {backend}" for name, backend in stage["backends"].items()) or "torch does not say which"
-    )
-    version = stage["cudnn"]
-    if version:
+    backends = ", ".join(f"{name}: {backend}" for name, backend in stage["backends"].items())
+    message = backends or "torch does not report which"
+    if version := stage["cudnn"]:
         message += f"; cuDNN {version // 10000}.{version % 10000 // 100}.{version % 100}"
     paths = [Path(part).resolve() for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
     hiding = [file for file in stage["cudnn_files"] if Path(file).resolve().parent in paths]
@@ -153,33 +151,28 @@ def ptxas() -> Finding:
     if path is None or not path.is_file():
         found = shutil.which("ptxas")
         if given or found is None:
-            return error(
-                "ptxas", f"{path} is not there", "unset TRITON_PTXAS_PATH, or pip install --force-reinstall triton"
-            )
+            fix = "unset TRITON_PTXAS_PATH, or pip install --force-reinstall triton"
+            return error("ptxas", f"{path} is not there", fix)
         path = Path(found)
     outcome = call([str(path), "--version"], seconds=PTXAS_SECONDS)
     if outcome.failed:
-        return error(
-            "ptxas", f"{path} does not run: {outcome.failed}", "a file system mounted noexec? reinstall triton"
-        )
+        fix = "a file system mounted noexec? reinstall triton"
+        return error("ptxas", f"{path} does not run: {outcome.failed}", fix)
     released = next((line for line in outcome.output.splitlines() if "release" in line), "")
     return ok("ptxas", f"{released.strip() or 'runs'} ({path})")
 
 
-def energy(*, used: bool) -> Iterator[Finding]:
-    """Whether NVML counts joules; nothing to say without a device."""
-    if not used:
-        return
+def energy() -> Finding:
+    """Whether NVML counts joules."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
     except Exception as failure:  # NVML raises classes of its own
-        yield warning("energy", f"NVML does not count joules: {failure}", "records will have no joules_per_sample")
-    else:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        yield ok("energy", f"NVML counts joules (driver {driver.decode() if isinstance(driver, bytes) else driver})")
+        return warning("energy", f"NVML does not count joules: {failure}", "records will have no joules_per_sample")
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    return ok("energy", f"NVML counts joules (driver {driver.decode() if isinstance(driver, bytes) else driver})")
 
 
 def nvidia_boards() -> int:

@@ -14,13 +14,12 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch._dynamo.utils as dynamo_utils
 
-from scripts.explain.explanation import Break, Kernels, Recompile
+from scripts.explain.explanation import Break, Graphs, Kernels, Recompile
 from trainer.telemetry import source
 from trainer.telemetry.compiler import METRICS_KEPT
 from trainer.telemetry.recompiles import FIXES, TENSOR_KINDS, change_of, guard_of, value_now
@@ -58,32 +57,18 @@ KERNEL = re.compile(r"= async_compile\.\w+\(")
 """Each kernel that a file launches, in C++ a function of one or more loops. Torch's own count is one of loops there."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Compiled:
-    backward: bool
-    operations: int
-    region: str
-    phase: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Seen:
-    """Everything that was compiled, in order."""
-
-    graphs: list[Compiled] = field(default_factory=list)
-    breaks: list[Break] = field(default_factory=list)
-    recompiles: list[Recompile] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    cudagraph_reasons: list[str] = field(default_factory=list)
-
-
 class CompilerRecorder:
     """Reads torch's metrics of each compilation between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
-        self.seen = Seen()
         self.phase = "warming"
         """``warming`` (before the first step), ``training`` or ``validating``, set by the owner."""
+        self.graphs: dict[str, Graphs] = {}
+        """By kind of region."""
+        self.breaks: list[Break] = []
+        self.recompiles: list[Recompile] = []
+        self.failures: list[str] = []
+        self._cudagraph_reasons: list[str] = []
         self._regions: dict[str, str] = {}
         self._locations: dict[str, Line] = {}
         self._metrics = self._breaks = 0
@@ -113,7 +98,7 @@ class CompilerRecorder:
         self._breaks = min(self._breaks, len(reasons))  # torch._dynamo.reset() empties the list
         for reason in reasons[self._breaks :]:
             stack = [source.line(frame.filename, frame.lineno or 0, frame.name) for frame in reason.user_stack]
-            self.seen.breaks.append(read_break(reason.reason, stack, region=region, phase=self.phase))
+            self.breaks.append(read_break(reason.reason, stack, region=region, phase=self.phase))
         self._breaks = len(reasons)
 
     def kernels(self, *, cuda_graphs: bool) -> Kernels:
@@ -124,7 +109,7 @@ class CompilerRecorder:
             nodes_before_fusion=counts["nodes"],
             external_calls=counts["external"],
             cudagraph_skips=counts["skips"] if cuda_graphs else None,
-            cudagraph_reasons=list(dict.fromkeys(self.seen.cudagraph_reasons)),
+            cudagraph_reasons=list(dict.fromkeys(self._cudagraph_reasons)),
         )
 
     def _read_metric(self, metric: Any, region: str | None, *, first_call: bool) -> None:
@@ -139,14 +124,14 @@ class CompilerRecorder:
         region = region or _place(where)
         self._regions.setdefault(identifier, region)
         if metric.cudagraph_skip_reason:
-            self.seen.cudagraph_reasons.append(" ".join(metric.cudagraph_skip_reason.split()))
+            self._cudagraph_reasons.append(" ".join(metric.cudagraph_skip_reason.split()))
         if metric.fail_type:
             line = " ".join(str(metric.fail_reason or "no reason given").split("\n")[0].split())
             at = f" ({metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno})"
             where_text = at if metric.fail_user_frame_filename else f" ({where})" if where else ""
-            self.seen.failures.append(f"{metric.fail_type}: {line}{where_text}")
+            self.failures.append(f"{metric.fail_type}: {line}{where_text}")
         elif metric.recompile_reason and metric.has_guarded_code:
-            self.seen.recompiles.append(
+            self.recompiles.append(
                 read_recompile(
                     metric.recompile_reason,
                     after=_value_of(metric),
@@ -158,8 +143,17 @@ class CompilerRecorder:
                 )
             )
         if backward or (metric.has_guarded_code and metric.graph_op_count):
-            operations = metric.graph_op_count or 0
-            self.seen.graphs.append(Compiled(backward=backward, operations=operations, region=region, phase=self.phase))
+            graphs = self.graphs_of(region)
+            if self.phase == "validating":
+                graphs.validation += 1
+                return
+            graphs.operations += metric.graph_op_count or 0
+            graphs.backward += backward
+            graphs.forward += not backward
+
+    def graphs_of(self, region: str) -> Graphs:
+        """The graphs of one kind of region, to be added to."""
+        return self.graphs.setdefault(region, Graphs(region=region))
 
 
 def read_break(text: str, stack: Sequence[Line], *, region: str | None, phase: str) -> Break:

@@ -151,8 +151,6 @@ class StepRecorder(L.Callback):
         """Whether a validation came up."""
         self.eager_passed = False
         """Whether the batch that ended the steps with an error runs in eager without one."""
-        self.paths: dict[str, list[str]] = {}
-        """Paths of the regions by their kind."""
         self._compile, self._options = compile_, options
         self._batch: Any = None
         self._profile = StepProfile()
@@ -248,7 +246,7 @@ class StepRecorder(L.Callback):
         """Have each compiled call say on whose behalf the compiler works; regions within regions are not called."""
         every = [region.path for region in program.regions]
         for region in program.regions:
-            self.paths.setdefault(region.kind, []).append(region.path)
+            self.compiler.graphs_of(region.kind).paths.append(region.path)
             module = program.module.get_submodule(region.path)
             if any(region.path.startswith(f"{path}.") for path in every) or module._compiled_call_impl is None:
                 continue

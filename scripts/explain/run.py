@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from scripts.explain.compiler import merged_breaks, merged_recompiles, quiet_compiler
-from scripts.explain.explanation import Explanation, Graphs
+from scripts.explain.explanation import Explanation
 from scripts.explain.recorder import Options, StepRecorder
 from strategies import Modular, Strategy
 from strategies.compile_errors import is_compile_error
@@ -186,55 +185,37 @@ def _compile_failures(failures: list[str], recorder: StepRecorder) -> Iterator[N
 
 
 def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, failures: list[str]) -> Explanation:
-    used, seen, record = backends_of(compile_.strategies), recorder.compiler.seen, compile_.record
+    used, compiler, record = backends_of(compile_.strategies), recorder.compiler, compile_.record
     explanation = Explanation(
         task=record.task,
         strategies=record.label,
         backend=", ".join(used),
         device=hardware.device_name(trainer.strategy.root_device),
         versions=hardware.versions(),
-        breaks=merged_breaks(seen.breaks),
-        recompiles=merged_recompiles(seen.recompiles),
-        failures=list(dict.fromkeys([*seen.failures, *failures, *record.eager_parts.values()])),
+        breaks=merged_breaks(compiler.breaks),
+        recompiles=merged_recompiles(compiler.recompiles),
+        failures=list(dict.fromkeys([*compiler.failures, *failures, *record.eager_parts.values()])),
         coverage=recorder.coverage,
         notes=list(record.notes),
     )
     missing = explanation.not_looked_at
     if "inductor" in used:
         graphs_wanted = any(strategy.uses_cuda_graphs for strategy in compile_.strategies)
-        explanation.kernels = recorder.compiler.kernels(cuda_graphs=graphs_wanted)
+        explanation.kernels = compiler.kernels(cuda_graphs=graphs_wanted)
     else:
         missing.append(NOT_FOR_INDUCTOR.format(" and ".join(used) or "no backend"))
     if used and all(name == "eager" for name in used):
         missing.append("backward graphs: backend eager compiles none; --backend aot_eager does")
     if recorder.coverage is None:
         missing.append("time in compiled code: no step was profiled")
-    explanation.graphs = _graphs(recorder, explanation)
+    for each in explanation.breaks:
+        if each.region is not None:
+            compiler.graphs_of(each.region).breaks += 1
+    for recompile in explanation.unexpected:
+        if recompile.region is not None:
+            compiler.graphs_of(recompile.region).recompiles += recompile.count
+    explanation.graphs = list(compiler.graphs.values())
     if (chosen := recorder.chosen) is not None:
         explanation.batches, explanation.batches_run = chosen.looked_at, chosen.run
         explanation.batch_kinds, explanation.stopped = dict(chosen.kinds.most_common()), chosen.stopped
     return explanation
-
-
-def _graphs(recorder: StepRecorder, explanation: Explanation) -> list[Graphs]:
-    kinds = {kind: Graphs(region=kind, paths=paths) for kind, paths in recorder.paths.items()}
-
-    def of(region: str) -> Graphs:
-        return kinds.setdefault(region, Graphs(region=region))
-
-    for graph in recorder.compiler.seen.graphs:
-        if graph.phase == "validating":
-            of(graph.region).validation += 1
-            continue
-        of(graph.region).operations += graph.operations
-        if graph.backward:
-            of(graph.region).backward += 1
-        else:
-            of(graph.region).forward += 1
-    for region, count in Counter(each.region for each in explanation.breaks).items():
-        if region is not None:
-            of(region).breaks = count
-    for region, count in Counter(each.region for each in explanation.unexpected for _ in range(each.count)).items():
-        if region is not None:
-            of(region).recompiles = count
-    return list(kinds.values())

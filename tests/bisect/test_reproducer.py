@@ -22,10 +22,9 @@ def written(searched: Searched, folder: Path, backend: str, symptom: str) -> Pat
 
     def reproduce(bench: Bench, report: Report) -> None:
         [culprit] = report.culprits
-        captured = bench.capture(culprit.path, 0, {})
-        assert captured.args[0].shape == (4, 8)
-        file = captured.write(folder, symptom=symptom, reason=culprit.reason)
+        file = bench.reproducer(culprit.path, 0, folder, symptom=symptom, reason=culprit.reason)
         assert culprit.path in file.read_text()
+        assert torch.load(folder / "reproduce.pt", weights_only=False)["args"][0].shape == (4, 8)
 
     searched(Net(Middle(Sine())), backend, symptom, then=reproduce)
     return folder / "reproduce.py"
@@ -53,7 +52,7 @@ def test_a_failure_in_the_backward(searched: Searched, tmp_path: Path, capsys: p
 
 def test_what_compiles_again(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def reproduce(bench: Bench, report: Report) -> None:
-        bench.capture("net.blocks.0", 0, {}).write(tmp_path, symptom="recompiles", reason=None)
+        bench.reproducer("net.blocks.0", 0, tmp_path, symptom="recompiles", reason=None)
 
     with torch._dynamo.config.patch(error_on_recompile=False):
         searched(Net(Counting()), "eager", "recompiles", then=reproduce)
@@ -63,7 +62,7 @@ def test_what_compiles_again(searched: Searched, tmp_path: Path, capsys: pytest.
 
 def test_a_break(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def reproduce(bench: Bench, report: Report) -> None:
-        bench.capture("net.blocks.0", 0, {}).write(tmp_path, symptom="breaks", reason=None)
+        bench.reproducer("net.blocks.0", 0, tmp_path, symptom="breaks", reason=None)
 
     searched(Net(Breaking()), "eager", "breaks", then=reproduce)
     assert run_here(tmp_path / "reproduce.py") == 1
@@ -74,7 +73,7 @@ def test_a_module_without_the_fault_shows_nothing(
     searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def reproduce(bench: Bench, report: Report) -> None:
-        bench.capture("net.blocks.0", 0, {}).write(tmp_path, symptom="differs", reason=None)
+        bench.reproducer("net.blocks.0", 0, tmp_path, symptom="differs", reason=None)
 
     searched(Net(Plain()), "eager", "breaks", then=reproduce)
     assert run_here(tmp_path / "reproduce.py") == 0
@@ -84,9 +83,9 @@ def test_a_module_without_the_fault_shows_nothing(
 def test_what_cannot_be_saved_is_said(searched: Searched, tmp_path: Path) -> None:
     def reproduce(bench: Bench, report: Report) -> None:
         with pytest.raises(ValueError, match=r"net\.blocks\.0 cannot be (saved|copied)"):
-            bench.capture("net.blocks.0", 0, {}).write(tmp_path, symptom="differs", reason=None)
+            bench.reproducer("net.blocks.0", 0, tmp_path, symptom="differs", reason=None)
         with pytest.raises(ValueError, match=r"a step does not call net\.blocks"):
-            bench.capture("net.blocks", 0, {})
+            bench.reproducer("net.blocks", 0, tmp_path, symptom="differs", reason=None)
 
     searched(Net(Hooked()), "eager", "breaks", then=reproduce)
     assert not list(tmp_path.iterdir())
