@@ -118,9 +118,9 @@ class Bench:
             arguments["dynamic"] = self._program.dynamic
         if symptom == "breaks":
             arguments["fullgraph"] = True  # so that the break is an error, which names the line
-        backend, budget = arguments["backend"], None
-        if isinstance(backend, BudgetedBackend):
-            backend, budget = backend.backend, backend.budget
+        backend: Any = arguments["backend"]
+        budget = backend.budget if isinstance(backend, BudgetedBackend) else None
+        backend = backend.backend if isinstance(backend, BudgetedBackend) else backend
         if not isinstance(backend, str):
             raise ValueError(f"backend {backend!r} has no name to load it by")
         state, autocast = self._captured(path, batch)

@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage
 
 from scripts.bisect.bench import Bench
 from scripts.bisect.trial import searched
-from scripts.explain.recorder import kind_of
+from scripts.explain.recorder import kind_of, wrap_training_loader
 from strategies import Strategy
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
@@ -102,14 +101,7 @@ class _BenchCallback(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Strategies are applied: stand between the training loader and the loop."""
-        strategy: Any = trainer.strategy
-        process = strategy.process_dataloader
-
-        def process_dataloader(loader: Any) -> Any:
-            processed = process(loader)
-            return self._choose(processed) if trainer.state.stage is RunningStage.TRAINING else processed
-
-        strategy.process_dataloader = process_dataloader
+        wrap_training_loader(trainer, self._choose)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -136,6 +136,18 @@ def _copied(batch: Any) -> Any:
         return batch
 
 
+def wrap_training_loader(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> None:
+    """Have the training loop iterate over what ``wrap`` makes of its loader."""
+    strategy: Any = trainer.strategy
+    process = strategy.process_dataloader
+
+    def process_dataloader(loader: Any) -> Any:
+        processed = process(loader)
+        return wrap(processed) if trainer.state.stage is RunningStage.TRAINING else processed
+
+    strategy.process_dataloader = process_dataloader
+
+
 class StepRecorder(L.Callback):
     """Comes after ``Compile`` in the trainer's callbacks: chooses the batches, names regions, profiles the last steps.
 
@@ -162,15 +174,10 @@ class StepRecorder(L.Callback):
         program = self._compile.program
         assert program is not None
         self._record_regions(program)
-        strategy: Any = trainer.strategy
-        process = strategy.process_dataloader
 
-        def process_dataloader(loader: Any) -> Any:
-            processed = process(loader)
-            if trainer.state.stage is not RunningStage.TRAINING:
-                return processed
+        def chosen(loader: Any) -> ChosenBatches:
             self.chosen = ChosenBatches(
-                processed,
+                loader,
                 batches=self._options.batches,
                 seconds=self._options.seconds,
                 accumulate=trainer.accumulate_grad_batches,
@@ -178,7 +185,7 @@ class StepRecorder(L.Callback):
             )
             return self.chosen
 
-        strategy.process_dataloader = process_dataloader
+        wrap_training_loader(trainer, chosen)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What a run logs line by line is reported here at the end."""
