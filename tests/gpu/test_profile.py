@@ -83,4 +83,4 @@ def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
     assert {"cuda driver", "device 0", "triton", "ptxas"} <= {finding.name for finding in found}
     finding = compiling(seconds=240)
     assert finding.status == OK
-    assert "on cuda" in finding.said
+    assert "on cuda" in finding.message
