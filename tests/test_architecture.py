@@ -20,7 +20,7 @@ from trainer.settings import Config, TrainerConfig
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")
 MODULES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
-KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "trainer.explain.compiler")
+KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.compiler")
 """The second reads what no run should pay for: the value behind each failed guard, and Inductor's own counts."""
 LONGEST = 400
 """Lines of a file."""

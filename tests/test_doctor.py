@@ -1,4 +1,4 @@
-"""``python -m scripts.doctor``: every failing condition is found with its mend, and nothing has to work for it."""
+"""``python -m scripts.doctor``: every failing condition is found with its fix, and nothing has to work for it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts import doctor
+from scripts.doctor import devices as devices_module
+from scripts.doctor.__main__ import main
+from scripts.doctor.compiling import compiling, reason
+from scripts.doctor.devices import TorchFacts, ask_torch, devices
+from scripts.doctor.finding import ERROR, OK, WARNING, Finding
+from scripts.doctor.software import installed, requirements
 from tests.conftest import ROOT
-from trainer.doctor import devices as devices_module
-from trainer.doctor.compiling import compiling, reason
-from trainer.doctor.devices import TorchFacts, ask_torch, devices
-from trainer.doctor.finding import ERROR, OK, WARNING, Finding
-from trainer.doctor.packages import installed, requirements
 
 IMPORTED = {"stage": "torch", "version": "2.15.0", "cuda": "13.2", "hip": None, "path": "here"}
 GPU = {
@@ -63,11 +63,11 @@ def test_a_torch_that_does_not_import_is_an_error_and_the_rest_is_still_looked_a
     told = json.loads(done.stdout)
     found = {finding["name"]: finding for finding in told["findings"]}
     assert found["torch imports"]["status"] == ERROR
-    assert "libcudart.so.13: cannot open" in found["torch imports"]["said"]
+    assert "libcudart.so.13: cannot open" in found["torch imports"]["message"]
     assert {"python", "lightning", "c++ compiler", "inductor cache", "memory", "environment"} <= set(found)
-    assert (found["compile"]["status"], found["compile"]["said"]) == (WARNING, "not tried")
+    assert (found["compile"]["status"], found["compile"]["message"]) == (WARNING, "not tried")
     assert told["errors"] == sum(finding["status"] == ERROR for finding in told["findings"])
-    assert all(finding["mend"] for finding in told["findings"] if finding["status"] != OK)
+    assert all(finding["fix"] for finding in told["findings"] if finding["status"] != OK)
 
 
 def test_where_nothing_is_installed_each_package_is_missed_by_name(stub: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_torch_that_crashes_or_hangs_ends_its_own_process_only(stub: Path, mon
     stub.write_text("import time; time.sleep(60)\n")
     monkeypatch.setattr(devices_module, "PROBE_SECONDS", 0.5)
     facts = ask_torch()
-    assert not facts.importable
+    assert "torch" not in facts.stages
     assert facts.failed == "it took too long and was stopped"
 
 
@@ -105,18 +105,20 @@ def test_a_compiler_that_does_nothing_raises_or_takes_too_long_is_an_error(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     stub.write_text("import time; time.sleep(60)\n")
-    assert "after 0.5 s" in compiling(seconds=0.5).said
+    assert "after 0.5 s" in compiling(seconds=0.5).message
     stub.write_text("raise RuntimeError('Failed to find a C compiler')\n")
-    assert compiling(seconds=100).said == "a tiny function does not compile: RuntimeError: Failed to find a C compiler"
+    assert (
+        compiling(seconds=100).message == "a tiny function does not compile: RuntimeError: Failed to find a C compiler"
+    )
     told = {"device": "cpu", "import_seconds": 1.0, "compile_seconds": 1.0, "difference": 0.0}
     stub.write_text(f"import sys; print({json.dumps(json.dumps(told))}); sys.exit(0)\n")
-    assert compiling(seconds=100).said == "nothing was compiled: the compiler is switched off"
+    assert compiling(seconds=100).message == "nothing was compiled: the compiler is switched off"
 
 
 def test_of_a_traceback_the_error_is_told_not_the_advice() -> None:
     text = 'Traceback (most recent call last):\n  File "x.py"\ntorch.InductorError: no ptxas\n\nSet X=1\n'
     assert reason(text) == "torch.InductorError: no ptxas"
-    assert reason("") == "it says nothing"
+    assert reason("") == "no reason given"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_what_torch_says_of_cuda_is_judged_by_the_boards_that_are_there(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     finding = named(list(devices(facts)), "cuda")
     assert finding.status == status
-    assert said in finding.said
+    assert said in finding.message
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_each_device_is_judged(
     stages = {"torch": IMPORTED, "cuda": {"available": True, "reasons": []}}
     finding = named(list(devices(TorchFacts(stages=stages, devices=[{**GPU, **change}]))), "device 0")
     assert finding.status == status
-    assert said in finding.said
+    assert said in finding.message
 
 
 def test_versions_are_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,7 @@ def test_versions_are_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     assert installed("torch", ">=2.11").status == ERROR
     assert installed("torch", ">=2.9").status == OK
     found = installed("hydra-core", ">=1.3.8,<1.4")
-    assert (found.said, found.mend) == ("1.4.0, <1.4 is needed", "pip install 'hydra-core>=1.3.8,<1.4'")
+    assert (found.message, found.fix) == ("1.4.0, <1.4 is needed", "pip install 'hydra-core>=1.3.8,<1.4'")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.99.0")
     assert installed("torch", ">=2.11").status == WARNING, "newer than was tried"
     assert dict(requirements())["hydra-core"] == ">=1.3.8,<1.4"
@@ -187,7 +189,7 @@ def test_versions_are_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        doctor.main(["--compile-seconds", "-1"])
+        main(["--compile-seconds", "-1"])
     assert stopped.value.code == 2
     assert "argument --compile-seconds: -1 must be above 0" in capsys.readouterr().err
 
@@ -205,11 +207,11 @@ def test_the_backend_of_attention_is_named_and_a_hidden_or_wrong_cudnn_told(monk
 
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib:/elsewhere")
     said = "with a mask: cudnn_attention, causal: flash_attention; cuDNN 9.19.0"
-    assert (told("2.15.0").status, told("2.15.0").said) == (OK, said)
+    assert (told("2.15.0").status, told("2.15.0").message) == (OK, said)
     wrong = told("2.11.0+cu130")
-    assert (wrong.status, "NaN at lengths of 64 modulo 128" in wrong.said) == (WARNING, True)
+    assert (wrong.status, "NaN at lengths of 64 modulo 128" in wrong.message) == (WARNING, True)
     assert told("2.11.0", backends={"with a mask": "flash_attention"}).status == OK
     hidden = told("2.15.0", cudnn_files=["/opt/cuda/lib/libcudnn.so.9"])
     assert hidden.status == WARNING
-    assert "from /opt/cuda/lib/libcudnn.so.9, which LD_LIBRARY_PATH puts before torch's own" in hidden.said
+    assert "from /opt/cuda/lib/libcudnn.so.9, which LD_LIBRARY_PATH puts before torch's own" in hidden.message
     assert told("2.15.0", cudnn=None, cudnn_failed="cuDNN version incompatibility").status == WARNING

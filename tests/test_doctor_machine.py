@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.doctor.cpp import cpp
-from trainer.doctor.finding import ERROR, OK, WARNING
-from trainer.doctor.limits import memory_limit_gib, processors, quota
-from trainer.doctor.places import place, places, shared_memory
-from trainer.doctor.variables import judged, variables
+from scripts.doctor.compiling import cpp
+from scripts.doctor.finding import ERROR, OK, WARNING
+from scripts.doctor.machine import place, places, processors, quota, shared_memory
+from scripts.doctor.software import judged, variables
+from tasks.resources import memory_limit_gib
 
 
 def script(file: Path, text: str) -> None:
@@ -22,36 +22,36 @@ def script(file: Path, text: str) -> None:
 
 def test_the_compiler_of_this_machine_compiles_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    (finding,) = cpp(needed=True)
+    finding = cpp(needed=True)
     assert finding.status == OK
-    assert "g++ compiles and runs, OpenMP with" in finding.said
+    assert "g++ compiles and runs, OpenMP with" in finding.message
 
 
 def test_no_compiler_is_an_error_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = cpp(needed=True)
-    assert (finding.status, finding.mend) == (ERROR, "install g++ or use compile=eager")
-    (finding,) = cpp(needed=False)
+    finding = cpp(needed=True)
+    assert (finding.status, finding.fix) == (ERROR, "install g++ or use compile=eager")
+    finding = cpp(needed=False)
     assert finding.status == WARNING, "on a GPU Triton writes the kernels"
     script(tmp_path / "clang++", "exit 0")
-    (finding,) = cpp(needed=True)
-    assert finding.mend == "set CXX=clang++, install g++ or use compile=eager", "Inductor looks for g++ alone"
+    finding = cpp(needed=True)
+    assert finding.fix == "set CXX=clang++, install g++ or use compile=eager", "Inductor looks for g++ alone"
 
 
 def test_a_compiler_that_fails_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(tmp_path / "fails", "echo 'three_lines.cpp:1:10: fatal error: omp.h: No such file' >&2; exit 1")
     monkeypatch.setenv("CXX", str(tmp_path / "fails"))
-    (finding,) = cpp(needed=True)
+    finding = cpp(needed=True)
     assert finding.status == ERROR
-    assert "fatal error: omp.h: No such file" in finding.said
+    assert "fatal error: omp.h: No such file" in finding.message
     # It writes a program that does not run, as on a file system that is mounted noexec.
     script(tmp_path / "half", 'while [ "$1" != -o ]; do shift; done; touch "$2"')
     monkeypatch.setenv("CXX", str(tmp_path / "half"))
-    (finding,) = cpp(needed=True)
-    assert "does not run: " in finding.said
-    assert "Permission denied" in finding.said
-    assert "noexec" in str(finding.mend)
+    finding = cpp(needed=True)
+    assert "does not run: " in finding.message
+    assert "Permission denied" in finding.message
+    assert "noexec" in str(finding.fix)
 
 
 def test_a_cache_that_cannot_be_written_to_names_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_cache_that_cannot_be_written_to_names_its_variable(monkeypatch: pytes
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     found = {finding.name: finding for finding in places()}
     assert found["inductor cache"].status == ERROR
-    assert found["inductor cache"].mend == "set TORCHINDUCTOR_CACHE_DIR to a folder on another disk"
-    assert "file/cache cannot be written to: " in found["inductor cache"].said
+    assert found["inductor cache"].fix == "set TORCHINDUCTOR_CACHE_DIR to a folder on another disk"
+    assert "file/cache cannot be written to: " in found["inductor cache"].message
     assert found["triton cache"].status == OK
 
 
@@ -83,7 +83,7 @@ def test_a_folder_is_judged_by_its_file_system(
     monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(**{**system, **change}))
     finding = place("cache", tmp_path, "elsewhere", runs_files=True)
     assert finding.status == status
-    assert said in finding.said
+    assert said in finding.message
 
 
 def test_the_shared_memory_of_a_container_is_little() -> None:
@@ -99,7 +99,7 @@ def test_processors_are_those_that_the_container_gets(tmp_path: Path) -> None:
     assert quota(tmp_path) == 1.5
     finding = processors(64, 1.5, None)
     assert finding.status == WARNING
-    assert "OMP_NUM_THREADS=1" in str(finding.mend)
+    assert "OMP_NUM_THREADS=1" in str(finding.fix)
     assert processors(64, 1.5, "1").status == OK
     assert processors(2, 4.0, None).status == OK
 
@@ -135,13 +135,13 @@ def test_a_variable_is_judged_by_its_value(name: str, value: str, status: str | 
     finding = judged(name, value)
     assert (finding and finding.status) == status
     if finding is not None:
-        assert finding.said.startswith(f"{name}={value}: ")
+        assert finding.message.startswith(f"{name}={value}: ")
 
 
 def test_a_switched_off_compiler_is_an_error_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     (finding,) = variables({"TORCHDYNAMO_DISABLE": "1"})
-    assert (finding.status, finding.mend) == (ERROR, "unset it, or use compile=eager")
+    assert (finding.status, finding.fix) == (ERROR, "unset it, or use compile=eager")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     (finding,) = variables({})
     assert finding.status == OK

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from scripts.doctor.finding import OK, WARNING
+from scripts.doctor.machine import place
 from strategies.cached.store import read_key
 from strategies.errors import one_line
 from tests.conftest import ROOT
 from tests.evidence.records import record
 from trainer.config import compose
 from trainer.described import described
-from trainer.doctor.finding import OK, WARNING
-from trainer.doctor.places import place
 from trainer.evidence import baselines, tables
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import find
@@ -122,15 +122,15 @@ def test_the_doctor_warns_of_a_cache_that_others_can_fill(tmp_path: Path, monkey
     assert place("inductor cache", link, other, runs_files=True).status == OK, "a link of one's own is no danger"
     cache.chmod(0o777)
     finding = place("inductor cache", link, other, runs_files=True)
-    assert (finding.status, finding.mend) == (
+    assert (finding.status, finding.fix) == (
         WARNING,
         "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write",
     )
-    assert "other users may write" in finding.said
+    assert "other users may write" in finding.message
     assert place("here", cache, other).status == OK
     cache.chmod(0o755)
     monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-    assert "belongs to another user" in place("inductor cache", cache, other, runs_files=True).said
+    assert "belongs to another user" in place("inductor cache", cache, other, runs_files=True).message
 
 
 # ---- what others wrote ---------------------------------------------------------------------------------------------

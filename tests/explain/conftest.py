@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.explain.explanation import Explanation
+from scripts.explain.recorder import Options
+from scripts.explain.run import explain_module
 from strategies import Whole
 from tests.explain.planted import Trained, like, loader
-from trainer.explain.explanation import Explanation
-from trainer.explain.look import Options, explain_module
 
 
 @pytest.fixture(autouse=True)

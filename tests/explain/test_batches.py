@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.explain.batches import FIRST_BATCHES, TIMED_BATCHES, ChosenBatches, kind_of
+from scripts.explain.recorder import FIRST_BATCHES, TIMED_BATCHES, ChosenBatches, kind_of
 
 
 class Pair(NamedTuple):

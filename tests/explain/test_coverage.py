@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from scripts.explain.coverage import BACKWARD, FORWARD, MODULE, STEP, coverage
+from scripts.explain.explanation import Share
+from scripts.explain.recorder import Options
+from scripts.explain.run import explain_module
 from strategies import Regional
 from tests.explain.planted import Trained, like, loader
-from trainer.explain.coverage import BACKWARD, FORWARD, MODULE, STEP, coverage
-from trainer.explain.explanation import Share
-from trainer.explain.look import Options, explain_module
 
 
 @dataclass

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.explain import composed, main
+from scripts.explain.__main__ import composed, main
+from scripts.explain.explanation import Break, Coverage, Explanation, Kernels, Recompile, Share
+from scripts.explain.report import page, verdict
 from tests.conftest import ROOT
-from trainer.explain.explanation import Break, Coverage, Explanation, Kernels, Line, Recompile, Share
-from trainer.explain.page import page
-from trainer.explain.terminal import verdict
+from trainer.telemetry.source import Line
 
 MICRO = ["task=micro", "task.width=16", "task.batch_size=4", "task.train_examples=16", "trainer.val_every_n_steps=0"]
 
@@ -35,7 +35,7 @@ def test_a_task_that_breaks_is_explained_on_the_terminal_in_json_and_on_a_page(
     out = capsys.readouterr().out
     assert "graph break 1" in out
     assert "micro/model.py:" in out
-    assert "mend: " in out
+    assert "fix: " in out
     assert "2 graph breaks" in out.splitlines()[-1]
     said = json.loads(Path("why.json").read_text())
     assert said["problems"] == 2
@@ -90,7 +90,7 @@ def test_a_strategy_is_added_only_where_none_is_named() -> None:
 
 def test_help_shows_examples_without_importing_torch() -> None:
     code = (
-        "import sys; from scripts.explain import main\n"
+        "import sys; from scripts.explain.__main__ import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
@@ -145,7 +145,7 @@ def test_a_page_holds_everything_escaped_and_loads_nothing(tmp_path: Path) -> No
         backend="inductor",
         command=["task=mine"],
         batch_kinds={"x float32 2": 3},
-        breaks=[Break(kind="a <kind>", identifier="GB0001", reason="why", mend="mend", where=line, called_from=line)],
+        breaks=[Break(kind="a <kind>", identifier="GB0001", reason="why", fix="fix", where=line, called_from=line)],
         recompiles=[
             Recompile(kind="number", what="self.scale", guard="self.scale == 1.0", changes=["1.0 -> 2.0"], where=line),
             Recompile(kind="gradient mode", what="grad_mode", guard="grad_mode", expected=True),

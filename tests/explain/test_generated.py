@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.explain.generated import kernels_in, name_of
+from scripts.explain.compiler import kernels_in, name_of
 
 CODE = """\
 # AOT ID: ['3_backward']

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scripts.explain.explanation import Explanation
+from scripts.explain.recorder import Options
+from scripts.explain.run import backends_of, explain, explain_module, prepared, strict
 from strategies import Cached, Modular, Optimizer, Part, Regional, Strategy, Whole
 from tests.explain import planted
 from tests.explain.planted import Trained, like, loader
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
-from trainer.explain.backends import backends_of, prepared, strict
-from trainer.explain.explanation import Explanation
-from trainer.explain.look import Options, explain, explain_module
 
 EAGER = Options(backend="eager", profiles=False)
 

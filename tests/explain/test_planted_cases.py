@@ -1,4 +1,4 @@
-"""Each planted case is found at its line, with its mend; what torch handles by now is no alarm."""
+"""Each planted case is found at its line, with its fix; what torch handles by now is no alarm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.explain.explanation import Explanation
 from tests.explain import planted
 from tests.explain.planted import like
-from trainer.explain.explanation import Explanation, Line
+from trainer.telemetry.source import Line
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 Look = Callable[..., Explanation]
@@ -32,22 +33,22 @@ def at(line: Line | None) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says", "mend"),
+    ("kind", "says", "fix"),
     [
-        (planted.Prints, "print", "is_compiling"),
-        (planted.Item, "item", "keep it a tensor"),
+        (planted.Prints, "print", "reorderable_logging_functions"),
+        (planted.Item, "item", "capture_scalar_outputs"),
         (planted.Branch, "Data-dependent branching", "torch.where"),
         (planted.Extension, "zlib.crc32", "custom_op"),
         (planted.Hook, "item", "in a hook"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_break_is_found_at_its_line_with_its_mend(looked: Look, kind: type[nn.Module], says: str, mend: str) -> None:
+def test_a_break_is_found_at_its_line_with_its_fix(looked: Look, kind: type[nn.Module], says: str, fix: str) -> None:
     explanation = looked(kind())
     found = [each for each in explanation.breaks if at(each.where) == (FILE, line_of(kind))]
     assert found, [str(each.where) for each in explanation.breaks]
     one = next(each for each in found if says in f"{each.kind} {each.reason}")
-    assert mend in one.mend
+    assert fix in one.fix
     assert one.where is not None
     assert "# planted" in (one.where.code or "")
     assert one.region == kind.__name__
@@ -61,7 +62,7 @@ def test_a_break_alone_is_not_taken_for_a_recompile(looked: Look, kind: type[nn.
 def test_a_number_that_a_break_leaves_behind_is_blamed_on_the_break(looked: Look) -> None:
     (one,) = looked(planted.Item()).unexpected
     assert one.kind == "value carried over a break"
-    assert "goes away with the graph break" in one.mend
+    assert "goes away with the graph break" in one.fix
     assert at(one.where) == (FILE, line_of(planted.Item))
 
 
@@ -83,7 +84,7 @@ def test_a_value_that_changes_is_found_with_before_and_after(
     assert (one.kind, one.changes) == (changed, changes)
     assert what in one.what
     assert at(one.where) == (FILE, line_of(kind))
-    assert one.mend
+    assert one.fix
 
 
 def test_a_closure_over_what_changes_is_found_at_the_line_that_reads_it(looked: Look) -> None:

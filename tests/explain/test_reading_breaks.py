@@ -1,4 +1,4 @@
-"""Torch's text about a break is read into kind, explanation and mend; the line is the user's."""
+"""Torch's text about a break is read into kind, explanation and fix; the line is the user's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.explain import source
-from trainer.explain.breaks import merged, read_break
-from trainer.explain.explanation import Line
-from trainer.explain.mends import EXTENSION, LOGGING, SCALAR, mend
+from scripts.explain.compiler import merged_breaks, read_break
+from trainer.telemetry import source
+from trainer.telemetry.source import Line
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 ITEM = (
@@ -26,10 +25,11 @@ MINE, THEIRS, TORCHS = (
 )
 
 
-def test_text_is_read_into_kind_number_explanation_and_mend() -> None:
+def test_text_is_read_into_kind_number_explanation_and_fix() -> None:
     one = read_break(ITEM, [MINE], region="Net", phase="training")
     assert one.kind == "Unsupported Tensor.item() call with capture_scalar_outputs=False"
-    assert (one.identifier, one.reason, one.mend) == ("GB0124", "Dynamo does not trace it.", SCALAR)
+    assert (one.identifier, one.reason) == ("GB0124", "Dynamo does not trace it.")
+    assert one.fix == "Set capture_scalar_outputs. https://x.io/compile-graph-break-site/gb/gb0124.html"
     assert (one.where, one.called_from, one.inside) == (MINE, None, None)
 
 
@@ -40,14 +40,14 @@ def test_the_line_is_the_innermost_outside_torch_and_says_who_called_it() -> Non
 
 def test_a_break_in_a_hook_says_so() -> None:
     hook = Line(file="/mine/hooks.py", number=2, function="remember")
-    assert read_break(ITEM, [MINE, TORCHS, hook], region="Net", phase="training").mend.startswith("in a hook, ")
-    assert not read_break(ITEM, [MINE, hook], region="Net", phase="training").mend.startswith("in a hook, ")
+    assert read_break(ITEM, [MINE, TORCHS, hook], region="Net", phase="training").fix.startswith("in a hook, ")
+    assert not read_break(ITEM, [MINE, hook], region="Net", phase="training").fix.startswith("in a hook, ")
 
 
 def test_a_break_that_is_met_twice_is_one_and_knows_its_caller() -> None:
     inner = read_break(ITEM, [THEIRS], region="Net", phase="training")
     outer = read_break(ITEM, [MINE, THEIRS], region="Net", phase="training")
-    (one,) = merged([inner, outer])
+    (one,) = merged_breaks([inner, outer])
     assert (one.count, one.where, one.called_from) == (2, THEIRS, MINE)
 
 
@@ -63,25 +63,12 @@ def test_words_without_an_explanation_get_one(text: str, kind: str, says: str) -
     one = read_break(text, [], region=None, phase="training")
     assert one.kind == kind
     assert one.reason
-    assert says in one.mend
+    assert says in one.fix
 
 
-@pytest.mark.parametrize(
-    ("identifier", "text", "advice"),
-    [
-        ("GB0007", "the builtin `zlib.crc32.` a third-party C/C++ Python extension (e.g. _warnings.warn)", EXTENSION),
-        ("GB0007", "the builtin `_warnings.warn.` This function is a Python builtin", LOGGING),
-        ("GB0059", "Dynamo does not know how to trace builtin operator `print`", LOGGING),
-        ("GB0291", "logging.Logger method not supported for non-export cases", LOGGING),
-    ],
-)
-def test_the_first_mend_that_fits_is_given(identifier: str, text: str, advice: str) -> None:
-    assert mend(identifier, text) == advice
-
-
-def test_an_unknown_kind_gets_torchs_own_hints() -> None:
-    hints = ["Use another function.", "Please report an issue to PyTorch."]
-    assert mend("GB9999", "Something new", hints) == "torch says: Use another function."
+def test_torchs_hints_are_passed_on_without_its_plea_for_reports() -> None:
+    text = "Something new\n  Hint: Use another function.\n  Hint: Please report an issue to PyTorch.\n"
+    assert read_break(text, [], region=None, phase="training").fix == "Use another function."
 
 
 def test_lines_are_read_with_their_code_and_shown_from_where_the_reader_is(

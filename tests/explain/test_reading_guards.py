@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.explain.guards import guard_of, merged, read_recompile, value_now
-from trainer.explain.mends import RECOMPILE_MENDS
+from scripts.explain.compiler import merged_recompiles, read_recompile
+from trainer.telemetry.recompiles import FIXES, guard_of, value_now
 
 STACK = '\nUser stack trace:\n  File "/mine/net.py", line 7, in forward\n    return x * self.scale'
 
@@ -52,7 +52,7 @@ STACK = '\nUser stack trace:\n  File "/mine/net.py", line 7, in forward\n    ret
 def test_each_form_is_read(text: str, after: str | None, kind: str, what: str, changes: str | None) -> None:
     one = read_recompile(f"0/1: {text}", after=after, function=None, region="Block", phase="training")
     assert (one.kind, one.what, one.changes) == (kind, what, [changes] if changes else [])
-    assert one.mend == RECOMPILE_MENDS[kind]
+    assert one.fix == FIXES[kind]
     assert not one.expected
 
 
@@ -100,7 +100,7 @@ def test_pieces_behind_a_break_that_see_the_same_change_are_counted_with_it() ->
     first = read_recompile(text, after=None, function=None, region="Net", phase="training")
     behind = read_recompile(piece, after=None, function=None, region="Net", phase="training", resumed=True)
     elsewhere = read_recompile(piece, after=None, function=None, region="Head", phase="training")
-    assert [(one.what, one.count) for one in merged([first, behind, elsewhere])] == [
+    assert [(one.what, one.count) for one in merged_recompiles([first, behind, elsewhere])] == [
         ("tensor x, dimension 0", 2),
         ("tensor y, dimension 0", 1),
     ]

@@ -8,11 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 
+from scripts.explain.explanation import Explanation
+from scripts.explain.recorder import Options
+from scripts.explain.run import explain_module
 from strategies import Regional, Whole
 from tests.trainer.test_other_peoples_models import Demo, Trained, gpt2, images, tokens, vision_transformer
-from trainer.explain.explanation import Explanation
-from trainer.explain.look import Options, explain_module
-from trainer.explain.source import shown
+from trainer.telemetry.source import shown
 
 QUICK = Options(backend="eager", profiles=False)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts.doctor.compiling import compiling
+from scripts.doctor.devices import ask_torch, devices
+from scripts.doctor.finding import ERROR, OK
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.doctor.compiling import compiling
-from trainer.doctor.devices import ask_torch, devices
-from trainer.doctor.finding import ERROR, OK
 from trainer.telemetry.profile_page import profile_page
 from trainer.telemetry.record import RunRecord
 
@@ -83,4 +83,4 @@ def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
     assert {"cuda driver", "device 0", "triton", "ptxas"} <= {finding.name for finding in found}
     finding = compiling(seconds=240)
     assert finding.status == OK
-    assert "on cuda" in finding.said
+    assert "on cuda" in finding.message

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from scripts.doctor import machine as doctor
+from scripts.doctor.finding import OK, WARNING
 from tests.evidence.records import record
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.doctor import busy as doctor
-from trainer.doctor.finding import OK, WARNING
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import Run
 from trainer.telemetry import machine
@@ -143,10 +143,10 @@ def test_a_verdict_on_figures_of_a_busy_machine_is_withheld() -> None:
 
 
 def test_the_doctor_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = doctor.processors(facts(waited_share=None))
-    assert (finding.status, finding.said) == (WARNING, f"busy: {BUSY}")
-    finding = doctor.processors(facts(other_processors=0.06, load_average=0.4))
-    assert (finding.status, finding.said) == (OK, "load 0.4 on 2 cores, others take 3% of the processor time")
+    finding = doctor.others(facts(waited_share=None))
+    assert (finding.status, finding.message) == (WARNING, f"busy: {BUSY}")
+    finding = doctor.others(facts(other_processors=0.06, load_average=0.4))
+    assert (finding.status, finding.message) == (OK, "load 0.4 on 2 cores, others take 3% of the processor time")
     done = subprocess.run(
         [sys.executable, "-m", "scripts.doctor", "--no-compile", "--json"], capture_output=True, text=True, check=False
     )
@@ -172,7 +172,7 @@ def test_a_throttled_board_and_one_in_use_are_told(monkeypatch: pytest.MonkeyPat
     answers(0x40 | 0x4)
     finding = doctor.board(0, object(), 0.0)
     assert finding.status == WARNING
-    assert finding.said == "computes 0% of the time, 690 of 700 W, 1200 of 1980 MHz, throttled: hardware thermal"
+    assert finding.message == "computes 0% of the time, 690 of 700 W, 1200 of 1980 MHz, throttled: hardware thermal"
     answers(0x4)  # the power cap: as under any full load
     assert doctor.board(0, object(), 0.0).status == OK
     assert doctor.board(0, object(), 0.97).status == WARNING

@@ -28,9 +28,9 @@ from strategies.errors import is_double_backward, is_out_of_memory, is_recompile
 from strategies.loop import Loop
 from strategies.optimizer.step import installed, uninstall
 from strategies.regions import compiled_only, give_up, guard_calls
-from trainer.explain.guards import guard_of, read_recompile
 from trainer.telemetry.compiler import CompilerWatch
 from trainer.telemetry.events import Event
+from trainer.telemetry.recompiles import FIXES, change_of, guard_of
 
 if TYPE_CHECKING:
     from trainer.settings import Config
@@ -225,8 +225,8 @@ def _beyond_limit(recompile_reason: str) -> str:
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
     if not recompile_reason:
         return line
-    read = read_recompile(recompile_reason, after=None, function=None, region=None, phase="training")
-    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({read.kind}): {read.mend}"
+    kind = change_of(recompile_reason).kind
+    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({kind}): {FIXES[kind]}"
 
 
 def optimizer_to_eager(program: Program) -> None:

@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Iterable
 
-from trainer.explain.source import shown
 from trainer.telemetry.events import Event, SlowStep
 from trainer.telemetry.slow_steps import sentence
+from trainer.telemetry.source import shown
 
 MOST_LINES = 20
 MOST_SHAPES = 3

@@ -10,7 +10,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from strategies.credentials import hidden
 from trainer.atomic import finite
-from trainer.explain.source import shown
 from trainer.telemetry import hparams
 from trainer.telemetry.events import Event
 from trainer.telemetry.facts import rows as facts_in
@@ -19,6 +18,7 @@ from trainer.telemetry.layout import layout
 from trainer.telemetry.profile_page import profile_page
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.slow_steps import slow_steps_table
+from trainer.telemetry.source import shown
 
 
 class TensorBoardPages:

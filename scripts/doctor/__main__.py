@@ -1,0 +1,104 @@
+"""Check this machine before anything is trained on it: ``python -m scripts.doctor``.
+
+Works before anything else does: without torch, without a compiler, without a GPU, with a broken driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from scripts.doctor.compiling import compiling, cpp
+from scripts.doctor.devices import ask_torch, devices
+from scripts.doctor.finding import ERROR, WARNING, Finding, warning
+from scripts.doctor.machine import busy, limits, places
+from scripts.doctor.software import packages, variables
+from scripts.training_arguments import seconds
+from trainer.atomic import finite
+
+EXAMPLES = """\
+examples:
+  python -m scripts.doctor
+  python -m scripts.doctor --no-compile              # seconds, without compiling anything
+  python -m scripts.doctor --json > machine.json     # for a ticket, or a job that checks its node
+
+Every line is ok, warning (it works, but worse than it could) or error (a run would fail), with the fix below it.
+Exit codes: 0 no error, 1 an error, 2 wrong arguments.
+"""
+COMPILE_SECONDS = 240.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    findings: list[Finding] = []
+    try:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        for finding in diagnosis(compiles=not options.no_compile, seconds=options.compile_seconds):
+            findings.append(finding)
+            if not options.json:
+                print(finding.lines(colour=colour), flush=True)
+        errors, warnings = (sum(finding.status == status for finding in findings) for status in (ERROR, WARNING))
+        if options.json:
+            listed = [dataclasses.asdict(finding) for finding in findings]
+            facts = finite({"errors": errors, "warnings": warnings, "findings": listed})
+            print(json.dumps(facts, indent=1, allow_nan=False), flush=True)
+        else:
+            print(f"{count(errors, 'error')}, {count(warnings, 'warning')}", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if any(finding.status == ERROR for finding in findings) else 0
+
+
+def diagnosis(*, compiles: bool, seconds: float) -> Iterator[Finding]:
+    """Every finding, the quick ones first."""
+    yield from packages()
+    facts = ask_torch()
+    yield from devices(facts)
+    failed = False
+    for finding in (cpp(needed=not facts.devices), *places(), *limits(), *busy(), *variables()):
+        failed |= finding.status == ERROR
+        yield finding
+    if not compiles:
+        return
+    if failed or "torch" not in facts.stages:
+        yield warning("compile", "not tried", "fix the errors above first")
+        return
+    if sys.stderr.isatty():
+        print(f"compiling a tiny function, {seconds:g} s at most ...", end="\r", file=sys.stderr, flush=True)
+    finding = compiling(seconds=seconds)
+    if sys.stderr.isatty():
+        print("\033[K", end="", file=sys.stderr, flush=True)
+    yield finding
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.doctor",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--no-compile", action="store_true", help="leave the last question out: compile nothing")
+    parser.add_argument(
+        "--compile-seconds",
+        type=seconds,
+        default=COMPILE_SECONDS,
+        metavar="SECONDS",
+        help="longest time for the tiny compile (default %(default)g)",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

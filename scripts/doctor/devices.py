@@ -1,0 +1,194 @@
+"""Torch as it imports, the CUDA driver and devices, Triton, ptxas and NVML."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.doctor.finding import Finding, call, error, ok, warning
+from strategies.toolchain import cudnn_attention_fails, triton_lacks
+
+PROBE_SECONDS = 120.0
+"""Importing torch from a cold network disk takes a minute."""
+PTXAS_SECONDS = 20.0
+LITTLE_DEVICE_GIB = 1.0
+REINSTALL = "install torch anew: https://pytorch.org/get-started/locally"
+
+
+@dataclass(kw_only=True)
+class TorchFacts:
+    """What the probe's stages reported; without the stage ``torch``, it cannot be imported."""
+
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    failed: str | None = None
+    """Why it did not come to its end."""
+
+
+def ask_torch() -> TorchFacts:
+    # -P: its folder holds modules of ours, which would be found before the standard library's.
+    outcome = call([sys.executable, "-P", str(Path(__file__).with_name("probe.py"))], seconds=PROBE_SECONDS)
+    facts = TorchFacts(failed=outcome.failed)
+    for line in outcome.output.splitlines():
+        if line.startswith('{"stage"'):
+            stage = json.loads(line)
+            if stage["stage"] == "device":
+                facts.devices.append(stage)
+            facts.stages[stage["stage"]] = stage
+    return facts
+
+
+def devices(facts: TorchFacts) -> Iterator[Finding]:
+    """Lines for torch's import, the driver, each device and what compiles for it."""
+    if "torch" not in facts.stages:
+        yield error("torch imports", f"no: {facts.failed}", REINSTALL)
+        return
+    torch = facts.stages["torch"]
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPU only"
+    yield ok("torch imports", f"{torch['version']} ({build})")
+    if "cuda" not in facts.stages or (facts.failed and facts.stages["cuda"]["available"]):
+        yield error(
+            "cuda",
+            f"using the device failed: {facts.failed}",
+            f"this torch is not built for the device: {REINSTALL}"
+            if "no kernel image" in str(facts.failed)
+            else "nvidia-smi says more; CUDA_VISIBLE_DEVICES= runs on the CPU",
+        )
+    if facts.stages.get("cuda", {}).get("available"):
+        yield from _with_cuda(facts)
+    elif "cuda" in facts.stages:
+        yield _without_cuda(torch, facts.stages["cuda"]["reasons"])
+    if facts.devices:
+        yield energy()
+
+
+def _without_cuda(torch: dict[str, Any], reasons: list[str]) -> Finding:
+    boards = nvidia_boards()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not boards and not reasons:
+        return ok("cuda", "no NVIDIA device: runs use the CPU")
+    if hidden is not None and hidden in ("", "-1"):
+        return ok("cuda", f"{boards} boards, hidden by CUDA_VISIBLE_DEVICES={hidden!r}: runs use the CPU")
+    if torch["cuda"] is None:
+        return warning("cuda", f"{boards} boards, but this torch is built without CUDA", REINSTALL)
+    if not boards:
+        return ok("cuda", f"no NVIDIA device: runs use the CPU ({reasons[0]})")
+    reason = reasons[0] if reasons else "torch does not say why"
+    return error(
+        "cuda",
+        f"{boards} boards, but torch cannot use them: {reason}",
+        f"update the driver to one for CUDA {torch['cuda']}, or install a torch for an older CUDA",
+    )
+
+
+def _with_cuda(facts: TorchFacts) -> Iterator[Finding]:
+    driver = facts.stages.get("driver")
+    if driver is not None:
+        version = f"for CUDA {driver['version']}" if driver["version"] else "its version is not known"
+        yield ok("cuda driver", f"{version}, torch is built with {facts.stages['torch']['cuda']}")
+    triton = version_of("triton")
+    for device in facts.devices:
+        name, capability = f"device {device['number']}", tuple(device["capability"])
+        message = (
+            f"{device['name']}, compute capability {capability[0]}.{capability[1]}, "
+            f"{device['free_gib']:.1f} of {device['total_gib']:.1f} GiB free"
+        )
+        if not device["works"]:
+            yield error(name, f"{message}: a product of matrices of ones is wrong", "nvidia-smi -q shows memory errors")
+        elif lacks := triton_lacks(triton is not None, device["name"], (capability[0], capability[1])):
+            yield error(name, message, lacks)
+        elif device["free_gib"] < LITTLE_DEVICE_GIB:
+            fix = "another process has the memory: nvidia-smi, or choose with CUDA_VISIBLE_DEVICES"
+            yield warning(name, message, fix)
+        else:
+            yield ok(name, message + ("" if device["bf16"] else ", no bf16: precision=auto uses 32 bits"))
+    if "attention" in facts.stages:
+        yield attention(facts)
+    if triton is not None:
+        yield ok("triton", triton)
+        yield ptxas()
+
+
+def attention(facts: TorchFacts) -> Finding:
+    """The backends that attention runs in, and whether cuDNN is the one that torch brought and is right."""
+    stage = facts.stages["attention"]
+    backends = ", ".join(f"{name}: {backend}" for name, backend in stage["backends"].items())
+    message = backends or "torch does not report which"
+    if version := stage["cudnn"]:
+        message += f"; cuDNN {version // 10000}.{version % 10000 // 100}.{version % 100}"
+    paths = [Path(part).resolve() for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
+    hiding = [file for file in stage["cudnn_files"] if Path(file).resolve().parent in paths]
+    if stage["cudnn_failed"] or hiding:
+        why = stage["cudnn_failed"] or f"from {hiding[0]}, which LD_LIBRARY_PATH puts before torch's own"
+        return warning("attention", f"{message}: {why}", "unset LD_LIBRARY_PATH, or take cuDNN's folder out of it")
+    failing = any(
+        cudnn_attention_fails(facts.stages["torch"]["version"], (device["capability"][0], device["capability"][1]))
+        for device in facts.devices
+    )
+    if failing and "cudnn_attention" in stage["backends"].values():
+        return warning(
+            "attention",
+            f"{message}: its backward can give NaN at lengths of 64 modulo 128 (pytorch issue 196678)",
+            "pad to other lengths, as buckets do; torch.backends.cuda.enable_cudnn_sdp(False); or torch 2.14",
+        )
+    return ok("attention", message)
+
+
+def ptxas() -> Finding:
+    """Whether the assembler that Triton calls runs: the one named, or the one it brings."""
+    given = os.environ.get("TRITON_PTXAS_PATH")
+    spec = importlib.util.find_spec("triton")
+    brought = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas" if spec and spec.origin else None
+    path = Path(given) if given else brought
+    if path is None or not path.is_file():
+        found = shutil.which("ptxas")
+        if given or found is None:
+            fix = "unset TRITON_PTXAS_PATH, or pip install --force-reinstall triton"
+            return error("ptxas", f"{path} is not there", fix)
+        path = Path(found)
+    outcome = call([str(path), "--version"], seconds=PTXAS_SECONDS)
+    if outcome.failed:
+        fix = "a file system mounted noexec? reinstall triton"
+        return error("ptxas", f"{path} does not run: {outcome.failed}", fix)
+    released = next((line for line in outcome.output.splitlines() if "release" in line), "")
+    return ok("ptxas", f"{released.strip() or 'runs'} ({path})")
+
+
+def energy() -> Finding:
+    """Whether NVML counts joules."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except Exception as failure:  # NVML raises classes of its own
+        return warning("energy", f"NVML does not count joules: {failure}", "records will have no joules_per_sample")
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    return ok("energy", f"NVML counts joules (driver {driver.decode() if isinstance(driver, bytes) else driver})")
+
+
+def nvidia_boards() -> int:
+    """Boards that NVML or the kernel's driver knows, whatever torch says."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # not installed, or no driver: as in ``energy``
+        driver = Path("/proc/driver/nvidia/gpus")
+        return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,101 @@
+"""Asks torch about its devices, or has it compile a tiny function; prints JSON. Run as a process, by its path.
+
+A driver may hang or crash whoever asks it; how far this came says where. It imports none of our modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def report(stage: str, **facts: Any) -> None:
+    """Print one stage's facts at once: what comes next may end the process."""
+    print(json.dumps({"stage": stage, **facts}), flush=True)
+
+
+def devices() -> None:
+    """Import torch, then ask for its devices, then use each of them."""
+    import torch
+
+    report("torch", version=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip, path=torch.__file__)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    # torch says why there is no device in a warning only.
+    report("cuda", available=available, reasons=[str(each.message).splitlines()[0] for each in caught])
+    if not available:
+        return
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # private: torch has no public name for it
+    report("driver", version=f"{driver // 1000}.{driver % 1000 // 10}" if driver else None)
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        product = torch.ones(64, 64, device=f"cuda:{number}") @ torch.ones(64, 64, device=f"cuda:{number}")
+        free, total = torch.cuda.mem_get_info(number)
+        report(
+            "device",
+            number=number,
+            name=properties.name,
+            capability=[properties.major, properties.minor],
+            works=float(product[0, 0]) == 64.0,
+            free_gib=free / 2**30,
+            total_gib=total / 2**30,
+            bf16=torch.cuda.is_bf16_supported(),
+        )
+    report("attention", **attention(torch))
+
+
+def attention(torch: Any) -> dict[str, Any]:
+    """The backend that ``scaled_dot_product_attention`` takes in bf16, and where cuDNN was loaded from."""
+    facts: dict[str, Any] = {"backends": {}, "cudnn": None, "cudnn_files": [], "cudnn_failed": None}
+    try:
+        facts["cudnn"] = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another version than torch was built with
+        facts["cudnn_failed"] = str(error).splitlines()[0]
+    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(128, 128, device="cuda", dtype=torch.bool).tril()
+    choose = getattr(torch, "_fused_sdp_choice", None)  # private: torch has no public name for it
+    for name, given in (("with a mask", {"attn_mask": mask}), ("causal", {"is_causal": True})):
+        if choose is not None:
+            facts["backends"][name] = torch.nn.attention.SDPBackend(choose(query, query, query, **given)).name.lower()
+    with contextlib.suppress(RuntimeError):  # a device without a kernel for it
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum().backward()
+    with contextlib.suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        facts["cudnn_files"] = sorted({line.split()[-1] for line in mapped if "libcudnn.so" in line})
+    return facts
+
+
+def tiny() -> None:
+    """Compile a function for the device that a run would take, and compare it and its gradient with eager."""
+    began = time.perf_counter()
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    imported = time.perf_counter()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.gelu(x) * x.sin()).sum()
+
+    gradients = []
+    for run in (function, torch.compile(function)):
+        x = torch.linspace(-2, 2, 256, device=device, requires_grad=True)
+        run(x).backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    report(
+        "compile",
+        device=device,
+        import_seconds=imported - began,
+        compile_seconds=time.perf_counter() - imported,
+        difference=float((gradients[0] - gradients[1]).abs().max()),
+    )
+
+
+if __name__ == "__main__":
+    tiny() if sys.argv[1:] == ["compile"] else devices()

@@ -1,0 +1,93 @@
+"""The suggested command lines: what they keep, what they change, and that the command line understands them."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from scripts.bisect.advice import command_line, modular_overrides, wildcards, with_changes, written
+from scripts.bisect.trial import OPTIMIZER, Node, Site
+from strategies import Modular, Regional, Whole
+from strategies.optimizer import Optimizer
+from trainer.config import compose
+
+PATHS = [
+    "net",
+    "net.blocks",
+    *(f"net.blocks.{number}{below}" for number in range(3) for below in ("", ".mlp")),
+    "net.head",
+]
+
+
+def site(**requests: object) -> Site:
+    region = Node(path="net", kind="Net")
+    return Site(regions=[region], strategy="whole", requests={"net": requests}, paths=PATHS)
+
+
+def test_numbers_become_wildcards_where_nothing_else_matches() -> None:
+    mlps = [f"net.blocks.{number}.mlp" for number in range(3)]
+    assert wildcards([*mlps, "net.head"], PATHS) == ["net.blocks.*.mlp", "net.head"]
+    assert wildcards(mlps[1:], PATHS) == mlps[1:]
+
+
+def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
+    given = ["task=captioning", "compile=[whole,optimizer]", "compile.whole.mode=max-autotune", "seed=3"]
+    overrides = modular_overrides(
+        given,
+        [Whole(mode="max-autotune"), Optimizer()],
+        site(mode="max-autotune", fullgraph=False),
+        ["net.head", OPTIMIZER],
+    )
+    assert overrides == [
+        "task=captioning",
+        "seed=3",
+        "compile=[modular,optimizer]",
+        "+compile.modular.parts={net.head:{how:whole,mode:max-autotune,fullgraph:false}}",
+    ]
+    config = compose(overrides)
+    assert config.compile["modular"] == Modular(parts={"net.head": {"mode": "max-autotune", "fullgraph": False}})
+
+
+def test_an_optimizer_at_fault_is_left_out() -> None:
+    overrides = modular_overrides(["compile=[whole,optimizer]"], [Whole(), Optimizer()], site(), ["net"])
+    assert overrides == ["compile=modular", "+compile.modular.parts={net:{how:whole}}"]
+
+
+def test_nothing_left_is_eager() -> None:
+    assert modular_overrides(["compile=whole", "seed=1"], [Whole()], site(), []) == ["seed=1", "compile=eager"]
+
+
+def test_an_option_is_changed_in_the_strategy_itself(edge: None) -> None:
+    strategies = [Regional(options={"max_autotune": True, "triton.cudagraphs": True}, blocks=["net.blocks"])]
+    overrides = with_changes(["compile=regional"], strategies, {"options": {"max_autotune": True}})
+    assert overrides == [
+        "compile=regional",
+        "+compile.regional.options={max_autotune:true}",
+        "compile.regional.blocks=[net.blocks]",
+    ]
+    assert compose(overrides).compile["regional"].options == {"max_autotune": True}  # type: ignore[attr-defined]
+
+
+def test_a_command_line_survives_the_shell() -> None:
+    line = command_line(["+compile.modular.parts={a.*:{how:whole}}", "task.name='x y'"], config_dir="my configs")
+    assert shlex.split(line)[3:] == [
+        "--config-dir",
+        "my configs",
+        "+compile.modular.parts={a.*:{how:whole}}",
+        "task.name='x y'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        ([1, "a"], "[1,a]"),
+        ("a b", "'a b'"),
+        ({"triton.cudagraphs": False}, "{triton.cudagraphs:false}"),
+    ],
+)
+def test_values_are_written_as_hydra_reads_them(value: object, text: str) -> None:
+    assert written(value) == text

@@ -1,0 +1,134 @@
+"""``python -m scripts.bisect``: a search from end to end, the commands it suggests, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bisect.__main__ import main
+from tests.conftest import ROOT
+from trainer.config import compose
+from trainer.run import run
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lightning as L
+
+from tasks import BatchCounts, Declaration, Task
+from tests.bisect import planted, trained
+from trainer.config import register_task
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return trained.loader(4, 4)
+
+
+@dataclass(kw_only=True, slots=True)
+class Planted(Task):
+    name: ClassVar[str] = "planted"
+
+    def build_data(self, *, seed: int) -> L.LightningDataModule:
+        return Data()
+
+    def build_module(self, *, max_steps: int) -> L.LightningModule:
+        return trained.Trained(planted.Net(planted.Middle(planted.Sine())))
+
+    def declare(self) -> Declaration:
+        return Declaration(whole=("net",))
+
+    def count(self, batch: Any) -> BatchCounts:
+        return BatchCounts(samples=len(batch))
+
+
+register_task(Planted)
+"""
+FAULTY = ("task=planted", "compile=whole", "compile.whole.backend=planted_wrong_sine")
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edge: None) -> str:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "plugin.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    return str(tmp_path / "configs")
+
+
+def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "found.json"
+    assert main(["--config-dir", plugin, *FAULTY, "--for", "differs", "--json", str(found)]) == 1
+    said = capsys.readouterr()
+    assert "culprit: net.blocks.0.inner (Sine" in said.out
+    assert "1  differs? everything: yes" in said.err
+    facts = json.loads(found.read_text())
+    assert (facts["symptom"], facts["exit_code"], facts["reproducer_shows"]) == ("differs", 1, True)
+    assert facts["reproducer"] == str(tmp_path / "outputs/bisect/planted-net-blocks-0-inner/reproduce.py")
+    [line] = facts["suggestions"]
+    assert line in said.out
+    command = shlex.split(line)
+    assert command[:5] == ["python", "-m", "trainer", "--config-dir", plugin]
+    # The suggested command runs, and its own comparison with eager passes.
+    record = run(compose([*command[5:], "trainer=debug", "trainer.max_steps=2"]), run_dir=tmp_path / "run", command=[])
+    assert (record.status, record.regions) == ("finished", 3)
+    assert record.report["parity"]["verdict"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compile=auto"], "compile=auto: only a run chooses"),
+        (["compile=hole"], "compile=hole is not an option; near: whole"),
+        (["compile=eager"], "compile=eager: compiles nothing"),
+        (["compile=cuda_graph", "run=train"], "compile=cuda_graph: compiles nothing"),
+        (["run=inference", "compile=whole"], "run=inference: bisect tries training steps"),
+        (["compile=whole", "compile.whole.mode=fastest"], "compile.whole.mode='fastest' is not one of"),
+        (["--json", "/nowhere/found.json"], "--json='/nowhere/found.json' is a folder, or lies in none"),
+        (["--config-dir", "/nowhere"], "--config-dir='/nowhere' is not a folder"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(
+    arguments: list[str], message: str, edge: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+
+
+@pytest.mark.parametrize("arguments", [["--shapes", "0"], ["--trial-seconds", "nan"], ["--for", "everything"]])
+def test_bad_options_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+
+
+def test_the_standard_library_keeps_its_module_of_the_same_name() -> None:
+    code = "import random, bisect; print(bisect.__file__, bisect.bisect([1, 2, 3], 2), bisect.insort([], 1))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split() == [str(ROOT / "scripts" / "bisect" / "__init__.py"), "2", "None"], done.stderr
+
+
+def test_help_shows_examples_without_importing_torch() -> None:
+    code = (
+        "import sys; from scripts.bisect.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert "python -m scripts.bisect task=captioning compile=regional" in done.stdout

@@ -1,0 +1,88 @@
+"""The search itself, on trees of names: what it finds, and that it tries no set twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from scripts.bisect.report import Report
+from scripts.bisect.search import Search
+from scripts.bisect.trial import Node, Outcome, Tree
+
+
+def node(path: str, *children: Node, kind: str | None = None, called: bool = True) -> Node:
+    return Node(path=path, kind=kind or path, likeness=kind or path, called=called, children=list(children))
+
+
+def search(regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
+    tried: list[frozenset[str]] = []
+
+    def try_paths(paths: Sequence[str]) -> Outcome:
+        tried.append(frozenset(paths))
+        return Outcome(shows=shows(set(paths)))
+
+    everything = [region.path for region in regions]
+    found = Report(task="mine", strategies="whole", command=[])
+    Search(Tree(regions), try_paths, found).run(everything, Outcome(shows=True, reason="planted"))
+    assert len(tried) == len(set(tried)), "no set is tried twice"
+    return found, tried
+
+
+def holding(*culprits: str) -> Callable[[set[str]], bool]:
+    """Shows wherever one of the culprits is compiled, by itself or in what holds it."""
+    return lambda paths: any(one == path or one.startswith(f"{path}.") for one in culprits for path in paths)
+
+
+NET = node("net", node("net.a", node("net.a.x"), node("net.a.y")), node("net.b"), node("net.c"))
+
+
+def test_one_culprit_and_all_the_rest() -> None:
+    found, _ = search([NET], holding("net.a.y"))
+    assert [culprit.path for culprit in found.culprits] == ["net.a.y"]
+    assert found.rest == ["net.a.x", "net.b", "net.c"]
+    assert found.rest_is_clean
+
+
+def test_several_culprits_are_all_found() -> None:
+    found, _ = search([NET], holding("net.a.y", "net.c"))
+    assert [culprit.path for culprit in found.culprits] == ["net.a.y", "net.c"]
+    assert found.rest == ["net.a.x", "net.b"]
+
+
+def test_a_module_whose_children_are_fine_is_at_fault_itself() -> None:
+    found, _ = search([NET], lambda paths: bool(paths & {"net", "net.a"}))
+    assert [(culprit.path, culprit.own_code) for culprit in found.culprits] == [("net.a", True)]
+    assert found.rest == ["net.a.x", "net.a.y", "net.b", "net.c"]
+
+
+def test_what_shows_only_together_is_told_as_such() -> None:
+    found, _ = search([NET], lambda paths: bool(paths & {"net"}) or {"net.b", "net.c"} <= paths)
+    assert found.culprits == []
+    assert found.together == ["net.b", "net.c"]
+    assert found.rest == ["net.a", "net.c"]
+
+
+def test_a_list_that_is_never_called_is_looked_through() -> None:
+    blocks = [node(f"net.blocks.{number}", kind="Block") for number in range(3)]
+    net = node("net", node("net.blocks", *blocks, called=False))
+    found, _ = search([net], holding("net.blocks.2"))
+    assert [culprit.path for culprit in found.culprits] == ["net.blocks.2"]
+    assert found.rest == ["net.blocks.0", "net.blocks.1"]
+
+
+def test_one_of_many_alike_is_found_in_few_trials() -> None:
+    net = node("net", *(node(f"net.{number}", kind="Block") for number in range(64)))
+    found, tried = search([net], holding("net.37"))
+    assert [culprit.path for culprit in found.culprits] == ["net.37"]
+    assert len(tried) < 20
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_copies_that_show_it_too_are_blamed_in_one_trial(count: int) -> None:
+    paths = [f"net.{number}" for number in range(count)]
+    net = node("net", node("net.head"), *(node(path, kind="Block") for path in paths))
+    found, tried = search([net], holding(*paths))
+    assert (found.culprits[0].path, found.culprits[0].copies) == (paths[0], paths[1:])
+    assert found.rest == ["net.head"]
+    assert len(tried) < 8

@@ -1,1 +1,0 @@
-"""Doctor: looks at a machine before anything is trained on it. Needs nothing installed; torch is asked in processes."""
