@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts import compare
-from scripts.benchmark_strategies import ALWAYS
+from scripts.matrix import ALWAYS
 from scripts.peers.cell import BACKENDS, REFUSED, flags
 from scripts.peers.names import OVERRIDE, PEERS, mark, refuse, refuse_workload
 from trainer import errors

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import benchmark_strategies, compare, report
+from scripts import compare, report
 from trainer.streams import keep_streams
 from trainer.sweep.quoting import quoted
 
@@ -43,6 +43,13 @@ RAGGED = (
 BY_TOKENS = " compile.buckets.tokens_per_batch=16384"
 AUTO = tuple(f"auto compile.auto.remember=false compile.auto.planned_steps={steps}" for steps in (500, 2_000, 20_000))
 """What it chooses for runs of these lengths; a run is stopped early, and its total calculated."""
+ALWAYS = (
+    "trainer.val_every_n_steps=0",
+    "trainer.checkpoint_every_n_steps=null",  # gigabytes a cell, and nobody continues from one
+    "trainer.progress=none",
+    "trainer.log_every_n_steps=100",  # windows of at least two seconds, which the energy counter needs
+)
+"""Overrides of every measurement."""
 TIME_IS_UP = 3
 GRACE_SECONDS = 60.0
 """For the cell under way to stop, once time is up."""
@@ -137,16 +144,23 @@ def main(arguments: list[str] | None = None) -> int:
     return int(failed)
 
 
+def sweep_arguments(row: Row, options: argparse.Namespace) -> list[str]:
+    """Arguments of ``python -m trainer`` for the sweep of ``row``."""
+    return [
+        "-m",
+        f"sweep={options.out / row.name}",
+        *ALWAYS,
+        *row.cells(smoke=options.smoke),
+        f"repeat={'cold,warm' if options.warm or row.warm else 'cold'}",
+        f"hydra.launcher.arms=[{','.join(map(quoted, row.arms))}]",
+        f"hydra.launcher.rounds={options.rounds}",
+        f"hydra.launcher.timeout_seconds={options.timeout}",
+    ]
+
+
 def sweep(row: Row, options: argparse.Namespace, until: float | None) -> int:
     """Run what is missing of ``row``; returns the sweep's exit code, or ``TIME_IS_UP``."""
-    described = benchmark_strategies.parse(
-        [
-            *("--arms", *row.arms, "--rounds", str(options.rounds), "--out", str(options.out / row.name)),
-            *("--timeout", str(options.timeout), *(["--warm"] if options.warm or row.warm else [])),
-            *("--", *row.cells(smoke=options.smoke)),
-        ]
-    )
-    child = subprocess.Popen([sys.executable, "-m", "trainer", *benchmark_strategies.sweep_arguments(described)])
+    child = subprocess.Popen([sys.executable, "-m", "trainer", *sweep_arguments(row, options)])
     try:
         return child.wait(None if until is None else max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
