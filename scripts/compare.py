@@ -2,7 +2,8 @@
 
 For each workload (task and settings) a row for each arm (strategies and their parameters): steady step, warm-up from
 cold and from warm compile caches, memory, energy, graphs, ratio to eager, the step at which compiling has paid back,
-total time for given numbers of steps, and a verdict. Needs neither torch nor a GPU.
+total time for given numbers of steps, and a verdict. Needs neither torch nor a GPU. With ``--against FILE`` instead:
+what moved since the rows of that file were written, which ``--update`` does (docs/drift.md).
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.atomic import written_whole
-from trainer.evidence import tables
-from trainer.evidence.comparison import AT_STEPS, WorkloadComparison, compare
-from trainer.evidence.rows import Row
-from trainer.evidence.runs import find
+from trainer.report import tables
+from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare
+from trainer.report.runs import Run, find
 
 ABOUT = """\
 how the figures are made:
@@ -33,7 +33,15 @@ how the figures are made:
   s to N     seconds from the start of the process to the end of step N, without validation and checkpoints
   verdict    of arms that are shown to be faster, the one of least total time
 
-Exit codes: 0 compared, 2 refused (wrong arguments, no records, runs that are unlike).
+what moved, with --against:
+  ratio        eager's mean step over the arm's: differs by more than --tolerance, and the 95% intervals are apart
+  warm-up      of cold starts: by more than --warmup-tolerance and a second, and the ranges of the runs are apart
+  peak memory  of the device, by more than --tolerance
+  counts       graphs, graph breaks, recompiles, cache misses: any difference
+Rows are kept for each device, host processor and major version of torch, Triton and CUDA.
+
+Exit codes: 0 compared (with --against: nothing got worse), 1 a row got worse or failed, 2 refused (wrong arguments, no
+records, runs that are unlike, no reference for their machine).
 """
 NARROWEST = 100
 """Characters of a line where the output is no terminal."""
@@ -44,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
+        if options.against is not None:
+            return drifted(runs, options)
         comparisons = compare(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
         if not options.allow_unlike:
             refuse_unlike(comparisons)
@@ -69,6 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # ``| head`` has read enough; Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def drifted(runs: Sequence[Run], options: argparse.Namespace) -> int:
+    """Compare with the rows of ``--against``, or write them; returns the exit code."""
+    from trainer.report import drift
+
+    try:
+        if options.update:
+            return drift.update(runs, options.against)
+        tolerances = drift.Tolerances(ratio=options.tolerance, warmup=options.warmup_tolerance)
+        return drift.against(runs, options.against, tolerances, strict=options.strict)
+    except OSError as error:
+        raise ValueError(f"{options.against}: {error.strerror}") from error
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -104,13 +127,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="compare runs of other devices, versions or precisions too, marked as unlike",
     )
+    add = parser.add_argument_group("has a strategy become slower?").add_argument
+    add("--against", type=Path, metavar="FILE", help="compare with the rows of this reference file (JSON)")
+    add("--update", action="store_true", help="write the rows of these runs into that file instead")
+    add("--tolerance", type=share, default=0.03, metavar="SHARE", help="of ratio and memory (default 0.03)")
+    add("--warmup-tolerance", type=share, default=0.25, metavar="SHARE", help="of the warm-up (default 0.25)")
+    add("--strict", action="store_true", help="exit with 1 too when a row got better, or could not be judged")
     options = parser.parse_args(arguments)
+    if (options.update or options.strict) and options.against is None:
+        parser.error("--update and --strict need a file: --against FILE")
     # ``--steps 500 outputs`` is what people write; argparse takes the folder for a number of steps.
     options.runs = [*options.runs, *(word for word in options.steps if not word.isdecimal())] or ["outputs"]
     options.steps = [int(word) for word in options.steps if word.isdecimal()] or list(AT_STEPS)
     if [options.markdown, options.csv, options.json].count("-") > 1:
         parser.error("only one of --markdown, --csv and --json can be -")
     return options
+
+
+def share(text: str) -> float:
+    """A share of 0 or more."""
+    if not (value := float(text)) >= 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
 
 
 def refuse_unlike(comparisons: Sequence[WorkloadComparison]) -> None:
@@ -170,7 +208,7 @@ def write(target: str, text: str) -> None:
 
 def for_tensorboard(comparisons: Sequence[WorkloadComparison], target: str) -> None:
     """Write what a sweep leaves in its ``summary``. Raises ValueError where that cannot be done."""
-    from trainer import sweep_pages
+    from trainer.report import sweep as sweep_pages
 
     try:
         missing = sweep_pages.write(comparisons, Path(target))

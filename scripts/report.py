@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from trainer.atomic import written_whole
-from trainer.evidence import page, page_details, pictures
-from trainer.evidence.comparison import AT_STEPS, compare
-from trainer.evidence.runs import find
+from trainer.report import page, pictures
+from trainer.report.comparison import AT_STEPS, compare
+from trainer.report.runs import find
 
 EXAMPLES = """\
 examples:
@@ -57,11 +57,11 @@ def report(options: argparse.Namespace, *, command: str) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target, "w") as file:
             file.write(text)
-        counts = f"{page_details.counted(len(comparisons), 'workload')}, {page_details.counted(len(runs), 'run')}"
+        counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
         print(f"{target}: {counts}, {len(text) / 1024:,.0f} KiB")
     if options.pictures is not None:
         files = pictures.write(comparisons, options.pictures)
-        print(f"{options.pictures}: {page_details.counted(len(files), 'picture')}", file=sys.stderr)
+        print(f"{options.pictures}: {page.counted(len(files), 'picture')}", file=sys.stderr)
     return 0
 
 

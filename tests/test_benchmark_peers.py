@@ -14,8 +14,8 @@ from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.trainer.runs import SMALLEST
 from trainer.compose import compose
-from trainer.evidence.comparison import compare
-from trainer.evidence.runs import Run, find
+from trainer.report.comparison import compare
+from trainer.report.runs import Run, find
 from trainer.telemetry.record import RunRecord
 
 STEPS = 4

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.evidence.arms import PEER
+from trainer.report.runs import PEER
 from trainer.settings import Config
 from trainer.telemetry.record import RunRecord
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.evidence.records import record
+from tests.report.records import record
 from tests.trainer.runs import train
 from trainer.doctor import busy as doctor
 from trainer.doctor.finding import OK, WARNING
-from trainer.evidence.comparison import compare
-from trainer.evidence.runs import Run
+from trainer.report.comparison import compare
+from trainer.report.runs import Run
 from trainer.rows import summary
 from trainer.telemetry import machine
 from trainer.telemetry.machine import MachineFacts, MachineWatch
