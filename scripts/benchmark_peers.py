@@ -22,8 +22,7 @@ from pathlib import Path
 
 from scripts import compare
 from scripts.matrix import ALWAYS
-from scripts.peers.cell import BACKENDS, REFUSED, flags
-from scripts.peers.names import OVERRIDE, PEERS, mark, refuse, refuse_workload
+from scripts.peers.cell import BACKENDS, OVERRIDE, PEERS, REFUSED, flags, mark, refuse, refuse_workload
 from trainer import errors
 from trainer.compose import compose
 from trainer.described import described

@@ -9,7 +9,7 @@ import torch
 
 from scripts import benchmark_peers
 from scripts.peers import cell as peer_cell
-from scripts.peers.names import PEERS
+from scripts.peers.cell import PEERS
 from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.trainer.runs import SMALLEST

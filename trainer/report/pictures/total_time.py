@@ -91,7 +91,7 @@ def draw(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figur
 
         def axes_of(inches: float, sharex: Axes | None = None) -> Axes:
             nonlocal top
-            sides = {"left": LEFT_INCHES, "right": right, "top": top, "bottom": height - top - inches}
+            sides: dict[str, float] = {"left": LEFT_INCHES, "right": right, "top": top, "bottom": height - top - inches}
             top += inches
             return style.place_axes(figure, **sides, sharex=sharex)
 
@@ -175,7 +175,12 @@ def _times(
         same = [line for line in shown if line.arm == crossed.arm and crossed.start in _starts(comparison)]
         spot = next((line for line in same if line.start == crossed.start), same[0] if same else None)
         if spot is not None and span[0] < crossed.from_steps < span[1]:
-            look = {"markersize": 6, "color": palette[spot.arm], "markeredgecolor": style.INK["paper"][0], "zorder": 5}
+            look: dict[str, Any] = {
+                "markersize": 6,
+                "color": palette[spot.arm],
+                "markeredgecolor": style.INK["paper"][0],
+                "zorder": 5,
+            }
             axes.plot([crossed.from_steps], [spot.at(crossed.from_steps)], "o", **look)
 
 
@@ -202,7 +207,7 @@ def _speeds(
     axes.grid(True)
     title = f"The same, times as fast as {style.plain(base.arm, longest=16)}"
     axes.set_title(title, loc="left", weight="bold", size=11)
-    arrow = {"arrowstyle": "-", "linewidth": 0.7, "relpos": (0.0, 0.5), "shrinkA": 1, "shrinkB": 0}
+    arrow: dict[str, Any] = {"arrowstyle": "-", "linewidth": 0.7, "relpos": (0.0, 0.5), "shrinkA": 1, "shrinkB": 0}
     for arm, y in apart(ends, smallest=0.19 / SPEEDS_INCHES * top, top=top).items():
         axes.annotate(
             style.plain(arm, longest=LONGEST_NAME),
@@ -244,7 +249,12 @@ def _strip(
     axes.set(ylim=(0, STRIP_INCHES), yticks=[])
     for spine in axes.spines.values():
         spine.set_visible(False)
-    beside = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 9, "color": style.INK["muted"][0]}
+    beside: dict[str, Any] = {
+        "transform": axes.get_yaxis_transform(),
+        "va": "center",
+        "size": 9,
+        "color": style.INK["muted"][0],
+    }
     axes.text(1.012, 0.14, said, **beside)
     marks = [one for one in comparison.crossings if one.start == start]
     edges = [min(max(float(one.from_steps), low), high) for one in marks] + [high]
