@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.report.records import record
-from trainer.report.verdicts import Cost, break_even_steps, cost_of, envelope, overhead_seconds
+from trainer.report.comparison import compare
+from trainer.report.runs import Run
+from trainer.report.verdicts import Cost, break_even_steps, envelope, overhead_seconds
 
 EAGER = Cost(step_seconds=0.1, warmup_seconds=1.0)
 
@@ -44,10 +47,15 @@ def test_what_is_no_faster_never_pays_back_and_what_costs_nothing_does_at_once()
     assert break_even_steps(cost(0.05, 0.5), EAGER) == 0
 
 
+def cost_of(**figures: Any) -> Cost | None:
+    (found,) = compare([Run(Path("whole"), record("whole", **figures))])
+    return found.rows[0].cost
+
+
 def test_a_record_that_lacks_a_figure_has_no_cost() -> None:
-    assert cost_of(record("whole", warmup_seconds=None)) is None
-    assert cost_of(record("whole", warmup_seconds=3.0, steady_steps_per_second=None)) is None
-    found = cost_of(record("whole", warmup_seconds=3.0, steady_steps_per_second=10.0, compile_seconds=2.0))
+    assert cost_of(warmup_seconds=None) is None
+    assert cost_of(warmup_seconds=3.0, steady_steps_per_second=None) is None
+    found = cost_of(warmup_seconds=3.0, steady_steps_per_second=10.0, compile_seconds=2.0)
     assert found == Cost(step_seconds=0.1, warmup_seconds=3.0, warmup_steps=5, compile_seconds=2.0)
 
 

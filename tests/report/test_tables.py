@@ -16,7 +16,7 @@ from tests.report.records import ragged, record, static
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare
 from trainer.report.runs import Run
-from trainer.report.tables import ABSENT, decision_columns
+from trainer.report.tables import ABSENT, tables_of
 from trainer.telemetry.record import RunRecord
 
 
@@ -44,7 +44,7 @@ def test_a_terminal_shows_every_figure_within_its_width(both: list[WorkloadCompa
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     words = set(text.split())
     for found in both:
-        for column, texts in decision_columns(found).items():
+        for column, texts in tables_of(found)[0].items():
             assert set(column.split()) <= words
             if column not in ("arm", "runs"):
                 assert {word for cell in texts for word in cell.split()} <= words
@@ -65,7 +65,7 @@ def test_a_workload_falls_into_no_more_tables_than_there_are_questions(
 def test_single_runs_claim_nothing_in_any_column() -> None:
     """The records of one round of the published figures: 1.85 times as fast, and no repeat to say so."""
     (found,) = compared([one for one in static(rounds=1) if one.start == "cold"])
-    columns = decision_columns(found)
+    columns = tables_of(found)[0]
     assert "95% interval" not in columns
     assert "pays back after steps" not in columns
     for name, texts in columns.items():
@@ -127,4 +127,4 @@ def test_json_is_strict_and_says_never_for_what_never_pays_back() -> None:
     assert told["rows"][0]["break_even_steps"] is None
     assert [run["directory"] for run in told["rows"][1]["runs"]] == ["2", "3"]
     assert told["verdict"] == found.verdict
-    assert decision_columns(found)["pays back after steps"] == [ABSENT, "never"]
+    assert tables_of(found)[0]["pays back after steps"] == [ABSENT, "never"]

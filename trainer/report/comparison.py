@@ -1,10 +1,9 @@
-"""Rows: one cell's figures beside the baseline's."""
+"""Comparison: the arms of each workload side by side, with ratios to the baseline, break-even and a verdict."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
-import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -16,22 +15,17 @@ from trainer.report.flags import (
     flags_of,
     notes_on,
     parity_of,
+    setup_seconds,
+    step_seconds,
     unlike_conditions,
 )
 from trainer.report.runs import PEER, Cell, Run, group
 from trainer.report.statistics import FASTER, NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
-from trainer.report.verdicts import (
-    Cost,
-    Crossing,
-    break_even_steps,
-    envelope,
-    overhead_seconds,
-    setup_seconds,
-    step_seconds,
-    verdict,
-)
+from trainer.report.verdicts import Cost, Crossing, break_even_steps, envelope, overhead_seconds, verdict
 from trainer.telemetry.record import RunRecord
 
+AT_STEPS = (500, 2000, 20000)
+"""Numbers of steps (batches, in inference) for which total times are given."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
 
@@ -51,7 +45,7 @@ class Row:
     useful_tokens_per_second: Estimate | None = None
     padded_share: float | None = None
     cold_warmup_seconds: Estimate | None = None
-    """Rehearsal and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
+    """Preflight and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
     warm_warmup_seconds: Estimate | None = None
     """Of warm starts; of what compiles nothing, any. None, like all that is warm, when the workload has no warm run."""
     first_step_seconds: Estimate | None = None
@@ -92,175 +86,6 @@ class Row:
             return None
         other = None if baseline is None or baseline is self else baseline.cost_warm if warm else baseline.cost
         return self.start_seconds + overhead_seconds(cost, other) + steps * cost.step_seconds
-
-
-def rows_of(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int]) -> list[Row]:
-    """A row for each cell, the baseline's first."""
-    start = _start_seconds([run for cell in cells for run in cell.finished])
-    ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
-    rows = [_figures(cell, start) for cell in ordered]
-    any_warm = any(cell.warm and cell.compiles for cell in cells)
-    base = rows[0] if baseline is not None else None
-    for row in rows:
-        row.flags = flags_of(row.cell, baseline)
-        _set_costs(row, base, any_warm=any_warm)
-        for totals, warm in ((row.total_seconds, False), (row.total_seconds_warm, True)):
-            for steps in at_steps:
-                total = row.total_at(steps, baseline=base, warm=warm)
-                if total is not None:
-                    totals[steps] = total
-    return rows
-
-
-def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
-    """Ratio, costs and break-even of a row; the baseline's own come first."""
-    work = 1.0 if base is None else _work(row, base)
-    if work != 1.0:
-        row.flags.append(
-            f"its steps hold {1 / work:.2f} times the samples of the baseline's: ratio, break-even and total times "
-            "are for steps of the baseline's size"
-        )
-    step = None if row.step_seconds is None else row.step_seconds.median * work
-    if base is not None and row is not base:
-        row.ratio = _ratio(row.cell, base.cell, work)
-        if row.ratio is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *base.flags)):
-            row.ratio = dataclasses.replace(row.ratio, verdict=NOT_SHOWN)  # the others may have made the difference
-        if row.ratio is not None and base.step_seconds is not None:
-            # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
-            step = base.step_seconds.median / row.ratio.value
-    row.cost = _cost(_cold(row.cell), step, work)
-    if any_warm:
-        row.cost_warm = _cost(_warm(row.cell), step, work)
-        row.warm_warmup_seconds = _over(_warm(row.cell), lambda record: record.warmup_seconds)
-    if base is not None and row is not base:
-        row.break_even_steps = _break_even(row.ratio, row.cost, base.cost)
-        row.break_even_steps_warm = _break_even(row.ratio, row.cost_warm, base.cost_warm)
-
-
-def _figures(cell: Cell, start_seconds: float) -> Row:
-    runs, cold = cell.finished, _cold(cell)
-    latency = bool(runs) and runs[0].record.run == "inference"
-    median, p95 = (
-        (lambda record: record.latency_seconds_median, lambda record: record.latency_seconds_p95)
-        if latency
-        else (lambda record: record.steady_step_seconds_median, lambda record: record.steady_step_seconds_p95)
-    )
-    padded = [run.record.padded_share for run in runs if run.record.padded_share is not None]
-    return Row(
-        cell=cell,
-        step_seconds=_over(runs, step_seconds),
-        median_step_seconds=_over(runs, median),
-        p95_seconds=_over(runs, p95),
-        samples_per_second=_over(runs, lambda record: record.samples_per_second),
-        useful_tokens_per_second=_over(runs, lambda record: record.useful_tokens_per_second),
-        padded_share=statistics.median(padded) if padded else None,
-        cold_warmup_seconds=_over(cold, lambda record: record.warmup_seconds),
-        first_step_seconds=_over(cold, lambda record: record.first_step_seconds),
-        compile_seconds=_over(cold, lambda record: record.compile_seconds),
-        peak_device_memory_gib=_largest(runs, lambda record: record.peak_device_memory_gib),
-        peak_process_memory_gib=_largest(runs, lambda record: record.peak_process_memory_gib),
-        joules_per_sample=_over(runs, lambda record: record.joules_per_sample),
-        graphs=_count(runs, lambda record: record.graphs),
-        graph_breaks=_count(runs, lambda record: record.graph_breaks),
-        recompiles=_count(runs, lambda record: record.recompiles),
-        parity=parity_of(cell),
-        start_seconds=start_seconds,
-    )
-
-
-def _cold(cell: Cell) -> list[Run]:
-    """Runs whose warm-up stands for a cold start; eager compiles nothing, so that any of its runs does."""
-    return cell.cold or cell.others or ([] if cell.compiles else cell.warm)
-
-
-def _warm(cell: Cell) -> list[Run]:
-    return cell.warm or ([] if cell.compiles else cell.others or cell.cold)
-
-
-def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | None:
-    """The warm-up of runs that started in one way, with steps of ``seconds``; ``work`` as in ``_work``."""
-    warmup = _over(started, lambda record: record.warmup_seconds)
-    if seconds is None or warmup is None:
-        return None
-    steps = _over(started, lambda record: record.warmup_steps)
-    compiling = _over(started, lambda record: record.compile_seconds)
-    preparing = _over(started, lambda record: record.preparation_seconds)
-    return Cost(
-        step_seconds=seconds,
-        warmup_seconds=warmup.median,
-        warmup_steps=0.0 if steps is None else steps.median / work,
-        compile_seconds=0.0 if compiling is None else compiling.median,
-        preparation_seconds=0.0 if preparing is None else preparing.median,
-    )
-
-
-def _break_even(found: Ratio | None, cost: Cost | None, baseline: Cost | None) -> float | None:
-    if found is None or not found.shown or cost is None or baseline is None:
-        return None
-    return break_even_steps(cost, baseline)
-
-
-def _ratio(cell: Cell, baseline: Cell, work: float) -> Ratio | None:
-    """How many times faster a cell is than the baseline, and whether that is shown.
-
-    Tables, pictures, break-even and the sentence of the verdict go by its ``shown`` alone: what withholds a verdict
-    belongs here.
-    """
-    # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
-    starts = {run.record.start for run in cell.finished} & {run.record.start for run in baseline.finished}
-    return ratio(_samples(cell, work, starts), _samples(baseline, 1.0, starts))
-
-
-def _samples(cell: Cell, work: float, starts: Collection[str | None]) -> list[Sample]:
-    samples = []
-    for run in cell.finished:
-        record = run.record
-        seconds = step_seconds(record)
-        if seconds is not None:
-            key = (record.seed, record.round, record.start if starts else None)
-            samples.append(Sample(seconds * work, key))
-    return samples
-
-
-def _work(row: Row, base: Row) -> float:
-    """Samples a step of the baseline over samples a step of the row; 1 when they are alike or not known."""
-    ours, theirs = (_over(each.cell.finished, _samples_per_step) for each in (row, base))
-    if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
-        return 1.0
-    return theirs.median / ours.median
-
-
-def _samples_per_step(record: RunRecord) -> float | None:
-    seconds = step_seconds(record)
-    return None if seconds is None or not record.samples_per_second else record.samples_per_second * seconds
-
-
-def _start_seconds(runs: Sequence[Run]) -> float:
-    parts = (
-        _over(runs, lambda record: record.import_seconds),
-        _over(runs, setup_seconds),
-    )
-    return sum(part.median for part in parts if part is not None)
-
-
-def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> Estimate | None:
-    return estimate([figure(run.record) for run in runs])
-
-
-def _largest(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> float | None:
-    found = _over(runs, figure)
-    return None if found is None else max(found.values)
-
-
-def _count(runs: Sequence[Run], figure: Callable[[RunRecord], int | None]) -> int | None:
-    found = _largest(runs, figure)
-    return None if found is None else int(found)
-
-
-__all__ = ["AT_STEPS", "Row", "WorkloadComparison", "compare"]
-
-AT_STEPS = (500, 2000, 20000)
-"""Numbers of steps (batches, in inference) for which total times are told."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -309,7 +134,7 @@ def compare(
     Args:
         runs: Of any workloads; a workload is compared with itself only.
         baseline: Name of an arm, or of a label that one arm alone has.
-        at_steps: Numbers of steps to tell total times for; the largest is where the verdict stops looking.
+        at_steps: Numbers of steps to give total times for; the largest is where the verdict stops looking.
 
     Raises ValueError when there are no runs, a number of steps is below 1, or the baseline asked for is none or several
     of the arms. ``eager`` alone may be missing: ratios are then None.
@@ -328,84 +153,215 @@ def compare(
 
 
 def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequence[int]) -> WorkloadComparison:
-    base = _baseline(cells, baseline)
+    named = [cell for cell in cells if cell.arm == baseline] or [cell for cell in cells if cell.label == baseline]
+    if len(named) > 1:
+        raise ValueError(f"baseline={baseline!r} is several arms: {', '.join(cell.arm for cell in named)}")
+    base = named[0] if named else None
     everything = [run for cell in cells for run in cell.runs]
     measured = [run for cell in cells for run in cell.finished] or everything
     first = everything[0].record
-    rows = rows_of(cells, base, at_steps)
+    versions = {name: _joined([run.record.versions.get(name) for run in measured]) for name in DECISIVE_VERSIONS}
     found = WorkloadComparison(
         workload=workload,
         task=first.task,
         run=first.run,
         device=_joined([run.record.device for run in measured]) or "n/a",
-        versions={
-            name: joined
-            for name in DECISIVE_VERSIONS
-            if (joined := _joined([run.record.versions.get(name) for run in measured]))
-        },
+        versions={name: version for name, version in versions.items() if version},
         baseline=baseline if base is None else base.arm,
-        rows=rows,
+        rows=_rows(cells, base, at_steps),
         unlike=unlike_conditions(measured),
         notes=notes_on(measured),
     )
     if found.baseline_row is None:
         found.verdict = _without(baseline, base, cells)
-    else:
-        found.crossings = _crossings(found)
-        others = [row for row in rows[1:] if row.ratio is not None]
-        busy = [flag for row in (rows[0], *others) for flag in row.flags if flag.startswith(BUSY)]
-        found.verdict = (
-            f"no verdict, {busy[0]}"
-            if busy and others
-            else verdict(
-                found.crossings,
-                baseline=found.baseline,
-                arms=[row.cell.arm for row in others],
-                shown=sum(row.ratio is not None and row.ratio.shown for row in others),
-                single=all(row.ratio is not None and row.ratio.low is None for row in others),
-                horizon=max(at_steps),
-                unit=found.unit,
-            )
-            + _caveat(found)
-        )
+        return found
+    found.crossings = _crossings(found.rows)
+    judged = [row for row in found.rows[1:] if row.ratio is not None]
+    busy = [flag for row in (found.rows[0], *judged) for flag in row.flags if flag.startswith(BUSY)]
+    if busy and judged:
+        found.verdict = f"no verdict, {busy[0]}"
+        return found
+    found.verdict = verdict(
+        found.crossings,
+        baseline=found.baseline,
+        arms=len(judged),
+        shown=sum(row.ratio is not None and row.ratio.shown for row in judged),
+        single=all(row.ratio is not None and row.ratio.low is None for row in judged),
+        horizon=max(at_steps),
+        unit=found.unit,
+    )
+    # What weakens it: thin figures of the arms that it names, or runs that are unlike.
+    arms = {found.baseline, *(crossing.arm for crossing in found.crossings)}
+    flags = [flag for row in found.rows if row.cell.arm in arms for flag in row.flags]
+    caveats = {THIN: "on thin figures", UNLIKE: "of runs that are unlike"}
+    if weak := [text for word, text in caveats.items() if any(flag.startswith(word) for flag in flags)]:
+        found.verdict += f" ({', '.join(weak)})"
     return found
 
 
-def _crossings(found: WorkloadComparison) -> list[Crossing]:
-    base = found.rows[0]
-    candidates = [base, *(row for row in found.rows[1:] if _can_win(row))]
-    crossings: list[Crossing] = []
-    if any(row.cost is not None for row in found.rows[1:]) and base.cost is not None:
-        costs = {row.cell.arm: row.cost for row in candidates if row.cost is not None}
-        crossings += envelope(costs, base.cost, "cold")
-    if any(row.cost_warm is not None for row in found.rows[1:]) and base.cost_warm is not None:
-        costs = {row.cell.arm: row.cost_warm for row in candidates if row.cost_warm is not None}
-        crossings += envelope(costs, base.cost_warm, "warm")
-    return crossings
+def _rows(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int]) -> list[Row]:
+    """A row for each cell, the baseline's first."""
+    runs = [run for cell in cells for run in cell.finished]
+    parts = (_over(runs, lambda record: record.import_seconds), _over(runs, setup_seconds))
+    start = sum(part.median for part in parts if part is not None)
+    ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
+    rows = [_figures(cell, start) for cell in ordered]
+    any_warm = any(cell.warm and cell.compiles for cell in cells)
+    base = rows[0] if baseline is not None else None
+    for row in rows:
+        row.flags = flags_of(row.cell, baseline)
+        _set_costs(row, base, any_warm=any_warm)
+        for totals, warm in ((row.total_seconds, False), (row.total_seconds_warm, True)):
+            for steps in at_steps:
+                total = row.total_at(steps, baseline=base, warm=warm)
+                if total is not None:
+                    totals[steps] = total
+    return rows
 
 
-def _caveat(found: WorkloadComparison) -> str:
-    """What weakens the verdict: thin figures of the arms that it names, or runs that are unlike."""
-    named = {found.baseline, *(crossing.arm for crossing in found.crossings)}
-    flags = [flag for row in found.rows if row.cell.arm in named for flag in row.flags]
-    told = [word for word in (THIN, UNLIKE) if any(flag.startswith(word) for flag in flags)]
-    return {(): "", (THIN,): " (on thin figures)", (UNLIKE,): " (of runs that are unlike)"}.get(
-        tuple(told), " (on thin figures, of runs that are unlike)"
+def _figures(cell: Cell, start_seconds: float) -> Row:
+    runs, cold = cell.finished, _cold(cell)
+
+    def over(name: str, chosen: Sequence[Run] = runs) -> Estimate | None:
+        return _over(chosen, lambda record: getattr(record, name))
+
+    def largest(name: str) -> float | None:
+        found = over(name)
+        return None if found is None else max(found.values)
+
+    def count(name: str) -> int | None:
+        found = largest(name)
+        return None if found is None else int(found)
+
+    kind = "latency_seconds" if runs and runs[0].record.run == "inference" else "steady_step_seconds"
+    padded = over("padded_share")
+    return Row(
+        cell=cell,
+        step_seconds=_over(runs, step_seconds),
+        median_step_seconds=over(f"{kind}_median"),
+        p95_seconds=over(f"{kind}_p95"),
+        samples_per_second=over("samples_per_second"),
+        useful_tokens_per_second=over("useful_tokens_per_second"),
+        padded_share=None if padded is None else padded.median,
+        cold_warmup_seconds=over("warmup_seconds", cold),
+        first_step_seconds=over("first_step_seconds", cold),
+        compile_seconds=over("compile_seconds", cold),
+        peak_device_memory_gib=largest("peak_device_memory_gib"),
+        peak_process_memory_gib=largest("peak_process_memory_gib"),
+        joules_per_sample=over("joules_per_sample"),
+        graphs=count("graphs"),
+        graph_breaks=count("graph_breaks"),
+        recompiles=count("recompiles"),
+        parity=parity_of(cell),
+        start_seconds=start_seconds,
     )
 
 
-def _can_win(row: Row) -> bool:
-    """Whether the row is shown to be faster, by what its arm is made of and not by what it fell back to."""
-    if row.ratio is None or row.ratio.verdict != FASTER:
-        return False
-    return not any(run.record.ended_in_eager for run in row.cell.finished)
+def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
+    """Ratio, costs and break-even of a row; the baseline's own come first."""
+    other = None if row is base else base
+    work = 1.0 if base is None else _work(row, base)
+    if work != 1.0:
+        row.flags.append(
+            f"its steps hold {1 / work:.2f} times the samples of the baseline's: ratio, break-even and total times "
+            "are for steps of the baseline's size"
+        )
+    step = None if row.step_seconds is None else row.step_seconds.median * work
+    if other is not None:
+        row.ratio = _ratio(row, other, work)
+        if row.ratio is not None and other.step_seconds is not None:
+            # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
+            step = other.step_seconds.median / row.ratio.value
+    row.cost = _cost(_cold(row.cell), step, work)
+    if any_warm:
+        warm = row.cell.warm or ([] if row.cell.compiles else row.cell.others or row.cell.cold)
+        row.cost_warm = _cost(warm, step, work)
+        row.warm_warmup_seconds = _over(warm, lambda record: record.warmup_seconds)
+    if other is not None and row.ratio is not None and row.ratio.shown:
+        if row.cost is not None and other.cost is not None:
+            row.break_even_steps = break_even_steps(row.cost, other.cost)
+        if row.cost_warm is not None and other.cost_warm is not None:
+            row.break_even_steps_warm = break_even_steps(row.cost_warm, other.cost_warm)
 
 
-def _baseline(cells: Sequence[Cell], name: str) -> Cell | None:
-    named = [cell for cell in cells if cell.arm == name] or [cell for cell in cells if cell.label == name]
-    if len(named) > 1:
-        raise ValueError(f"baseline={name!r} is several arms: {', '.join(cell.arm for cell in named)}")
-    return named[0] if named else None
+def _cold(cell: Cell) -> list[Run]:
+    """Runs whose warm-up stands for a cold start; eager compiles nothing, so that any of its runs does."""
+    return cell.cold or cell.others or ([] if cell.compiles else cell.warm)
+
+
+def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | None:
+    """The warm-up of runs that started in one way, with steps of ``seconds``; ``work`` as in ``_work``."""
+
+    def median(name: str) -> float | None:
+        found = _over(started, lambda record: getattr(record, name))
+        return None if found is None else found.median
+
+    warmup = median("warmup_seconds")
+    if seconds is None or warmup is None:
+        return None
+    return Cost(
+        step_seconds=seconds,
+        warmup_seconds=warmup,
+        warmup_steps=(median("warmup_steps") or 0.0) / work,
+        compile_seconds=median("compile_seconds") or 0.0,
+        preparation_seconds=median("preparation_seconds") or 0.0,
+    )
+
+
+def _ratio(row: Row, base: Row, work: float) -> Ratio | None:
+    """How many times faster a row's arm is than the baseline, and whether that is shown.
+
+    Tables, pictures, break-even and the sentence of the verdict go by its ``shown`` alone: what withholds a verdict
+    belongs here.
+    """
+    ours, theirs = row.cell.finished, base.cell.finished
+    # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
+    starts = {run.record.start for run in ours} & {run.record.start for run in theirs}
+    found = ratio(_samples(ours, work, starts), _samples(theirs, 1.0, starts))
+    if found is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *base.flags)):
+        return dataclasses.replace(found, verdict=NOT_SHOWN)  # the others may have made the difference
+    return found
+
+
+def _samples(runs: Sequence[Run], work: float, starts: Collection[str | None]) -> list[Sample]:
+    return [
+        Sample(seconds * work, (run.record.seed, run.record.round, run.record.start if starts else None))
+        for run in runs
+        if (seconds := step_seconds(run.record)) is not None
+    ]
+
+
+def _work(row: Row, base: Row) -> float:
+    """Samples a step of the baseline over samples a step of the row; 1 when they are alike or not known."""
+
+    def samples_per_step(record: RunRecord) -> float | None:
+        seconds = step_seconds(record)
+        return None if seconds is None or not record.samples_per_second else record.samples_per_second * seconds
+
+    ours, theirs = (_over(each.cell.finished, samples_per_step) for each in (row, base))
+    if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
+        return 1.0
+    return theirs.median / ours.median
+
+
+def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> Estimate | None:
+    return estimate([figure(run.record) for run in runs])
+
+
+def _crossings(rows: Sequence[Row]) -> list[Crossing]:
+    """Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to."""
+    base = rows[0]
+    fast = [row for row in rows[1:] if row.ratio is not None and row.ratio.verdict == FASTER]
+    candidates = [base, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
+    crossings: list[Crossing] = []
+    for start, costs in (
+        ("cold", {row.cell.arm: row.cost for row in rows}),
+        ("warm", {row.cell.arm: row.cost_warm for row in rows}),
+    ):
+        known = {row.cell.arm: cost for row in candidates if (cost := costs[row.cell.arm]) is not None}
+        if base.cell.arm in known and any(costs[row.cell.arm] is not None for row in rows[1:]):
+            crossings += envelope(known, known[base.cell.arm], start)
+    return crossings
 
 
 def _is(cell: Cell, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Columns: what tables show of a row, as text for people and as plain figures for programs."""
+"""Tables: comparisons for the terminal (rich), as Markdown, as CSV and as JSON."""
 
 from __future__ import annotations
 
@@ -12,21 +12,36 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.report.comparison import Row, WorkloadComparison
+from trainer.report.flags import step_seconds
 from trainer.report.runs import Run
 from trainer.report.statistics import Estimate, Ratio
-from trainer.report.verdicts import rounded, step_seconds
+from trainer.report.verdicts import rounded
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
 
 ABSENT = "-"
 NOT_SURE = "~"
 """Before a ratio, and a total time that rests on it, where no difference is shown."""
 NOTE = f"{NOT_SURE} no difference is shown: one run of an arm, or runs of one arm that differ by as much"
+GAP = 2
+"""Blanks between columns."""
+MIN_NAME = 8
+"""Characters of the first column at least."""
+SINGLE = ("padded_share", "peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph_breaks", "recompiles")
+"""Figures of a row without a range."""
+TEXT_COLUMNS = ("arm", "runs", "cell", "status", "start")
+"""Columns that are read from the left; all others hold figures."""
 
 
-def decision_columns(found: WorkloadComparison) -> dict[str, list[str]]:
+def tables_of(found: WorkloadComparison) -> list[dict[str, list[str]]]:
+    """All tables of a workload, each as its columns by heading, the arms first: what to decide by, the same for warm
+    compile caches, steady state, and warm-up. Columns and tables without a figure are left out."""
+    tables = [kept(table) for table in (_decision(found), _warm(found), _speed(found), _compile(found))]
+    return [table for table in tables if len(table) > 1]
+
+
+def _decision(found: WorkloadComparison) -> dict[str, list[str]]:
     """Which arm is faster, when it has paid back, and what total time comes to."""
     rows = found.rows
     columns = {
@@ -37,92 +52,52 @@ def decision_columns(found: WorkloadComparison) -> dict[str, list[str]]:
         "95% interval": [_interval(row) for row in rows],
         f"pays back after {found.unit}": [paid_back(row, warm=False) for row in rows],
     }
-    for number in dict.fromkeys(number for row in rows for number in row.total_seconds):
-        columns[f"s to {number:,}"] = [_total(row, row.total_seconds.get(number)) for row in rows]
-    return kept(columns)
+    for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds):
+        columns[f"s to {steps:,}"] = [_total(row, row.total_seconds.get(steps)) for row in rows]
+    return columns
 
 
-def warm_columns(found: WorkloadComparison) -> dict[str, list[str]]:
-    """The same for starts with warm compile caches; the arms alone when there were none."""
+def _warm(found: WorkloadComparison) -> dict[str, list[str]]:
     rows = found.rows
     columns = {"arm": [row.cell.arm for row in rows]}
     if any(row.cell.warm and row.cell.compiles for row in rows):
         columns["warm: warm-up s"] = [_estimate(row.warm_warmup_seconds) for row in rows]
         columns[f"warm: pays back after {found.unit}"] = [paid_back(row, warm=True) for row in rows]
-        for number in dict.fromkeys(number for row in rows for number in row.total_seconds_warm):
-            columns[f"warm: s to {number:,}"] = [_total(row, row.total_seconds_warm.get(number)) for row in rows]
-    return kept(columns)
+        for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds_warm):
+            columns[f"warm: s to {steps:,}"] = [_total(row, row.total_seconds_warm.get(steps)) for row in rows]
+    return columns
 
 
-def speed_columns(found: WorkloadComparison) -> dict[str, list[str]]:
-    """Steady state: step times, throughput, memory, energy."""
+def _speed(found: WorkloadComparison) -> dict[str, list[str]]:
     rows = found.rows
     on_device = any(row.peak_device_memory_gib is not None for row in rows)
     memory = [row.peak_device_memory_gib if on_device else row.peak_process_memory_gib for row in rows]
-    return kept(
-        {
-            "arm": [row.cell.arm for row in rows],
-            "median ms": [_estimate(row.median_step_seconds, 1e3) for row in rows],
-            "p95 ms": [_middle(row.p95_seconds, 1e3) for row in rows],
-            "samples/s": [_middle(row.samples_per_second) for row in rows],
-            "useful tokens/s": [_middle(row.useful_tokens_per_second) for row in rows],
-            "padding": [ABSENT if row.padded_share is None else f"{row.padded_share:.1%}" for row in rows],
-            "peak GiB" if on_device else "process GiB": [number(value) for value in memory],
-            "J/sample": [_middle(row.joules_per_sample) for row in rows],
-        }
-    )
-
-
-def compile_columns(found: WorkloadComparison) -> dict[str, list[str]]:
-    """What each arm takes to begin with, and what was compiled."""
-    rows = found.rows
-    return kept(
-        {
-            "arm": [row.cell.arm for row in rows],
-            "warm-up s": [_estimate(row.cold_warmup_seconds) for row in rows],
-            f"first {_one(found)} s": [_middle(row.first_step_seconds) for row in rows],
-            "compile s": [_middle(row.compile_seconds) for row in rows],
-            "graphs": [_integer(row.graphs) for row in rows],
-            "breaks": [_integer(row.graph_breaks) for row in rows],
-            "recompiles": [_integer(row.recompiles) for row in rows],
-            "parity": [(row.parity or ABSENT).partition(":")[0] for row in rows],
-        }
-    )
-
-
-def plain(row: Row, found: WorkloadComparison) -> dict[str, Any]:
-    """The row's figures by name, units in the names; None where there is none, ``never`` for what never pays back."""
-    figures: dict[str, Any] = {
-        "workload": found.workload,
-        "task": found.task,
-        "run": found.run,
-        "device": found.device,
-        "arm": row.cell.arm,
-        "runs_cold": len(row.cell.cold),
-        "runs_warm": len(row.cell.warm),
-        "runs_other": len(row.cell.others),
-        "runs_failed": len(row.cell.failed),
+    return {
+        "arm": [row.cell.arm for row in rows],
+        "median ms": [_estimate(row.median_step_seconds, 1e3) for row in rows],
+        "p95 ms": [_middle(row.p95_seconds, 1e3) for row in rows],
+        "samples/s": [_middle(row.samples_per_second) for row in rows],
+        "useful tokens/s": [_middle(row.useful_tokens_per_second) for row in rows],
+        "padding": [ABSENT if row.padded_share is None else f"{row.padded_share:.1%}" for row in rows],
+        "peak GiB" if on_device else "process GiB": [number(value) for value in memory],
+        "J/sample": [_middle(row.joules_per_sample) for row in rows],
     }
-    for name in ("step_seconds", "median_step_seconds", "p95_seconds", "samples_per_second"):
-        figures |= _spread(name, getattr(row, name))
-    figures |= _spread("useful_tokens_per_second", row.useful_tokens_per_second)
-    figures["padded_share"] = row.padded_share
-    for name in ("cold_warmup_seconds", "warm_warmup_seconds", "first_step_seconds", "compile_seconds"):
-        figures |= _spread(name, getattr(row, name))
-    for name in ("peak_device_memory_gib", "peak_process_memory_gib"):
-        figures[name] = getattr(row, name)
-    figures |= _spread("joules_per_sample", row.joules_per_sample)
-    for name in ("graphs", "graph_breaks", "recompiles", "parity"):
-        figures[name] = getattr(row, name)
-    ratio: Ratio | None = row.ratio
-    for name in ("value", "low", "high", "pairs", "basis", "verdict"):
-        figures["ratio" if name == "value" else f"ratio_{name}"] = None if ratio is None else getattr(ratio, name)
-    for name in ("break_even_steps", "break_even_steps_warm"):
-        value = getattr(row, name)
-        figures[name] = "never" if value == math.inf else value
-    for kind, totals in (("", row.total_seconds), ("_warm", row.total_seconds_warm)):
-        figures |= {f"total_seconds{kind}_at_{steps}": seconds for steps, seconds in totals.items()}
-    return figures | {"flags": list(row.flags), "command": row.cell.command}
+
+
+def _compile(found: WorkloadComparison) -> dict[str, list[str]]:
+    rows = found.rows
+    counts = {"graphs": "graphs", "breaks": "graph_breaks", "recompiles": "recompiles"}
+    return {
+        "arm": [row.cell.arm for row in rows],
+        "warm-up s": [_estimate(row.cold_warmup_seconds) for row in rows],
+        f"first {_one(found)} s": [_middle(row.first_step_seconds) for row in rows],
+        "compile s": [_middle(row.compile_seconds) for row in rows],
+        **{
+            heading: [ABSENT if (count := getattr(row, name)) is None else str(count) for row in rows]
+            for heading, name in counts.items()
+        },
+        "parity": [(row.parity or ABSENT).partition(":")[0] for row in rows],
+    }
 
 
 def kept(columns: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -130,9 +105,11 @@ def kept(columns: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: texts for name, texts in columns.items() if any(text != ABSENT for text in texts)}
 
 
-def _spread(name: str, value: Estimate | None) -> dict[str, float | None]:
-    parts = {f"{name}_low": value.low, f"{name}_high": value.high} if value is not None else {}
-    return {name: None if value is None else value.median, **(parts or {f"{name}_low": None, f"{name}_high": None})}
+def speed(row: Row, found: WorkloadComparison) -> str:
+    """How many times faster than the baseline."""
+    if row is found.baseline_row:
+        return "1"
+    return ABSENT if row.ratio is None else marked(row.ratio)
 
 
 def marked(ratio: Ratio) -> str:
@@ -140,17 +117,31 @@ def marked(ratio: Ratio) -> str:
     return f"{'' if ratio.shown else NOT_SURE}{ratio.value:.2f}x"
 
 
+def paid_back(row: Row, *, warm: bool) -> str:
+    """Steps, to two digits; nothing where no difference is shown."""
+    value = row.break_even_steps_warm if warm else row.break_even_steps
+    return ABSENT if value is None else "never" if value == math.inf else rounded(value)
+
+
+def number(value: float | None) -> str:
+    """Three digits at least, and no exponent."""
+    if value is None:
+        return ABSENT
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def footnotes(comparisons: Sequence[WorkloadComparison]) -> list[str]:
+    """What the marks in the tables mean, where they occur."""
+    ratios = [row.ratio for found in comparisons for row in found.rows if row.ratio is not None]
+    return [NOTE] if any(not ratio.shown for ratio in ratios) else []
+
+
 def _runs(row: Row) -> str:
     cell = row.cell
     counts = ((cell.cold, "cold"), (cell.warm, "warm"), (cell.others, ""), (cell.failed, "failed"))
     return ", ".join(f"{len(runs)} {what}".strip() for runs, what in counts if runs)
-
-
-def speed(row: Row, found: WorkloadComparison) -> str:
-    """How many times faster than the baseline."""
-    if row is found.baseline_row:
-        return "1"
-    return ABSENT if row.ratio is None else marked(row.ratio)
 
 
 def _interval(row: Row) -> str:
@@ -163,12 +154,6 @@ def _interval(row: Row) -> str:
 def _total(row: Row, seconds: float | None) -> str:
     mark = NOT_SURE if row.ratio is not None and not row.ratio.shown and seconds is not None else ""
     return mark + number(seconds)
-
-
-def paid_back(row: Row, *, warm: bool) -> str:
-    """Steps, to two digits; nothing where no difference is shown."""
-    value = row.break_even_steps_warm if warm else row.break_even_steps
-    return ABSENT if value is None else "never" if value == math.inf else rounded(value)
 
 
 def _one(found: WorkloadComparison) -> str:
@@ -186,56 +171,34 @@ def _middle(value: Estimate | None, factor: float = 1.0) -> str:
     return ABSENT if value is None else number(value.median * factor)
 
 
-def number(value: float | None) -> str:
-    """Three digits at least, and no exponent."""
-    if value is None:
-        return ABSENT
-    size = abs(value)
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
-    return f"{value:,.{digits}f}"
-
-
-def _integer(value: int | None) -> str:
-    return ABSENT if value is None else str(value)
-
-
-def footnotes(comparisons: Sequence[WorkloadComparison]) -> list[str]:
-    """What the marks in the tables mean, where they occur."""
-    ratios = [row.ratio for found in comparisons for row in found.rows if row.ratio is not None]
-    return [NOTE] if any(not ratio.shown for ratio in ratios) else []
-
-
-GAP = 2
-"""Blanks between columns."""
-LEAST_NAME = 8
-"""Characters of the first column at least."""
-TEXT_COLUMNS = ("arm", "runs", "cell", "status", "start")
-"""Columns that are read from the left; all others hold figures."""
-
-
 def show(comparisons: Sequence[WorkloadComparison], console: Console) -> None:
-    """Print what ``renderables`` gives, and what the marks mean."""
+    """Print heading, tables no wider than the console, verdict, what to know of the arms, and what the marks mean."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    width = console.width - 2
     for found in comparisons:
-        for renderable in renderables(found, width=console.width):
-            console.print(renderable)
+        console.print(Text(found.workload, style="bold"))
+        console.print(Padding(Text(_conditions(found), style="dim"), (0, 0, 0, 2), expand=False))
+        for columns in tables_of(found):
+            for part in _parts(columns, width):
+                console.print(Padding(_table(part, width), (1, 0, 0, 2), expand=False))
+        console.print(Padding(Text(f"verdict: {found.verdict}", style="bold"), (1, 0, 0, 2), expand=False))
+        for line in _remarks(found):
+            console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
         console.print()
     for line in footnotes(comparisons):
         console.print(line, markup=False, highlight=False)
 
 
-def renderables(found: WorkloadComparison, *, width: int) -> Iterator[RenderableType]:
-    """For rich: heading, tables no wider than ``width``, verdict, and what to know of the arms."""
-    from rich.padding import Padding
-    from rich.text import Text
+def plain_lines(columns: dict[str, list[str]], width: int) -> Iterator[str]:
+    """The columns as lines of text no longer than ``width``."""
+    from rich.console import Console
 
-    yield Text(found.workload, style="bold")
-    yield Padding(Text(_conditions(found), style="dim"), (0, 0, 0, 2), expand=False)
-    for columns in _tables(found):
-        for part in _parts(columns, width - 2):
-            yield Padding(_table(part, width - 2), (1, 0, 0, 2), expand=False)
-    yield Padding(Text(f"verdict: {found.verdict}", style="bold"), (1, 0, 0, 2), expand=False)
-    for line in _remarks(found):
-        yield Padding(Text(line), (0, 0, 0, 2), expand=False)
+    for part in _parts(kept(columns), width):
+        out = io.StringIO()
+        Console(file=out, width=width, highlight=False, color_system=None).print(_table(part, width))
+        yield from ("", *(line.rstrip() for line in out.getvalue().splitlines()))
 
 
 def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
@@ -243,7 +206,7 @@ def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
     lines: list[str] = []
     for found in comparisons:
         lines += [f"## {_escaped(found.workload)}", "", _conditions(found), ""]
-        for columns in _tables(found):
+        for columns in tables_of(found):
             lines.append("| " + " | ".join(columns) + " |")
             lines.append("|" + "|".join(" --- " if name in TEXT_COLUMNS else " ---: " for name in columns) + "|")
             lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in zip(*columns.values(), strict=True)]
@@ -258,10 +221,13 @@ def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
 
 def as_csv(comparisons: Sequence[WorkloadComparison]) -> str:
     """A line for each cell, a column for each figure; empty where there is none."""
-    rows = [plain(row, found) | {"flags": "; ".join(row.flags)} for found in comparisons for row in found.rows]
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    rows = []
+    for found in comparisons:
+        shared = {name: getattr(found, name) for name in ("workload", "task", "run", "device")}
+        rows += [shared | _plain(row) | {"flags": "; ".join(row.flags)} for row in found.rows]
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+    fields = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(out, fieldnames=fields, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
@@ -269,44 +235,47 @@ def as_csv(comparisons: Sequence[WorkloadComparison]) -> str:
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
     """A list of workloads with their rows, the folders of their runs, crossings and verdict."""
-    told: list[dict[str, Any]] = []
-    for found in comparisons:
-        rows = [
-            {
-                name: value
-                for name, value in plain(row, found).items()
-                if name not in ("workload", "task", "run", "device")
-            }
-            | {"runs": [_run(run) for run in row.cell.runs]}
-            for row in found.rows
-        ]
-        told.append(
-            {
-                "workload": found.workload,
-                "task": found.task,
-                "run": found.run,
-                "device": found.device,
-                "versions": found.versions,
-                "baseline": found.baseline,
-                "verdict": found.verdict,
-                "crossings": [asdict(crossing) for crossing in found.crossings],
-                "unlike": found.unlike,
-                "notes": found.notes,
-                "rows": rows,
-            }
-        )
-    return json.dumps(told, indent=1, allow_nan=False)
+    names = ("workload", "task", "run", "device", "versions", "baseline", "verdict", "unlike", "notes")
+    values = [
+        {name: getattr(found, name) for name in names}
+        | {
+            "crossings": [asdict(crossing) for crossing in found.crossings],
+            "rows": [_plain(row) | {"runs": [_run(run) for run in row.cell.runs]} for row in found.rows],
+        }
+        for found in comparisons
+    ]
+    return json.dumps(values, indent=1, allow_nan=False)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """The row's figures by name, units in the names; None where there is none, ``never`` for what never pays back."""
+    figures: dict[str, Any] = {"arm": row.cell.arm}
+    for name in ("cold", "warm", "others", "failed"):
+        figures[f"runs_{name.removesuffix('s')}"] = len(getattr(row.cell, name))
+    for name in (
+        *("step_seconds", "median_step_seconds", "p95_seconds", "samples_per_second", "useful_tokens_per_second"),
+        *("padded_share", "cold_warmup_seconds", "warm_warmup_seconds", "first_step_seconds", "compile_seconds"),
+        *("peak_device_memory_gib", "peak_process_memory_gib", "joules_per_sample"),
+        *("graphs", "graph_breaks", "recompiles"),
+    ):
+        value = getattr(row, name)
+        figures[name] = value.median if isinstance(value, Estimate) else value
+        if name not in SINGLE:
+            figures |= {f"{name}_{end}": getattr(value, end, None) for end in ("low", "high")}
+    figures["parity"] = row.parity
+    for name in ("value", "low", "high", "pairs", "basis", "verdict"):
+        figures["ratio" if name == "value" else f"ratio_{name}"] = getattr(row.ratio, name, None)
+    for name in ("break_even_steps", "break_even_steps_warm"):
+        figures[name] = "never" if getattr(row, name) == math.inf else getattr(row, name)
+    for kind, totals in (("", row.total_seconds), ("_warm", row.total_seconds_warm)):
+        figures |= {f"total_seconds{kind}_at_{steps}": seconds for steps, seconds in totals.items()}
+    return figures | {"flags": list(row.flags), "command": row.cell.command}
 
 
 def _run(run: Run) -> dict[str, Any]:
-    record = run.record
-    told = {name: getattr(record, name) for name in ("status", "seed", "round", "start", "warmup_seconds")}
-    return {"directory": str(run.directory), **told, "step_seconds": step_seconds(record)}
-
-
-def _tables(found: WorkloadComparison) -> list[dict[str, list[str]]]:
-    tables = [columns(found) for columns in (decision_columns, warm_columns, speed_columns, compile_columns)]
-    return [columns for columns in tables if len(columns) > 1]
+    names = ("status", "seed", "round", "start", "warmup_seconds")
+    values = {name: getattr(run.record, name) for name in names}
+    return {"directory": str(run.directory), **values, "step_seconds": step_seconds(run.record)}
 
 
 def _conditions(found: WorkloadComparison) -> str:
@@ -319,15 +288,15 @@ def _remarks(found: WorkloadComparison) -> list[str]:
     for row in found.rows:
         for flag in row.flags:
             arms.setdefault(flag, []).append(row.cell.arm)
+    listed = {
+        flag: ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+        for flag, names in arms.items()
+    }
     return [
         *(f"unlike: {line}" for line in found.unlike),
         *(f"differs: {line}" for line in found.notes),
-        *(f"{_listed(names)}: {flag}" for flag, names in arms.items()),
+        *(f"{names}: {flag}" for flag, names in listed.items()),
     ]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def _parts(columns: dict[str, list[str]], width: int) -> Iterator[dict[str, list[str]]]:
@@ -336,7 +305,7 @@ def _parts(columns: dict[str, list[str]], width: int) -> Iterator[dict[str, list
     if "runs" in columns and sum(GAP + _width(name, texts) for name, texts in columns.items()) > width:
         columns = columns | {"runs": [text.replace(", ", ",\n") for text in columns["runs"]]}
     (first, arm), *others = columns.items()
-    room = width - min(_width(first, arm), max(LEAST_NAME, *(len(word) for name in arm for word in _words(name))))
+    room = width - min(_width(first, arm), max(MIN_NAME, *(len(word) for name in arm for word in _words(name))))
     part, left = {first: arm}, room
     for name, texts in others:
         needed = GAP + _width(name, texts)
@@ -353,16 +322,6 @@ def _width(name: str, texts: Sequence[str]) -> int:
     return max(len(line) for line in (*name.split(), *(line for text in texts for line in text.split("\n"))))
 
 
-def plain_lines(columns: dict[str, list[str]], width: int) -> Iterator[str]:
-    """The columns as lines of text no longer than ``width``."""
-    from rich.console import Console
-
-    for part in _parts(kept(columns), width):
-        out = io.StringIO()
-        Console(file=out, width=width, highlight=False, color_system=None).print(_table(part, width))
-        yield from ("", *(line.rstrip() for line in out.getvalue().splitlines()))
-
-
 def _table(columns: dict[str, list[str]], width: int) -> RenderableType:
     """For rich: the columns side by side; the first one gets what the others leave of ``width``."""
     from rich.markup import escape
@@ -372,29 +331,24 @@ def _table(columns: dict[str, list[str]], width: int) -> RenderableType:
     widths = {name: _width(name, texts) for name, texts in columns.items()}
     first = next(iter(columns))
     left = width - sum(GAP + widths[name] for name in columns if name != first)
-    widths[first] = max(LEAST_NAME, min(widths[first], left))
+    widths[first] = max(MIN_NAME, min(widths[first], left))
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     for name in columns:
         side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
         made.add_column(name, justify=side, overflow="fold", width=widths[name])
     for name, *figures in zip(*columns.values(), strict=True):
-        made.add_row(escape(_broken(name, widths[first])), *map(escape, figures))
+        lines = [""]  # a long name in lines; rich would break it anywhere
+        for word in _words(name):
+            if len(lines[-1] + word.rstrip()) > widths[first] and lines[-1]:
+                lines.append("")
+            lines[-1] += word
+        made.add_row(escape("\n".join(line.rstrip() for line in lines)), *map(escape, figures))
     return made
 
 
 def _words(name: str) -> list[str]:
     """Where a name may be broken: after a blank, a plus, an equals sign or a dash."""
     return re.findall(r"[^ +=-]*[ +=-]*", name)
-
-
-def _broken(name: str, width: int) -> str:
-    """A long name in lines; rich would break it anywhere."""
-    lines = [""]
-    for word in _words(name):
-        if len(lines[-1] + word.rstrip()) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += word
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _escaped(text: str) -> str:

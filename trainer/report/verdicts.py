@@ -1,4 +1,5 @@
-"""Total time over the number of steps: what an arm costs, when it breaks even, which arm is best from which step on.
+"""Total time over the number of steps: what an arm costs, when it breaks even, which arm is best from which step on,
+and that as one plain sentence.
 
     total(N) = start + overhead + N x step
 
@@ -13,8 +14,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from trainer.telemetry.record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,31 +37,6 @@ class Crossing:
     arm: str
     start: str
     """``cold`` or ``warm``: of all arms, which compile caches they start with."""
-
-
-def step_seconds(record: RunRecord) -> float | None:
-    """Mean seconds of a steady step, or of a batch in inference."""
-    rate = record.batches_per_second if record.run == "inference" else record.steady_steps_per_second
-    return 1 / rate if rate else None
-
-
-def setup_seconds(record: RunRecord) -> float | None:
-    """Building data, module and trainer; getting the compiler ready, which is an arm's own cost, left out."""
-    return None if record.setup_seconds is None else record.setup_seconds - (record.preparation_seconds or 0.0)
-
-
-def cost_of(record: RunRecord) -> Cost | None:
-    """What one run took; None when a figure is missing."""
-    seconds = step_seconds(record)
-    if seconds is None or record.warmup_seconds is None:
-        return None
-    return Cost(
-        step_seconds=seconds,
-        warmup_seconds=record.warmup_seconds,
-        warmup_steps=record.warmup_steps or 0,
-        compile_seconds=record.compile_seconds or 0.0,
-        preparation_seconds=record.preparation_seconds or 0.0,
-    )
 
 
 def overhead_seconds(cost: Cost, baseline: Cost | None) -> float:
@@ -101,37 +75,20 @@ def envelope(costs: Mapping[str, Cost], baseline: Cost | None, start: str) -> li
         # Where several meet in one point, the one that is fastest after it.
         best = min(meets, key=lambda arm: (meets[arm], lines[arm][1]))
         steps = meets[best]
-        crossing = Crossing(math.ceil(steps), best, start)
-        if crossing.from_steps == found[-1].from_steps:
-            found[-1] = crossing
-        else:
-            found.append(crossing)
-
-
-def rounded(steps: float) -> str:
-    """A number of steps to two digits: ``1,200``."""
-    if steps < 100:
-        return f"{math.ceil(steps):,}"
-    unit = 10 ** (math.floor(math.log10(steps)) - 1)
-    return f"{round(steps / unit) * unit:,}"
+        if math.ceil(steps) == found[-1].from_steps:
+            found.pop()
+        found.append(Crossing(math.ceil(steps), best, start))
 
 
 def verdict(
-    crossings: Sequence[Crossing],
-    *,
-    baseline: str,
-    arms: Sequence[str],
-    shown: int,
-    single: bool,
-    horizon: int,
-    unit: str,
+    crossings: Sequence[Crossing], *, baseline: str, arms: int, shown: int, single: bool, horizon: int, unit: str
 ) -> str:
     """The sentence for a workload that has its baseline.
 
     Args:
         crossings: Of cold and of warm starts.
         baseline: Name of the baseline's arm.
-        arms: Other arms with figures.
+        arms: How many other arms have figures.
         shown: How many of them were shown to differ from the baseline.
         single: Whether no arm can be judged, because it or the baseline has one run.
         horizon: Steps beyond which an advantage does not count.
@@ -139,22 +96,22 @@ def verdict(
     """
     if not arms:
         return f"nothing but {baseline} was measured, so there is nothing to compare it with"
+    if not shown and single:
+        return f"single runs show no difference from {baseline}; repeat with hydra.launcher.rounds=3"
     if not shown:
-        if single:
-            return f"single runs show no difference from {baseline}; repeat with hydra.launcher.rounds=3"
         return f"no difference from {baseline} is shown; more rounds or longer runs may show one"
-    cold = [crossing for crossing in crossings if crossing.start == "cold"]
-    warm = [crossing for crossing in crossings if crossing.start == "warm"]
-    sentence = _sentence(cold, baseline, horizon, unit) if cold else ""
-    told = _sentence(warm, baseline, horizon, unit) if warm else ""
-    if not sentence and not told:
+    cold, warm = (
+        _sentence([crossing for crossing in crossings if crossing.start == start], baseline, horizon, unit)
+        for start in ("cold", "warm")
+    )
+    if not cold and not warm:
         return f"steady steps differ from {baseline}'s; without what warming up takes there is no telling when it pays"
-    if not told or told == sentence:
-        return sentence or told
-    return f"{sentence}; with warm caches: {told}" if sentence else f"with warm caches: {told}"
+    return "; ".join([*([cold] if cold else []), *([f"with warm caches: {warm}"] if warm not in ("", cold) else [])])
 
 
 def _sentence(crossings: Sequence[Crossing], baseline: str, horizon: int, unit: str) -> str:
+    if not crossings:
+        return ""
     near = [crossing for crossing in crossings if crossing.from_steps <= horizon]
     later = [crossing for crossing in crossings if crossing.from_steps > horizon]
     beyond = f" ({later[0].arm} from {rounded(later[0].from_steps)} on)" if later else ""
@@ -167,3 +124,11 @@ def _sentence(crossings: Sequence[Crossing], baseline: str, horizon: int, unit: 
     for crossing, following in itertools.pairwise(near[1:]):
         words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
     return "; ".join([*words, f"above, {near[-1].arm}{beyond}"])
+
+
+def rounded(steps: float) -> str:
+    """A number of steps to two digits: ``1,200``."""
+    if steps < 100:
+        return f"{math.ceil(steps):,}"
+    unit = 10 ** (math.floor(math.log10(steps)) - 1)
+    return f"{round(steps / unit) * unit:,}"
