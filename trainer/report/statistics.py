@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 FASTER, SLOWER, NOT_SHOWN = "faster", "slower", "no difference shown"
-FEWEST_PAIRS = 3
+MIN_PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,8 @@ def estimate(values: Sequence[float | None]) -> Estimate | None:
     there = tuple(value for value in values if value is not None)
     if not there:
         return None
-    several = len(there) > 1
-    return Estimate(
-        median=statistics.median(there),
-        low=min(there) if several else None,
-        high=max(there) if several else None,
-        count=len(there),
-        values=there,
-    )
+    low, high = (min(there), max(there)) if len(there) > 1 else (None, None)
+    return Estimate(statistics.median(there), low, high, len(there), there)
 
 
 def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
@@ -96,7 +90,7 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
         return Ratio(value, None, None, 0, NOT_SHOWN, "none")
     spread = max(statistics.stdev(ours), statistics.stdev(theirs))
     pairs = _pairs(arm, baseline)
-    if len(pairs) >= FEWEST_PAIRS:
+    if len(pairs) >= MIN_PAIRS:
         logs = [math.log(other.seconds / one.seconds) for one, other in pairs]
         half_width = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
         return _judged(statistics.fmean(logs), half_width, spread, "pairs", pairs=len(pairs))
@@ -104,12 +98,15 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
 
 
 def t_quantile(degrees: float) -> float:
-    """The 97.5% quantile of Student's t; fractions of a degree of freedom are rounded down, to the wider interval."""
+    """The 97.5% quantile of Student's t; fractions of a degree of freedom are rounded down, to the wider interval.
+
+    A table and an expansion are ten lines; ``scipy.stats.t.ppf`` would be a dependency that takes a second to import.
+    """
     whole = max(1, math.floor(degrees))
     if whole <= len(_T):
         return _T[whole - 1]
     # Cornish-Fisher expansion around the normal quantile; beyond the table it is right to four digits.
-    z = _NORMAL
+    z = statistics.NormalDist().inv_cdf(0.975)
     return (
         z
         + (z**3 + z) / (4 * whole)
@@ -118,7 +115,6 @@ def t_quantile(degrees: float) -> float:
     )
 
 
-_NORMAL = statistics.NormalDist().inv_cdf(0.975)
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788)
 """97.5% quantiles of Student's t for 1, 2, ... degrees of freedom."""
 

@@ -1,4 +1,9 @@
-"""Summary: the table at the end of a sweep, a row for each cell, from the cells' records, and what they come to."""
+"""What a sweep leaves at its end: a table with a row for each cell, and a run ``summary`` for TensorBoard with the
+comparison of all cells: verdicts, tables, curves.
+
+``python -m scripts.compare RUNS --tensorboard DIR`` writes the latter for any runs. Needs neither torch nor Lightning;
+without matplotlib there are no curves.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,15 @@ from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
+
+FOLDER = "summary"
+"""Of the run, in the sweep's folder."""
+TAGS = "comparison"
+"""First part of its keys; by name it comes before those of single runs."""
+SUFFIX = ".summary"
+"""Last part of the name of its file, by which the one of an earlier comparison is found."""
+WITHOUT_CURVES = "the summary in TensorBoard has no curves: they need matplotlib, pip install 'crucible-train[report]'"
+DOTS_PER_INCH = 110
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,10 +69,10 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: in
     runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
     compared = compare(runs) if runs else []
     lines: list[str] = []
-    inferring = [cell for cell in cells if cell.record is not None and cell.record.run == "inference"]
-    for chosen in ([cell for cell in cells if cell not in inferring], inferring):
+    for inference in (False, True):
+        chosen = [cell for cell in cells if (cell.record is not None and cell.record.run == "inference") is inference]
         if chosen:
-            lines += plain_lines(_columns(chosen, compared, inference=chosen is inferring), width)
+            lines += plain_lines(_columns(chosen, compared, inference=inference), width)
     lines += footnotes(compared)
     for cell in cells:
         if cell.exit_code != 0 and cell.record is not None and cell.record.reason:
@@ -116,16 +130,6 @@ def _name(cell: Cell) -> str:
     return " ".join(cell.overrides) or cell.directory.name
 
 
-FOLDER = "summary"
-"""Of the run, in the sweep's folder."""
-TAGS = "comparison"
-"""First part of its keys; by name it comes before those of single runs."""
-SUFFIX = ".summary"
-"""Last part of the name of its file, by which the one of an earlier comparison is found."""
-WITHOUT_CURVES = "the summary in TensorBoard has no curves: they need matplotlib, pip install 'crucible-train[report]'"
-DOTS_PER_INCH = 110
-
-
 def write_summary(sweep_dir: Path) -> str | None:
     """Compare the runs in ``sweep_dir`` and write its ``summary``; returns what the user should know of it.
 
@@ -167,19 +171,11 @@ def write(comparisons: Sequence[WorkloadComparison], directory: Path) -> str | N
 
 def _text(comparisons: Sequence[WorkloadComparison]) -> Summary.Value:
     """One page: the verdicts, where there are several, then all tables."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-    from tensorboard.plugins.text import metadata
+    from tensorboard.plugins.text.summary_v2 import text_pb
 
     verdicts = [f"- **{_plain(found.workload)}**: {_plain(found.verdict)}" for found in comparisons]
     markdown = "\n".join([*(verdicts if len(verdicts) > 1 else []), "", tables.markdown(comparisons)])
-    return Summary.Value(
-        tag=f"{TAGS}/tables",
-        metadata=metadata.create_summary_metadata(display_name="", description=""),
-        tensor=TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=TensorShapeProto()),
-    )
+    return text_pb(f"{TAGS}/tables", markdown).value[0]
 
 
 def _curves(comparisons: Sequence[WorkloadComparison]) -> Iterator[Summary.Value]:

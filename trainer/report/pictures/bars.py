@@ -1,4 +1,4 @@
-"""Bars with their figures beside them, in sections one below the other.
+"""What was measured of the arms of one workload, as bars: throughput, warm-up, step times, padding, memory and energy.
 
 An arm's name stands above its bars, so that it is never cut; half a page wide on a screen, a whole one on a phone.
 """
@@ -14,15 +14,16 @@ from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.pictures import style
 from trainer.report.statistics import Estimate, Ratio
 from trainer.report.tables import NOT_SURE, marked
-from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 WIDTH_INCHES, BARS_INCHES = 4.6, 2.6
 NAME_INCHES, BAR_INCHES, GAP_INCHES, TITLE_INCHES = 0.2, 0.19, 0.09, 0.34
+STEPS_ROW_INCHES, STEPS_TITLE_INCHES, STEPS_BOTTOM_INCHES = 0.46, 0.4, 0.8
+MAX_LINEAR = 12
+"""Between the longest and the shortest step time shown; the axis is logarithmic beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,6 @@ class Section:
     whole: float | None = None
     """Value of a bar of full length; None for the largest."""
 
-    @property
-    def longest(self) -> float:
-        """The largest value that is drawn."""
-        return max(max(bar.value, bar.high or 0.0) for _, _, bars in self.groups for bar in bars)
-
 
 def draw(sections: Sequence[Section]) -> Figure | None:
     """The sections one below the other; None when none has a bar."""
@@ -80,16 +76,12 @@ def draw(sections: Sequence[Section]) -> Figure | None:
         for section in sections:
             axes.text(0, y + TITLE_INCHES / 2, section.title, weight="bold", size=11, va="center")
             y += TITLE_INCHES
-            longest = (
-                section.whole
-                or max(max(bar.value, bar.high or 0.0) for _, _, bars in section.groups for bar in bars)
-                or 1.0
-            )
+            longest = max(max(bar.value, bar.high or 0.0) for _, _, bars in section.groups for bar in bars)
             for name, colour, bars in section.groups:
                 axes.text(0, y + NAME_INCHES / 2, style.plain(name, longest=52), va="center")
                 y += NAME_INCHES
                 for bar in bars:
-                    _bar(axes, bar, y, BARS_INCHES / longest, colour)
+                    _bar(axes, bar, y, BARS_INCHES / (section.whole or longest or 1.0), colour)
                     y += BAR_INCHES
                 y += GAP_INCHES
             for line in section.legend:
@@ -125,23 +117,50 @@ def throughput(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
     """Useful tokens a second of each arm, or samples, or steps, with their range over runs and the ratio's interval."""
     unit, rates = _rates(comparison)
     section = Section(f"{unit.capitalize()} a second")
-    for row in comparison.rows:
-        rate = rates[row.cell.arm]
-        if rate is None:
-            continue
-        text = f"{style.rounded(rate.median)}{_ratio(row)}"
-        section.groups.append((row.cell.arm, palette[row.cell.arm], [Bar(rate.median, text, rate.low, rate.high)]))
+    for row, rate in zip(comparison.rows, rates, strict=True):
+        if rate is not None:
+            ratio = "" if row.ratio is None else f" · {marked(row.ratio)}{_interval(row.ratio)}"
+            bar = Bar(rate.median, f"{style.rounded(rate.median)}{ratio}", rate.low, rate.high)
+            section.groups.append((row.cell.arm, palette[row.cell.arm], [bar]))
     if any(bars[0].low is not None for _, _, bars in section.groups):
         section.legend.append("line: slowest to fastest run")
-    if any(row.ratio is not None and row.ratio.low is not None for row in comparison.rows):
+    ratios = [row.ratio for row in comparison.rows if row.ratio is not None]
+    if any(ratio.low is not None for ratio in ratios):
         section.legend.append(f"x: times {style.plain(comparison.baseline, longest=24)} (95% interval)")
-    if any(row.ratio is not None and not row.ratio.shown for row in comparison.rows):
+    if not all(ratio.shown for ratio in ratios):
         section.legend.append(f"{NOT_SURE}: no difference shown")
     return draw([section])
 
 
+def _interval(ratio: Ratio) -> str:
+    """A ratio's interval in brackets; ends that say nothing are cut short. Nothing without one."""
+    if ratio.low is None or ratio.high is None:
+        return ""
+    low = f"{ratio.low:.2f}" if ratio.low >= 0.01 else "<0.01"
+    high = f"{ratio.high:.2f}" if ratio.high < 100 else ">100"
+    return f" ({low}-{high})"
+
+
+def _rates(comparison: WorkloadComparison) -> tuple[str, list[Estimate | None]]:
+    """What is counted, and how much of it each arm does in a second: the most telling that any arm has."""
+    for unit, name in (("useful tokens", "useful_tokens_per_second"), ("samples", "samples_per_second")):
+        rates = [getattr(row, name) for row in comparison.rows]
+        if any(rate is not None for rate in rates):
+            return unit, rates
+    rates = []
+    for row in comparison.rows:
+        seconds = row.step_seconds
+        if seconds is None or not seconds.median:
+            rates.append(None)
+            continue
+        low, high = (None if end is None else 1 / end for end in (seconds.high, seconds.low))
+        values = tuple(1 / value for value in seconds.values)
+        rates.append(Estimate(1 / seconds.median, low, high, seconds.count, values))
+    return comparison.unit, rates
+
+
 def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
-    """Warm-up seconds of each arm, cold and warm, with what the rehearsal and the compiler took of them."""
+    """Warm-up seconds of each arm, cold and warm, with what the preflight and the compiler took of them."""
     section = Section("Seconds of warm-up")
     split = compiled = False
     for row in comparison.rows:
@@ -152,11 +171,9 @@ def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
         ):
             if estimate is None or (start == "warm" and estimate == row.cold_warmup_seconds):
                 continue  # what compiles nothing starts the same either way
-            records = [run.record for run in runs]
-            rehearsal, compiling = _median(records, "rehearsal_seconds"), _median(records, "compile_seconds")
-            split, compiled = split or rehearsal is not None, compiled or compiling is not None
-            # The record's compile seconds include validation's, which come after the warm-up.
-            inner = None if compiling is None else min(compiling, estimate.median)
+            preflights = [each for run in runs if (each := run.record.rehearsal_seconds) is not None]
+            compiling = [each for run in runs if (each := run.record.compile_seconds) is not None]
+            split, compiled = split or bool(preflights), compiled or bool(compiling)
             known = start if start == "warm" or row.cell.cold else "caches unknown" if row.cell.compiles else ""
             bar = Bar(
                 estimate.median,
@@ -164,14 +181,15 @@ def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
                 estimate.low,
                 estimate.high,
                 pale=start == "warm",
-                dark=rehearsal,
-                inner=inner,
+                dark=statistics.median(preflights) if preflights else None,
+                # The record's compile seconds include validation's, which come after the warm-up.
+                inner=min(statistics.median(compiling), estimate.median) if compiling else None,
             )
             bars.append(bar)
         if bars:
             section.groups.append((row.cell.arm, palette[row.cell.arm], bars))
     if split:
-        section.legend.append("full colour: rehearsal before the first step")
+        section.legend.append("full colour: preflight before the first step")
         section.legend.append("paler: first steps, and steps that compiled something")
     if compiled:
         section.legend.append("line inside: of it in the compiler")
@@ -187,16 +205,18 @@ def padding(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fi
             section.groups.append((row.cell.arm, palette[row.cell.arm], [bar]))
     if not any(bars[0].value for _, _, bars in section.groups):
         return None
-    sections, seen = [section], set()
+    sections, seen = [section], []
     for row in comparison.rows:
-        for edges, shares, examples in _buckets(row):
-            if (edges, shares) in seen:
+        for run in row.cell.finished:
+            facts = run.record.report.get("buckets", {})
+            buckets = [facts.get(name) for name in ("edges", "padded_share_by_edge", "examples")]
+            if buckets[1] is None or buckets[:2] in seen:
                 continue
-            seen.add((edges, shares))
-            colour, counts = palette[row.cell.arm], max(sum(examples), 1)
+            seen.append(buckets[:2])
+            colour, count = palette[row.cell.arm], max(sum(facts["examples"]), 1)
             groups = [
-                (f"up to {edge}", colour, [Bar(share, f"{share:.1%} · {count / counts:.0%} of examples")])
-                for edge, share, count in zip(edges, shares, examples, strict=True)
+                (f"up to {edge}", colour, [Bar(share, f"{share:.1%} · {examples / count:.0%} of examples")])
+                for edge, share, examples in zip(*buckets, strict=True)
                 if share is not None
             ]
             sections.append(Section(f"Padding by bucket: {style.plain(row.cell.arm, longest=34)}", groups, whole=1.0))
@@ -217,63 +237,6 @@ def resources(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> 
             bar = Bar(joules.median, style.rounded(joules.median), joules.low, joules.high)
             energy.groups.append((arm, colour, [bar]))
     return draw([memory, energy])
-
-
-def _ratio(row: Row) -> str:
-    """What is said of the ratio beside the bar."""
-    if row.ratio is None:
-        return ""
-    return f" · {marked(row.ratio)}{_interval(row.ratio)}"
-
-
-def _interval(ratio: Ratio) -> str:
-    """A ratio's interval in brackets; ends that say nothing are cut short. Nothing without one."""
-    if ratio.low is None or ratio.high is None:
-        return ""
-    low = f"{ratio.low:.2f}" if ratio.low >= 0.01 else "<0.01"
-    high = f"{ratio.high:.2f}" if ratio.high < 100 else ">100"
-    return f" ({low}-{high})"
-
-
-def _rates(comparison: WorkloadComparison) -> tuple[str, dict[str, Estimate | None]]:
-    """What is counted, and how much of it each arm does in a second: the most telling that any arm has."""
-    for unit, name in (("useful tokens", "useful_tokens_per_second"), ("samples", "samples_per_second")):
-        rates = {row.cell.arm: getattr(row, name) for row in comparison.rows}
-        if any(rate is not None for rate in rates.values()):
-            return unit, rates
-    unit = "batches" if comparison.run == "inference" else "steps"
-    return unit, {row.cell.arm: _rate(row.step_seconds) for row in comparison.rows}
-
-
-def _rate(seconds: Estimate | None) -> Estimate | None:
-    """Steps a second from seconds a step."""
-    if seconds is None or not seconds.median:
-        return None
-    low, high = (None if end is None else 1 / end for end in (seconds.high, seconds.low))
-    return Estimate(1 / seconds.median, low, high, seconds.count, tuple(1 / value for value in seconds.values))
-
-
-def _median(records: Sequence[RunRecord], name: str) -> float | None:
-    values = [value for record in records if (value := getattr(record, name)) is not None]
-    return statistics.median(values) if values else None
-
-
-Buckets = tuple[tuple[int, ...], tuple[float | None, ...], tuple[int, ...]]
-
-
-def _buckets(row: Row) -> list[Buckets]:
-    """Edges, padded shares and numbers of examples, of each run that has them."""
-    found = []
-    for run in row.cell.finished:
-        facts = run.record.report.get("buckets", {})
-        if "padded_share_by_edge" in facts:
-            found.append((tuple(facts["edges"]), tuple(facts["padded_share_by_edge"]), tuple(facts["examples"])))
-    return found
-
-
-BANDS_WIDTH_INCHES, ROW_INCHES, BANDS_TITLE_INCHES, BOTTOM_INCHES = 4.6, 0.46, 0.4, 0.8
-LARGEST_RATIO = 12
-"""Between the longest and the shortest time shown; the axis is logarithmic beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +265,7 @@ def spread(row: Row, *, inference: bool) -> Spread:
     name = "latency_seconds_quantiles" if inference else "steady_step_seconds_quantiles"
     found = [quantiles for run in row.cell.finished if (quantiles := getattr(run.record, name))]
     alike = [quantiles for quantiles in found if len(quantiles) == len(found[0])]
-    median = row.median_step_seconds.median if row.median_step_seconds else None
-    p95 = row.p95_seconds.median if row.p95_seconds else None
+    median, p95 = (None if each is None else each.median for each in (row.median_step_seconds, row.p95_seconds))
     return Spread(row.cell.arm, [statistics.median(values) for values in zip(*alike, strict=True)], median, p95)
 
 
@@ -316,13 +278,12 @@ def step_times(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     values = [value for one in spreads for value in one.known]
-    logarithmic = max(values) > LARGEST_RATIO * min(values) > 0
-    height = BANDS_TITLE_INCHES + ROW_INCHES * len(spreads) + BOTTOM_INCHES
+    height = STEPS_TITLE_INCHES + STEPS_ROW_INCHES * len(spreads) + STEPS_BOTTOM_INCHES
     with style.drawing():
-        figure = style.new_figure(BANDS_WIDTH_INCHES, height)
-        axes = style.place_axes(figure, left=0.06, right=0.28, bottom=BOTTOM_INCHES, top=BANDS_TITLE_INCHES)
+        figure = style.new_figure(WIDTH_INCHES, height)
+        axes = style.place_axes(figure, left=0.06, right=0.28, bottom=STEPS_BOTTOM_INCHES, top=STEPS_TITLE_INCHES)
         axes.set(ylim=(len(spreads), 0), yticks=[])
-        if logarithmic:
+        if max(values) > MAX_LINEAR * min(values) > 0:
             axes.set(xscale="log", xlim=(min(values) / 1.15, max(values) * 1.15))
         else:
             axes.set(xlim=(0, 1.06 * max(values)))
@@ -331,39 +292,26 @@ def step_times(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
         axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(True, axis="x")
         axes.spines["left"].set_visible(False)
-        title = "Seconds of a batch" if inference else "Seconds of a step"
-        figure.text(0.01 / BANDS_WIDTH_INCHES, 1 - 0.17 / height, title, weight="bold", size=11, va="center")
+        left, title = 0.01 / WIDTH_INCHES, "Seconds of a batch" if inference else "Seconds of a step"
+        figure.text(left, 1 - 0.17 / height, title, weight="bold", size=11, va="center")
         for place, one in enumerate(spreads):
             _band(axes, one, place, palette[one.arm])
-        drawn = any(one.quantiles for one in spreads)
-        said = "pale: 5% to 95% of the steps · full: the middle half\n" if drawn else ""
-        figure.text(
-            0.01 / BANDS_WIDTH_INCHES,
-            0.22 / height,
-            f"{said}tick: median · dot: p95 (one step in twenty takes longer)",
-            size=9,
-            va="center",
-            color=style.INK["muted"][0],
-        )
+        legend = "tick: median · dot: p95 (one step in twenty takes longer)"
+        if any(one.quantiles for one in spreads):
+            legend = f"pale: 5% to 95% of the steps · full: the middle half\n{legend}"
+        figure.text(left, 0.22 / height, legend, size=9, va="center", color=style.INK["muted"][0])
     return figure
 
 
 def _band(axes: Axes, one: Spread, place: int, colour: str) -> None:
-    middle = place + 0.68
-    axes.text(
-        0.002,
-        place + 0.25,
-        style.plain(one.arm, longest=52),
-        va="center",
-        transform=axes.get_yaxis_transform(),
-        zorder=4,
-    )
+    middle, ink, across = place + 0.68, style.INK["ink"][0], axes.get_yaxis_transform()
+    axes.text(0.002, place + 0.25, style.plain(one.arm, longest=52), va="center", transform=across, zorder=4)
     if one.quantiles:
         for low, high, alpha in ((0.05, 0.95, 0.35), (0.25, 0.75, 1.0)):
             axes.barh(middle, one.at(high) - one.at(low), left=one.at(low), height=0.36, color=colour, alpha=alpha)
     if one.median is not None:
         within = style.INK["paper"][0] if one.quantiles else colour
-        axes.plot([one.median] * 2, [middle - 0.24, middle + 0.24], color=style.INK["ink"][0], linewidth=2.2)
+        axes.plot([one.median] * 2, [middle - 0.24, middle + 0.24], color=ink, linewidth=2.2)
         axes.plot([one.median] * 2, [middle - 0.15, middle + 0.15], color=within, linewidth=1.0)
     if one.p95 is not None:
-        axes.plot([one.p95], [middle], marker="o", markersize=4.5, color=colour, markeredgecolor=style.INK["ink"][0])
+        axes.plot([one.p95], [middle], marker="o", markersize=4.5, color=colour, markeredgecolor=ink)

@@ -44,7 +44,8 @@ ARMS: tuple[tuple[str, str], ...] = (
 kinds of colour blindness (Machado et al. 2009), and each at three to one or more against its paper."""
 BASELINE = ("#6a717a", "#9aa2ac")
 """Grey: what the others are compared with."""
-FONT_POINTS = 10.0
+_PALETTE = {**INK, **{f"arm-{number}": pair for number, pair in enumerate(ARMS)}, "baseline": BASELINE}
+_VARIABLES = {light: f"var(--{name})" for name, (light, _) in _PALETTE.items()}
 
 
 @contextmanager
@@ -54,25 +55,20 @@ def drawing() -> Iterator[None]:
         import matplotlib as mpl
     except ImportError as error:
         raise ValueError(MISSING) from error
+    ink, muted, grid, paper = (INK[name][0] for name in ("ink", "muted", "grid", "paper"))
     settings: Any = {
         "font.family": "DejaVu Sans",
-        "font.size": FONT_POINTS,
+        "font.size": 10.0,
         "text.parse_math": False,  # a dollar in an override is no formula
-        "text.color": INK["ink"][0],
-        "axes.edgecolor": INK["muted"][0],
-        "axes.labelcolor": INK["muted"][0],
+        "text.color": ink,
+        **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), muted),
         "axes.facecolor": "none",
         "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.unicode_minus": False,
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.unicode_minus", "legend.frameon"), False),
         "axes.axisbelow": True,
-        "xtick.color": INK["muted"][0],
-        "ytick.color": INK["muted"][0],
-        "grid.color": INK["grid"][0],
+        "grid.color": grid,
         "grid.linewidth": 0.8,
-        "figure.facecolor": INK["paper"][0],
-        "legend.frameon": False,
+        "figure.facecolor": paper,
         "svg.fonttype": "none",
         "svg.hashsalt": "crucible",  # the same records make the same page
         "path.simplify": True,
@@ -98,23 +94,12 @@ def colours(pictured: Iterable[Sequence[str]], *, baselines: Collection[str]) ->
 
 def variables(*, dark: bool) -> str:
     """The palette as CSS declarations."""
-    place = 1 if dark else 0
-    names = [(name, pair[place]) for name, pair in INK.items()]
-    names += [(f"arm-{number}", pair[place]) for number, pair in enumerate(ARMS)]
-    names.append(("baseline", BASELINE[place]))
-    return " ".join(f"--{name}: {colour};" for name, colour in names)
+    return " ".join(f"--{name}: {pair[dark]};" for name, pair in _PALETTE.items())
 
 
 def variable(colour: str) -> str:
     """The CSS variable of one of the light colours."""
     return _VARIABLES[colour]
-
-
-_VARIABLES: dict[str, str] = {
-    **{pair[0]: f"var(--{name})" for name, pair in INK.items()},
-    **{pair[0]: f"var(--arm-{number})" for number, pair in enumerate(ARMS)},
-    BASELINE[0]: "var(--baseline)",
-}
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
