@@ -98,13 +98,13 @@ def test_time_that_is_up_stops_the_sweep_as_ctrl_c_does(
 ) -> None:
     code, sweep, _ = swept(monkeypatch, None, "gpt2", "resnet50", "--minutes", "0.001")
     assert (code, len(sweep.commands), sweep.signals) == (matrix.TIME_IS_UP, 1, [signal.SIGINT])
-    assert "minutes are up in row gpt2; the same command goes on" in capsys.readouterr().err
+    assert "minutes are up in row gpt2; the same command continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gtp2"], "'gtp2' is no row; there are captioning, "),
+        (["gtp2"], "'gtp2' is not a row; there are captioning, "),
         (["--rounds", "0"], "must be at least 1"),
         (["--minutes", "nan"], "--minutes must be above 0"),
     ],

@@ -36,7 +36,7 @@ class Peer:
     about: str
     """What runs, in a few words for its record."""
     library: str = "torch"
-    """Package that it is the usual way of, whose version its record tells."""
+    """Package that it is the usual way of, whose version its record holds."""
     compiles: bool = True
     """Whether anything is compiled, without which it has failed."""
 
@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def flags(config_dir: str | None, backend: str = BACKENDS[0]) -> list[str]:
-    """What of the command is no override, as a process in any directory takes it; defaults are left out."""
+    """What of the command is not an override, as a process in any directory takes it; defaults are left out."""
     where = [] if config_dir is None else ["--config-dir", str(Path(config_dir).resolve())]
     return where if backend == BACKENDS[0] else [*where, "--backend", backend]
 

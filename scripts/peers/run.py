@@ -98,7 +98,7 @@ def _note_compiler(record: RunRecord, compiler: CompilerWatch, functions: Sequen
         setattr(record, name, value)
     record.events = list(compiler.events)
     codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    # Of a forward that torch wrote, the compiler enters a frame of its own, which says nothing of whose it is.
+    # Of a forward that torch wrote, the compiler enters a frame of its own, which does not show whose it is.
     frames = [
         (code.co_filename, code.co_firstlineno) for code in codes if not Path(code.co_filename).is_relative_to(TORCH)
     ]

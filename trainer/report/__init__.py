@@ -1,4 +1,4 @@
-"""Evidence: what runs' records say side by side. Reads RunRecords alone, without torch, Lightning or Hydra.
+"""Report: runs side by side, from their records alone. Imports neither torch, Lightning nor Hydra.
 
 ``find`` (runs) -> ``group`` (cells: workload and arm) -> ``compare`` (ratios, break-even, verdict) -> tables, pictures.
 """

@@ -19,7 +19,7 @@ from trainer.report.runs import Run
 from trainer.telemetry.facts import number
 
 EITHER_WAY_WORSE = frozenset({"graphs"})
-"""Counts of which fewer is no better: less may have been compiled."""
+"""Counts of which fewer is not better: less may have been compiled."""
 MIN_WARMUP_SECONDS = 1.0
 """Warm-ups that differ by less are taken for the same: processes start that much apart."""
 NOISY = 1.2

@@ -23,11 +23,11 @@ MAX_SETUP = (1.0, 0.25)
 NOTHING_COMPILED = "nothing compiled"
 """Reason for which a comparison with eager is left out that nobody misses."""
 NOT_COMPARED = "not compared"
-"""Verdict of a comparison that would have said nothing; graver than that of one that was not possible."""
+"""Verdict of a comparison that would have shown nothing; graver than one that was not possible."""
 BUSY = "measured while the machine was busy"
 THIN = "thin"
 UNLIKE = "unlike"
-"""First words of the flags that say so."""
+"""First words of these flags."""
 
 
 def step_seconds(record: RunRecord) -> float | None:
@@ -59,7 +59,7 @@ def notes_on(runs: Sequence[Run]) -> list[str]:
 
 
 def _conditions(record: RunRecord) -> dict[str, str]:
-    """What runs of one workload must share to be compared. What a record does not say is left out."""
+    """What runs of one workload must share to be compared. What a record does not hold is left out."""
     values: dict[str, str | None] = {
         "device": record.device,
         **{name: record.versions.get(name) for name in DECISIVE_VERSIONS},
@@ -89,7 +89,7 @@ def _differing(facts: Sequence[dict[str, str]]) -> list[str]:
 
 
 def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
-    """All that there is to say of ``cell``, the gravest first."""
+    """All flags of ``cell``, the gravest first."""
     return [
         *_not_finished(cell),
         *_rolled_back(cell),

@@ -29,7 +29,7 @@ ABOUT = """<p>A step is steady when it comes after the warm-up and nothing was c
 start-up, warm-up and compiling, and leaves out validation and checkpoints. A ratio above 1 is faster than the
 baseline; where its 95% interval holds 1, or the runs of one arm are as far apart as the arms, no difference is shown
 (~). Cold runs start with empty compile caches, warm ones with what a cold run left there. Whatever was not measured is
-left out, and said.</p>"""
+left out, and listed.</p>"""
 
 
 def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: str) -> str:
@@ -98,7 +98,7 @@ def _card(comparison: WorkloadComparison, place: int) -> str:
         facts.insert(0, f"nothing is shown to be faster than {comparison.baseline}")
     return (
         f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>'
-        f'<p class="said">{_breakable(_sentence(comparison.verdict))}</p>'
+        f'<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p>'
         f'<p class="quiet">{_breakable(_sentence(" · ".join(facts)))}</p></li>\n'
     )
 
@@ -129,7 +129,7 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
         )
     return f"""<section id="workload-{place + 1}">
 <h2>{_breakable(comparison.workload)}</h2>
-<p class="said">{_breakable(_sentence(comparison.verdict))}</p>
+<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p>
 <p class="quiet">{escape(where)}</p>
 {unlike}<div class="figures">
 {"".join(figures)}</div>

@@ -43,7 +43,7 @@ class Span:
 
     median: float
     low: float | None = None
-    """Ends of its interval or range; None when one run does not tell."""
+    """Ends of its interval or range; None for a single run."""
     high: float | None = None
 
     @classmethod
@@ -104,7 +104,7 @@ class ReferenceRow:
 
 
 def measured(runs: Sequence[Run]) -> list[ReferenceRow]:
-    """A row for each arm but eager of each workload in ``runs``, told apart by the overrides of their commands.
+    """A row for each arm but eager of each workload in ``runs``, by the overrides of their commands.
 
     Raises ValueError for runs of one workload that are unlike.
     """
@@ -173,7 +173,7 @@ def identity(command: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def overrides(command: Sequence[str]) -> list[str]:
-    """What a command says of its workload: neither strategies nor where it runs and how often."""
+    """Overrides of a command that describe its workload: neither strategies nor where it runs and how often."""
     return [
         word
         for word in command
@@ -195,13 +195,13 @@ def fingerprint(record: RunRecord) -> str | None:
 
 
 def machine_of(runs: Sequence[Run]) -> str:
-    """The machine that all runs were made on. Raises ValueError when they say several, or one does not say."""
+    """The machine that all runs were made on. Raises ValueError for several, or one that is not known."""
     machines: dict[str, None] = {}
     for run in runs:
         if run.record.status == "finished":
             machine = fingerprint(run.record)
             if machine is None:
-                raise ValueError(f"{run.directory}: its record does not say on which machine it was made")
+                raise ValueError(f"{run.directory}: its record does not name the machine that it was made on")
             machines[machine] = None
     if len(machines) != 1:
         raise ValueError(f"runs of one machine are needed, and these are of {len(machines)}: {'; '.join(machines)}")

@@ -40,9 +40,9 @@ LOOSE = frozenset(
 SILENT = frozenset({"trainer.progress", "seed", "resume", "repeat"})
 """Settings that are never reported: the display, and what the runs of one arm differ in by design."""
 PLACES = frozenset({"root", "path", "val_path", "image_root"})
-"""Last words of settings that say where data lies."""
+"""Last words of settings for where data lies."""
 PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
-"""Parameters of strategies that say where something lies, not how the task executes."""
+"""Parameters of strategies for where something lies, not how the task executes."""
 PEER = "peer"
 """Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
 
@@ -184,17 +184,17 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
     for record in records:
         fellows = [other for other in records if (other.task, other.run) == (record.task, record.run)]
         settings = {name: value for name, value in _settings(record) if _is_fixed(name)}
-        telling = [name for name in _telling([dict(_settings(other)) for other in fellows]) if name in settings]
-        lasts = [name.rpartition(".")[2] for name in telling]
+        chosen = [name for name in _distinguishing([dict(_settings(other)) for other in fellows]) if name in settings]
+        lasts = [name.rpartition(".")[2] for name in chosen]
         words = [
             f"{name if lasts.count(last) > 1 else last}={settings[name]}"
-            for name, last in zip(telling, lasts, strict=True)
+            for name, last in zip(chosen, lasts, strict=True)
         ]
         _add_name(names, record.task if record.run == "train" else f"{record.task} {record.run}", words)
     return names
 
 
-def _telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
+def _distinguishing(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """Few names that together have other values in each of ``settings``."""
     candidates = sorted(
         {name for each in settings for name in each if _is_fixed(name)}, key=lambda name: (name.count("."), name)
@@ -219,13 +219,13 @@ def _arm_names(records: Sequence[RunRecord]) -> list[str]:
     for record in records:
         fellows = [_parameters(other) for other in records if other.label == record.label]
         parameters, defaults = _parameters(record), _defaults(record)
-        telling = [
+        chosen = [
             name
             for name, value in parameters.items()
             if _is_set(name, value, defaults) or len({fellow.get(name) for fellow in fellows}) > 1
         ]
         alone = len(record.strategies) == 1
-        words = [f"{name.partition('.')[2] if alone else name}={parameters[name]}" for name in telling]
+        words = [f"{name.partition('.')[2] if alone else name}={parameters[name]}" for name in chosen]
         _add_name(names, record.label, words)
     return names
 

@@ -5,7 +5,7 @@ Times are compared by their logarithms, so that a ratio and its inverse are judg
 - over **pairs** (runs of both arms with the same seed, round and start) from three on: Student's t over their ratios;
 - over **runs** otherwise (at least two a side): Welch's t, which for two runs is the narrower of the two. A bootstrap
   over three or four runs would promise 95% and hold far less;
-- absent where a side has one run: its steps say nothing of what differs from run to run.
+- absent where a side has one run: its steps do not show what differs from run to run.
 
 A difference is shown where the interval leaves out 1 **and** the ratio is further from 1 than the runs of one arm are
 from each other (their standard deviation, the larger of the two arms'). The second keeps out what an interval cannot
@@ -120,7 +120,7 @@ _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2
 
 
 def _pairs(arm: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Runs of both arms that share a key; none when a key is no name of one run."""
+    """Runs of both arms that share a key; none when a key belongs to several runs."""
     for side in (arm, baseline):
         if max(Counter(sample.key for sample in side).values()) > 1:
             return []

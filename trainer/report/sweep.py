@@ -50,7 +50,7 @@ class Cell:
 
     @property
     def outcome(self) -> str:
-        """How it ended, for the table: the record's status, or what the exit code says."""
+        """How it ended, for the table: the record's status, or what the exit code means."""
         if self.exit_code < 0:
             return f"killed ({signal.Signals(-self.exit_code).name})"
         if self.exit_code == 2:
@@ -63,7 +63,7 @@ class Cell:
 def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: int) -> str:
     """The sweep's table as text, with the reasons of cells that did not finish, the verdict and how to see more.
 
-    What a cell's row says of eager is what the comparison says of its arm: all repeats together, and ``~`` before what
+    A cell's ratio to eager is that of its arm in the comparison: all repeats together, and ``~`` before what
     they do not show.
     """
     runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]

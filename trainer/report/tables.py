@@ -145,7 +145,7 @@ def _runs(row: Row) -> str:
 
 
 def _interval(row: Row) -> str:
-    """Ends that say nothing are cut short."""
+    """Far ends are cut short."""
     if row.ratio is None or row.ratio.low is None or row.ratio.high is None:
         return ABSENT
     return f"{row.ratio.low:.2f}-{min(row.ratio.high, 99):.2f}"
@@ -283,7 +283,7 @@ def _conditions(found: WorkloadComparison) -> str:
 
 
 def _remarks(found: WorkloadComparison) -> list[str]:
-    """What to know of all and of each; what is to be said of several arms is said once."""
+    """What to know of all and of each arm, alike remarks once."""
     arms: dict[str, list[str]] = {}
     for row in found.rows:
         for flag in row.flags:

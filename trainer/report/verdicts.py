@@ -105,25 +105,25 @@ def verdict(
         for start in ("cold", "warm")
     )
     if not cold and not warm:
-        return f"steady steps differ from {baseline}'s; without what warming up takes there is no telling when it pays"
+        return f"steady steps differ from {baseline}'s; without the time of the warm-up it is not known when it pays"
     return "; ".join([*([cold] if cold else []), *([f"with warm caches: {warm}"] if warm not in ("", cold) else [])])
 
 
 def _sentence(crossings: Sequence[Crossing], baseline: str, horizon: int, unit: str) -> str:
     if not crossings:
         return ""
-    near = [crossing for crossing in crossings if crossing.from_steps <= horizon]
+    within = [crossing for crossing in crossings if crossing.from_steps <= horizon]
     later = [crossing for crossing in crossings if crossing.from_steps > horizon]
     beyond = f" ({later[0].arm} from {rounded(later[0].from_steps)} on)" if later else ""
-    if len(near) == 1:
-        only = near[0].arm
+    if len(within) == 1:
+        only = within[0].arm
         if only == baseline:
             return f"no strategy tried is shown to beat {baseline} within {horizon:,} {unit}{beyond}"
         return f"use {only} for any number of {unit}{beyond}"
-    words = [f"for fewer than {rounded(near[1].from_steps)} {unit} use {near[0].arm}"]
-    for crossing, following in itertools.pairwise(near[1:]):
+    words = [f"for fewer than {rounded(within[1].from_steps)} {unit} use {within[0].arm}"]
+    for crossing, following in itertools.pairwise(within[1:]):
         words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
-    return "; ".join([*words, f"above, {near[-1].arm}{beyond}"])
+    return "; ".join([*words, f"above, {within[-1].arm}{beyond}"])
 
 
 def rounded(steps: float) -> str:

@@ -28,7 +28,7 @@ class Picture:
     caption: str
     """How to read it."""
     absent: str
-    """What is said where it cannot be drawn."""
+    """What a page shows in its place where it cannot be drawn."""
     draw: Callable[..., Figure | None]
     """``draw(comparison, palette=...)``."""
 

@@ -133,7 +133,7 @@ def throughput(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
 
 
 def _interval(ratio: Ratio) -> str:
-    """A ratio's interval in brackets; ends that say nothing are cut short. Nothing without one."""
+    """A ratio's interval in brackets; far ends are cut short. Nothing without one."""
     if ratio.low is None or ratio.high is None:
         return ""
     low = f"{ratio.low:.2f}" if ratio.low >= 0.01 else "<0.01"
@@ -142,7 +142,7 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _rates(comparison: WorkloadComparison) -> tuple[str, list[Estimate | None]]:
-    """What is counted, and how much of it each arm does in a second: the most telling that any arm has."""
+    """What is counted, and how much of it each arm does in a second: useful tokens, samples or steps."""
     for unit, name in (("useful tokens", "useful_tokens_per_second"), ("samples", "samples_per_second")):
         rates = [getattr(row, name) for row in comparison.rows]
         if any(rate is not None for rate in rates):
@@ -197,7 +197,7 @@ def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
 
 
 def padding(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
-    """Share of padding in what each arm computed, and by bucket where a run says so."""
+    """Share of padding in what each arm computed, and by bucket where a record has it."""
     section = Section("Padding, share of all positions", whole=1.0)
     for row in comparison.rows:
         if row.padded_share is not None:

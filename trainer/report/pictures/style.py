@@ -29,7 +29,7 @@ INK: Mapping[str, tuple[str, str]] = {
     "soft": ("#eef0f3", "#23272d"),
     "paper": ("#ffffff", "#16191d"),
 }
-"""Name, light and dark colour of everything that is no arm."""
+"""Name, light and dark colour of everything but arms."""
 ARMS: tuple[tuple[str, str], ...] = (
     ("#1e6ff0", "#6699f7"),
     ("#d97214", "#cf9a35"),
@@ -59,7 +59,7 @@ def drawing() -> Iterator[None]:
     settings: Any = {
         "font.family": "DejaVu Sans",
         "font.size": 10.0,
-        "text.parse_math": False,  # a dollar in an override is no formula
+        "text.parse_math": False,  # a dollar in an override is not a formula
         "text.color": ink,
         **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), muted),
         "axes.facecolor": "none",
@@ -128,7 +128,7 @@ def svg(figure: Figure, *, name: str, title: str, description: str) -> str:
     """The figure as an SVG element to put into a page: text as text, colours as CSS variables, no address outside it.
 
     ``name`` is put before all identifiers, so that several figures fit on one page. ``title`` and ``description`` are
-    what a screen reader says; both already escaped.
+    for a screen reader; both already escaped.
     """
     import io
 
@@ -162,7 +162,7 @@ def png(figure: Figure, file: Path | IO[bytes], *, dots_per_inch: int = 160) -> 
 
 
 def duration(seconds: float) -> str:
-    """``90`` as ``1.5 min``: what a person would say."""
+    """``90`` as ``1.5 min``: in the unit that fits."""
     for limit, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= limit:
             return f"{number(seconds / limit)} {unit}"

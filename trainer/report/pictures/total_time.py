@@ -69,7 +69,7 @@ def lines(comparison: WorkloadComparison) -> list[Line]:
 
 
 def draw(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
-    """Total time, the same relative to the baseline, and a strip that says which arm is best; None without totals."""
+    """Total time, the same relative to the baseline, and a strip that shows which arm is best; None without totals."""
     every = lines(comparison)
     if not every:
         return None
@@ -106,8 +106,8 @@ def draw(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figur
         for start in starts:
             strip = axes_of(STRIP_INCHES, times)
             last.tick_params(labelbottom=False, bottom=start == starts[0])
-            said = "least time" if len(starts) == 1 else f"least time, {start} starts"
-            _strip(strip, comparison, start, said, palette, span, WIDTH_INCHES - LEFT_INCHES - right)
+            label = "least time" if len(starts) == 1 else f"least time, {start} starts"
+            _strip(strip, comparison, start, label, palette, span, WIDTH_INCHES - LEFT_INCHES - right)
             last = strip
         last.tick_params(labelbottom=True)
         last.set_xlabel("batches" if comparison.run == "inference" else "optimizer steps")
@@ -124,7 +124,7 @@ def _drawn_arms(comparison: WorkloadComparison, every: Sequence[Line]) -> list[s
 
 
 def _starts(comparison: WorkloadComparison) -> list[str]:
-    """Starts whose least time has a band of its own: both, unless they say the same."""
+    """Starts whose least time has a band of its own: both, unless they are alike."""
     best = {
         start: [(one.from_steps, one.arm) for one in comparison.crossings if one.start == start]
         for start in ("cold", "warm")
@@ -238,12 +238,12 @@ def _strip(
     axes: Axes,
     comparison: WorkloadComparison,
     start: str,
-    said: str,
+    label: str,
     palette: Mapping[str, str],
     span: tuple[float, float],
     width: float,
 ) -> None:
-    """A band of ``width`` inches that says by its colour which arm needs the least time, with the steps at which that
+    """A band of ``width`` inches that shows by its colour which arm needs the least time, with the steps at which that
     changes above it."""
     low, high = span
     axes.set(ylim=(0, STRIP_INCHES), yticks=[])
@@ -255,7 +255,7 @@ def _strip(
         "size": 9,
         "color": style.INK["muted"][0],
     }
-    axes.text(1.012, 0.14, said, **beside)
+    axes.text(1.012, 0.14, label, **beside)
     marks = [one for one in comparison.crossings if one.start == start]
     edges = [min(max(float(one.from_steps), low), high) for one in marks] + [high]
     written = 0.0  # how far right the row of numbers is taken
@@ -291,9 +291,9 @@ def _legend(figure: Figure, arms: Sequence[str], palette: Mapping[str, str], *, 
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=palette[arm], linewidth=2.4, label=style.plain(arm, longest=44)) for arm in arms]
-    for start, said in (("cold", "compile caches empty"), ("warm", "caches filled before")) if warm else ():
+    for start, label in (("cold", "compile caches empty"), ("warm", "caches filled before")) if warm else ():
         ink = style.INK["ink"][0]
-        handles.append(Line2D([], [], color=ink, label=f"{start} start: {said}", **STROKES[start]))
+        handles.append(Line2D([], [], color=ink, label=f"{start} start: {label}", **STROKES[start]))
     if handles:
         figure.legend(
             handles=handles,
