@@ -200,19 +200,15 @@ def _show(drifts: Sequence[Drift]) -> None:
             columns[name] = [a if a == b else f"{a} -> {b}" for a, b in zip(old, new, strict=True)]
         else:
             columns |= {f"{name} then": old, f"{name} now": new}
-    console = _console()
-    console.print(_table([each.before.name for each in drifts], columns))
-    for each in drifts:
-        for line in _lines(each):
-            console.print(line, markup=False, soft_wrap=True)  # whole lines, for grep and mails
-    console.print(f"counts are {'/'.join(COUNTS).replace('_', ' ')}", style="dim")
+    lines = [line for each in drifts for line in _lines(each)]
+    _print_table([each.before.name for each in drifts], columns, lines)
     kinds = {
         "worse": [each.worse for each in drifts],
         **{kind: [each.verdict == kind for each in drifts] for kind in ("better", "not judged", "not measured")},
     }
     counted = [f"{sum(hits)} {kind}" for kind, hits in kinds.items() if any(hits)]
     rows = f"{len(drifts)} row{'' if len(drifts) == 1 else 's'}"
-    console.print(f"{rows}: {', '.join(counted) or 'none moved'}", markup=False)
+    print(f"{rows}: {', '.join(counted) or 'none moved'}")
 
 
 def _show_rows(rows: Sequence[ReferenceRow]) -> None:
@@ -222,12 +218,11 @@ def _show_rows(rows: Sequence[ReferenceRow]) -> None:
             print(f"noisy: {row.name}: smaller moves than its interval will not be seen; use more rounds or steps")
     texts = [_figures(row) for row in rows]
     columns = {name: [each[place] for each in texts] for place, name in enumerate(COLUMNS)}
-    _console().print(_table([row.name for row in rows], columns))
-    _console().print(f"counts are {'/'.join(COUNTS).replace('_', ' ')}", style="dim")
+    _print_table([row.name for row in rows], columns, [])
 
 
-def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
-    """A row for each name, without columns in which no row has a figure."""
+def _print_table(names: Sequence[str], columns: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
+    """A row for each name, without columns in which no row has a figure; ``lines`` below it."""
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("row", overflow="fold", min_width=min(NAME_WIDTH, max(map(len, names), default=0)))
     kept = {name: texts for name, texts in columns.items() if any(text != ABSENT for text in texts)}
@@ -235,7 +230,12 @@ def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
         shown.add_column(name, justify="right" if name else "left", no_wrap=not name)
     for name, *texts in zip(names, *kept.values(), strict=True):
         shown.add_row(*(escape(text) for text in (name, *texts)))
-    return shown
+    # As wide as the table needs: in a narrow terminal lines break, but none is cut.
+    console = Console(highlight=False, width=max(Console().width, WIDTH))
+    console.print(shown)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)  # whole lines, for grep and mails
+    console.print(f"counts are {'/'.join(COUNTS).replace('_', ' ')}", style="dim")
 
 
 def _figures(row: ReferenceRow | None) -> tuple[str, str, str, str]:
@@ -272,8 +272,3 @@ def _lines(each: Drift) -> list[str]:
             steps = [number(span.median * 1e3) for span in (before.eager_step_seconds, now.eager_step_seconds)]
             lines.append(f"  eager's step: {steps[0]} ms -> {steps[1]} ms")
     return lines
-
-
-def _console() -> Console:
-    """The terminal, taken to be as wide as the table needs: in a narrow one lines break, but none is cut."""
-    return Console(highlight=False, width=max(Console().width, WIDTH))

@@ -197,12 +197,11 @@ def fingerprint(record: RunRecord) -> str | None:
 def machine_of(runs: Sequence[Run]) -> str:
     """The machine that all runs were made on. Raises ValueError for several, or one that is not known."""
     machines: dict[str, None] = {}
-    for run in runs:
-        if run.record.status == "finished":
-            machine = fingerprint(run.record)
-            if machine is None:
-                raise ValueError(f"{run.directory}: its record does not name the machine that it was made on")
-            machines[machine] = None
+    for run in [run for run in runs if run.record.status == "finished"] or runs:
+        machine = fingerprint(run.record)
+        if machine is None:
+            raise ValueError(f"{run.directory}: its record does not name the machine that it was made on")
+        machines[machine] = None
     if len(machines) != 1:
         raise ValueError(f"runs of one machine are needed, and these are of {len(machines)}: {'; '.join(machines)}")
     return next(iter(machines))
