@@ -90,17 +90,21 @@ def _differing(facts: Sequence[dict[str, str]]) -> list[str]:
 
 def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     """All flags of ``cell``, the gravest first."""
-    return [
-        *_not_finished(cell),
-        *_rolled_back(cell),
-        *_busy(cell),
-        *_unlike(cell, baseline),
-        *_parity(cell),
-        *_thin(cell),
-        *_resumed(cell),
-        *_caches(cell),
-        *_setup(cell, baseline),
-    ]
+    busy = [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]
+    resumed = [run.record.resumed_from for run in cell.finished if run.record.resumed_from]
+    parity = parity_of(cell)
+    flags = [*_not_finished(cell), *_rolled_back(cell)]
+    if busy:
+        flags.append(f"{BUSY}: {busy[0]}{_of(busy, cell)}")
+    flags += _unlike(cell, baseline)
+    if parity not in (None, "passed"):
+        flags.append(f"comparison with eager before the first step: {parity}")
+    flags += _thin(cell)
+    if resumed:
+        flags.append(f"resumed from {resumed[0]}{_of(resumed, cell)}")
+    if cell.compiles and cell.others and not cell.cold:
+        flags.append("cache state unknown: its warm-up is counted as a cold start's")
+    return [*flags, *_setup(cell, baseline)]
 
 
 def parity_of(cell: Cell) -> str | None:
@@ -143,12 +147,6 @@ def _rolled_back(cell: Cell) -> Iterator[str]:
             yield f"{what}{_of(found, cell)}: {found[0][1].splitlines()[0]}"
 
 
-def _busy(cell: Cell) -> Iterator[str]:
-    busy = [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]
-    if busy:
-        yield f"{BUSY}: {busy[0]}{_of(busy, cell)}"
-
-
 def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
     if baseline is None or baseline is cell:
         return
@@ -157,12 +155,6 @@ def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
         others = theirs.get(name, Counter())
         if others and set(values) != set(others):
             yield f"{UNLIKE} the baseline: {name} {' and '.join(values)}, there {' and '.join(others)}"
-
-
-def _parity(cell: Cell) -> Iterator[str]:
-    verdict = parity_of(cell)
-    if verdict is not None and verdict != "passed":
-        yield f"comparison with eager before the first step: {verdict}"
 
 
 def _thin(cell: Cell) -> Iterator[str]:
@@ -185,17 +177,6 @@ def _thin(cell: Cell) -> Iterator[str]:
         found.append(f"timed runs within a run differ by {within:.0%}")
     if found:
         yield f"{THIN}: {', '.join(found)}"
-
-
-def _resumed(cell: Cell) -> Iterator[str]:
-    resumed = [run.record.resumed_from for run in cell.finished if run.record.resumed_from]
-    if resumed:
-        yield f"resumed from {resumed[0]}{_of(resumed, cell)}"
-
-
-def _caches(cell: Cell) -> Iterator[str]:
-    if cell.compiles and cell.others and not cell.cold:
-        yield "cache state unknown: its warm-up is counted as a cold start's"
 
 
 def _setup(cell: Cell, baseline: Cell | None) -> Iterator[str]:
