@@ -105,7 +105,7 @@ def verdict(
         for start in ("cold", "warm")
     )
     if not cold and not warm:
-        return f"steady steps differ from {baseline}'s; without the time of the warm-up it is not known when it pays"
+        return f"steady steps differ from {baseline}'s; without what warming up takes there is no telling when it pays"
     return "; ".join([*([cold] if cold else []), *([f"with warm caches: {warm}"] if warm not in ("", cold) else [])])
 
 
