@@ -1,12 +1,12 @@
-"""Ours beside what people do without it, in turns, each run in a fresh process with empty compile caches:
+"""Ours beside what people do without it, in rounds, each run in a fresh process with empty compile caches:
 
     python -m scripts.benchmark_peers --out DIR --rounds 2 --ours eager '[regional,cuda_graph]' whole \
         -- experiment=captioning_base task.data.pad_to=64 trainer.max_steps=150
 
 An arm of ours is a value of ``compile=``, with further overrides after a blank. Peers are a hand-written loop, eager
 and with torch.compile, plain Lightning over a compiled module, and accelerate's regional compilation. All train the
-same module on the same batches under the same telemetry, and take turns (A B C, A B C). Each leaves a record below
-DIR, for ``scripts.compare`` and ``scripts.report``; the same command called again goes on with what is missing.
+same module on the same batches under the same telemetry, and alternate (A B C, A B C). Each leaves a record below
+DIR, for ``scripts.compare`` and ``scripts.report``; the same command called again runs what is missing.
 
 Exit codes: 0 all runs finished, 1 some did not, 2 refused before any work, 128 + signal stopped.
 """
@@ -21,9 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts import compare
-from scripts.benchmark_strategies import ALWAYS
-from scripts.peers.cell import BACKENDS, REFUSED, flags
-from scripts.peers.names import OVERRIDE, PEERS, mark, refuse, refuse_workload
+from scripts.matrix import ALWAYS
+from scripts.peers.cell import BACKENDS, OVERRIDE, PEERS, REFUSED, flags, mark, refuse, refuse_workload
 from trainer import errors
 from trainer.config import compose
 from trainer.described import described
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             drafts = [*ours(options), *peers(options)]
             with alone(options.out):
                 ledger = opened(options.out, given)
-                failed = run(in_turns(drafts, options.rounds), ledger, signals, timeout_seconds=options.timeout)
+                failed = run(in_rounds(drafts, options.rounds), ledger, signals, timeout_seconds=options.timeout)
     except errors.REFUSALS as error:
         errors.report(error)
         return REFUSED
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.report_system(error, place=options.out)
         return REFUSED
     if signals.received is not None:
-        print(f"stopped; go on with: {ledger.go_on_with()}")
+        print(f"stopped; continue with: {ledger.go_on_with()}")
         return 128 + signals.received
     if failed:
         print(f"run what failed again with: {ledger.go_on_with()}")
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what is no flag is an override of every run."""
+    """Read the command line; what is not a flag is an override of every run."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.benchmark_peers",
         description=__doc__,
@@ -79,7 +78,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--ours", nargs="+", default=["eager"], metavar="ARM", help="values of compile=, overrides after (eager)")
     add("--peers", nargs="+", default=list(PEERS), metavar="PEER", help=f"of {', '.join(PEERS)} (default: all)")
-    add("--rounds", type=int, default=1, help="turns of each arm (default 1)")
+    add("--rounds", type=int, default=1, help="rounds of all arms (default 1)")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the runs")
     add("--timeout", type=float, metavar="SECONDS", help="longest time of one run; then it has failed (default: none)")
     add("--backend", choices=BACKENDS, default=BACKENDS[0], help="of the peers' torch.compile (default inductor)")
@@ -133,7 +132,7 @@ def planned(record: RunRecord, overrides: tuple[str, ...], arm: tuple[str, ...],
     return PlannedCell(overrides=overrides, arm=arm, job=0, start="cold", described=record, command=command)
 
 
-def in_turns(drafts: Sequence[PlannedCell], rounds: int) -> list[PlannedCell]:
+def in_rounds(drafts: Sequence[PlannedCell], rounds: int) -> list[PlannedCell]:
     """Every draft once a round, each a cell of its own. A first round has its number, so that a second may follow."""
     cells = [
         dataclasses.replace(draft, round=number, described=dataclasses.replace(draft.described, round=number))

@@ -2,7 +2,8 @@
 
 For each workload (task and settings) a row for each arm (strategies and their parameters): steady step, warm-up from
 cold and from warm compile caches, memory, energy, graphs, ratio to eager, the step at which compiling has paid back,
-total time for given numbers of steps, and a verdict. Needs neither torch nor a GPU.
+total time for given numbers of steps, and a verdict. Needs neither torch nor a GPU. With ``--against FILE`` instead:
+what moved since the rows of that file were written, which ``--update`` does (docs/drift.md).
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.atomic import written_whole
-from trainer.evidence import tables
-from trainer.evidence.comparison import AT_STEPS, WorkloadComparison, compare
-from trainer.evidence.rows import Row
-from trainer.evidence.runs import find
+from trainer.report import tables
+from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare
+from trainer.report.runs import Run, find
 
 ABOUT = """\
 how the figures are made:
@@ -33,10 +33,27 @@ how the figures are made:
   s to N     seconds from the start of the process to the end of step N, without validation and checkpoints
   verdict    of arms that are shown to be faster, the one of least total time
 
-Exit codes: 0 compared, 2 refused (wrong arguments, no records, runs that are unlike).
+what moved, with --against:
+  ratio        eager's mean step over the arm's: differs by more than --tolerance, and the 95% intervals are apart
+  warm-up      of cold starts: by more than --warmup-tolerance and a second, and the ranges of the runs are apart
+  peak memory  of the device, by more than --tolerance
+  counts       graphs, graph breaks, recompiles, cache misses: any difference
+Rows are kept for each device, host processor and major version of torch, Triton and CUDA.
+
+Exit codes: 0 compared (with --against: nothing got worse), 1 a row got worse or failed, 2 refused (wrong arguments, no
+records, runs that are unlike, no reference for their machine).
 """
-NARROWEST = 100
-"""Characters of a line where the output is no terminal."""
+WIDTH = 100
+"""Characters of a line where the output is not a terminal."""
+SORTS: dict[str, Callable[[Row], float | None]] = {
+    "given": lambda row: None,
+    "step": lambda row: None if row.ratio is None else -row.ratio.value,
+    "total": lambda row: row.total_seconds[max(row.total_seconds)] if row.total_seconds else None,
+    "warm-up": lambda row: None if row.cold_warmup_seconds is None else row.cold_warmup_seconds.median,
+    "memory": lambda row: row.peak_device_memory_gib,
+    "pays-back": lambda row: row.break_even_steps,
+}
+"""Figure that each value of ``--sort`` goes by, the smallest first."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,23 +61,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
+        if options.against is not None:
+            return drifted(runs, options)
         comparisons = compare(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
         if not options.allow_unlike:
             refuse_unlike(comparisons)
         for found in comparisons:
-            sort(found, options.sort)
-        for target, text in (
-            (options.markdown, tables.markdown),
-            (options.csv, tables.as_csv),
-            (options.json, tables.as_json),
-        ):
-            if target is not None:
-                write(target, text(comparisons))
+            sort(found, SORTS[options.sort])
+        texts = {"markdown": tables.markdown, "csv": tables.as_csv, "json": tables.as_json}
+        targets = {kind: target for kind in texts if (target := getattr(options, kind)) is not None}
+        for kind, target in targets.items():
+            write(target, texts[kind](comparisons))
         if options.tensorboard is not None:
-            for_tensorboard(comparisons, options.tensorboard)
-        if "-" not in (options.markdown, options.csv, options.json):
+            write_for_tensorboard(comparisons, options.tensorboard)
+        if "-" not in targets.values():
             console = Console(highlight=False)
-            tables.show(comparisons, console if console.is_terminal else Console(width=NARROWEST, highlight=False))
+            tables.show(comparisons, console if console.is_terminal else Console(width=WIDTH, highlight=False))
         sys.stdout.flush()
     except ValueError as error:
         for line in str(error).splitlines():
@@ -79,38 +95,52 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="records, run folders, folders to search, or globs of these (default: outputs)",
-    )
-    parser.add_argument("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
-    parser.add_argument(
-        "--steps",
-        nargs="+",
-        default=[str(steps) for steps in AT_STEPS],
-        metavar="N",
-        help="steps to tell total times for; the verdict looks as far as the largest (default: 500 2000 20000)",
-    )
-    parser.add_argument(
-        "--sort", choices=tuple(SORTS), default="given", help="order of the arms after the baseline (default: given)"
-    )
+    add = parser.add_argument
+    runs_help = "records, run folders, folders to search, or globs of these (default: outputs)"
+    steps_help = "steps to give total times for; the verdict looks as far as the largest (default: 500 2000 20000)"
+    add("runs", nargs="*", metavar="RUN", help=runs_help)
+    add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
+    add("--steps", nargs="+", default=[str(steps) for steps in AT_STEPS], metavar="N", help=steps_help)
+    add("--sort", choices=tuple(SORTS), default="given", help="order of the arms after the baseline (default: given)")
     for kind in ("markdown", "csv", "json"):
-        parser.add_argument(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone")
-    parser.add_argument("--tensorboard", metavar="DIR", help="also write tables and curves there, as a run of its own")
-    parser.add_argument(
-        "--allow-unlike",
-        action="store_true",
-        help="compare runs of other devices, versions or precisions too, marked as unlike",
-    )
+        add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone")
+    add("--tensorboard", metavar="DIR", help="also write tables and curves there, as a run of its own")
+    add("--allow-unlike", action="store_true", help="compare runs of other devices, versions or precisions too")
+    add = parser.add_argument_group("has a strategy become slower?").add_argument
+    add("--against", type=Path, metavar="FILE", help="compare with the rows of this reference file (JSON)")
+    add("--update", action="store_true", help="write the rows of these runs into that file instead")
+    add("--tolerance", type=share, default=0.03, metavar="SHARE", help="of ratio and memory (default 0.03)")
+    add("--warmup-tolerance", type=share, default=0.25, metavar="SHARE", help="of the warm-up (default 0.25)")
+    add("--strict", action="store_true", help="exit with 1 too when a row got better, or could not be judged")
     options = parser.parse_args(arguments)
     # ``--steps 500 outputs`` is what people write; argparse takes the folder for a number of steps.
     options.runs = [*options.runs, *(word for word in options.steps if not word.isdecimal())] or ["outputs"]
     options.steps = [int(word) for word in options.steps if word.isdecimal()] or list(AT_STEPS)
     if [options.markdown, options.csv, options.json].count("-") > 1:
         parser.error("only one of --markdown, --csv and --json can be -")
+    if (options.update or options.strict) and options.against is None:
+        parser.error("--update and --strict need a file: --against FILE")
     return options
+
+
+def share(text: str) -> float:
+    """A share of 0 or more."""
+    if not (value := float(text)) >= 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
+
+
+def drifted(runs: Sequence[Run], options: argparse.Namespace) -> int:
+    """Compare with the rows of ``--against``, or write them; returns the exit code."""
+    from trainer.report import drift
+
+    try:
+        if options.update:
+            return drift.update(runs, options.against)
+        tolerances = drift.Tolerances(ratio=options.tolerance, warmup=options.warmup_tolerance)
+        return drift.against(runs, options.against, tolerances, strict=options.strict)
+    except OSError as error:
+        raise ValueError(f"{options.against}: {error.strerror}") from error
 
 
 def refuse_unlike(comparisons: Sequence[WorkloadComparison]) -> None:
@@ -119,40 +149,21 @@ def refuse_unlike(comparisons: Sequence[WorkloadComparison]) -> None:
         if found.unlike:
             raise ValueError(
                 f"runs of {found.workload} are unlike: {'; '.join(found.unlike)}. Name the runs that belong together, "
-                "or go on with --allow-unlike"
+                "or use --allow-unlike"
             )
-    single = [found for found in comparisons if len(found.rows) == 1]
-    if len(single) > 1 and len(single) == len(comparisons) and len({found.task for found in comparisons}) == 1:
+    if len(comparisons) > 1 and all(
+        len(found.rows) == 1 and found.task == comparisons[0].task for found in comparisons
+    ):
         raise ValueError(
             "no two of these runs are of one workload, which makes nothing to compare: "
-            f"{', '.join(found.workload for found in comparisons)}. Go on with --allow-unlike to see each by itself"
+            f"{', '.join(found.workload for found in comparisons)}. Use --allow-unlike to see each by itself"
         )
 
 
-def sort(found: WorkloadComparison, order: str) -> None:
-    """Put the rows in ``order``, the baseline first; what has no figure comes last."""
-    key = SORTS[order]
-    if key is None:
-        return
+def sort(found: WorkloadComparison, key: Callable[[Row], float | None]) -> None:
+    """Put the rows in order of ``key``, the baseline first; what has no figure comes last, as it was given."""
     base = found.baseline_row
-    others = [row for row in found.rows if row is not base]
-    known = sorted((row for row in others if key(row) is not None), key=lambda row: key(row) or 0.0)
-    found.rows[:] = [*([base] if base else []), *known, *(row for row in others if key(row) is None)]
-
-
-def _total(row: Row) -> float | None:
-    return row.total_seconds[max(row.total_seconds)] if row.total_seconds else None
-
-
-SORTS: dict[str, Callable[[Row], float | None] | None] = {
-    "given": None,
-    "step": lambda row: None if row.ratio is None else -row.ratio.value,
-    "total": _total,
-    "warm-up": lambda row: None if row.cold_warmup_seconds is None else row.cold_warmup_seconds.median,
-    "memory": lambda row: row.peak_device_memory_gib,
-    "pays-back": lambda row: row.break_even_steps,
-}
-"""Figure that each value of ``--sort`` goes by, the smallest first."""
+    found.rows.sort(key=lambda row: (row is not base, key(row) is None, key(row) or 0.0))
 
 
 def write(target: str, text: str) -> None:
@@ -168,12 +179,12 @@ def write(target: str, text: str) -> None:
     print(f"wrote {target}", file=sys.stderr)
 
 
-def for_tensorboard(comparisons: Sequence[WorkloadComparison], target: str) -> None:
+def write_for_tensorboard(comparisons: Sequence[WorkloadComparison], target: str) -> None:
     """Write what a sweep leaves in its ``summary``. Raises ValueError where that cannot be done."""
-    from trainer import sweep_pages
+    from trainer.report import sweep
 
     try:
-        missing = sweep_pages.write(comparisons, Path(target))
+        missing = sweep.write(comparisons, Path(target))
     except OSError as error:
         raise ValueError(f"{target}: {error.strerror}") from error
     print(f"wrote {target}", file=sys.stderr)

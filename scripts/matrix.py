@@ -1,8 +1,8 @@
 """Every workload under every strategy that it can run, for docs/results: ``python -m scripts.matrix --minutes 60``
 
 Each row is a workload and the arms that are compared on it, a sweep of its own (docs/sweeps.md) in a folder of its own
-below ``--out``. Called again it goes on: what is finished is left as it is. At the end the table of ``scripts.compare``
-and the page of ``scripts.report`` over all of them.
+below ``--out``. Called again it continues with what is missing. At the end come the table of ``scripts.compare`` and
+the page of ``scripts.report`` over all of them.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import benchmark_strategies, compare, report
+from scripts import compare, report
 from trainer.process import keep_streams
 from trainer.sweep.quoting import quoted
 
 EXAMPLES = """\
 examples:
   python -m scripts.matrix --list                               # the rows, with their arms
-  python -m scripts.matrix --rounds 3 --warm                    # everything, cold and warm, three turns: hours
+  python -m scripts.matrix --rounds 3 --warm                    # everything, cold and warm, three rounds: hours
   python -m scripts.matrix gpt2 resnet50 --out outputs/two      # two rows
-  python -m scripts.matrix --minutes 9                          # as far as that goes; the same again goes on
+  python -m scripts.matrix --minutes 9                          # as far as that goes; the same again continues
   python -m scripts.matrix --smoke --out outputs/try            # in small: does it run here?
 
 Exit codes: 0 all ran, 1 some cells failed, 2 wrong arguments, 3 time was up, 128 + signal interrupted.
 """
 STATIC = ("eager", "cuda_graph", "optimizer", "regional", "[regional,cuda_graph]", "whole", "[whole,cuda_graph]")
 RAGGED = (
-    "eager",
-    "regional",
-    "[regional,dynamic]",
-    "[whole,dynamic]",
-    "buckets",
-    "[regional,buckets]",
-    "[regional,buckets,cuda_graph]",
-    "full_stack",
+    *("eager", "regional", "[regional,dynamic]", "[whole,dynamic]", "buckets", "[regional,buckets]"),
+    *("[regional,buckets,cuda_graph]", "full_stack"),
 )
 BY_TOKENS = " compile.buckets.tokens_per_batch=16384"
 AUTO = tuple(f"auto compile.auto.remember=false compile.auto.planned_steps={steps}" for steps in (500, 2_000, 20_000))
 """What it chooses for runs of these lengths; a run is stopped early, and its total calculated."""
+ALWAYS = (
+    "trainer.val_every_n_steps=0",
+    "trainer.checkpoint_every_n_steps=null",  # gigabytes a cell, and nobody continues from one
+    "trainer.progress=none",
+    "trainer.log_every_n_steps=100",  # windows of at least two seconds, which the energy counter needs
+)
+"""Overrides of every measurement."""
 TIME_IS_UP = 3
 GRACE_SECONDS = 60.0
 """For the cell under way to stop, once time is up."""
@@ -70,39 +71,34 @@ class Row:
         return [f"experiment={self.experiment}", *self.overrides, f"trainer.max_steps={self.steps}"]
 
 
+def captioning(name: str, steps: int, arms: tuple[str, ...], *overrides: str, warm: bool = False) -> Row:
+    """A row on the captioning network."""
+    experiment = "captioning_base"
+    return Row(name=name, experiment=experiment, steps=steps, arms=arms, overrides=overrides, smoke="smoke", warm=warm)
+
+
+PADDED, LOGNORMAL = "task.data.pad_to=64", "task/data=lognormal"
 ROWS = (
-    Row(
-        name="captioning",
-        experiment="captioning_base",
-        steps=150,
-        overrides=("task.data.pad_to=64",),
-        arms=(*STATIC, "[regional,optimizer,cuda_graph]", "whole compile.whole.mode=reduce-overhead", *AUTO),
-        smoke="smoke",
+    captioning(
+        "captioning",
+        150,
+        (*STATIC, "[regional,optimizer,cuda_graph]", "whole compile.whole.mode=reduce-overhead", *AUTO),
+        PADDED,
     ),
-    Row(
-        name="captioning_start",
-        experiment="captioning_base",
-        steps=40,
-        overrides=("task.data.pad_to=64",),
-        arms=("eager", "[regional,cached]", "[whole,cached]", "[regional,cached,cuda_graph]"),
-        smoke="smoke",
+    captioning(
+        "captioning_start",
+        40,
+        ("eager", "[regional,cached]", "[whole,cached]", "[regional,cached,cuda_graph]"),
+        PADDED,
         warm=True,
     ),
-    Row(
-        name="captioning_ragged",
-        experiment="captioning_base",
-        steps=150,
-        overrides=("task/data=lognormal",),
-        arms=RAGGED,
-        smoke="smoke",
-    ),
-    Row(
-        name="captioning_by_tokens",
-        experiment="captioning_base",
-        steps=60,
-        overrides=("task/data=lognormal", "task.data.batch_size=256"),
-        arms=("eager", *(f"{arm}{BY_TOKENS}" for arm in RAGGED if "buckets" in arm or arm == "full_stack")),
-        smoke="smoke",
+    captioning("captioning_ragged", 150, RAGGED, LOGNORMAL),
+    captioning(
+        "captioning_by_tokens",
+        60,
+        ("eager", *(f"{arm}{BY_TOKENS}" for arm in RAGGED if "buckets" in arm or arm == "full_stack")),
+        LOGNORMAL,
+        "task.data.batch_size=256",
     ),
     Row(name="gpt2", experiment="gpt2", steps=110, arms=(*STATIC, *AUTO)),
     Row(name="resnet50", experiment="resnet50", steps=150, arms=(*STATIC, *AUTO)),
@@ -139,27 +135,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 def sweep(row: Row, options: argparse.Namespace, until: float | None) -> int:
     """Run what is missing of ``row``; returns the sweep's exit code, or ``TIME_IS_UP``."""
-    described = benchmark_strategies.parse(
-        [
-            *("--arms", *row.arms, "--rounds", str(options.rounds), "--out", str(options.out / row.name)),
-            *("--timeout", str(options.timeout), *(["--warm"] if options.warm or row.warm else [])),
-            *("--", *row.cells(smoke=options.smoke)),
-        ]
-    )
-    child = subprocess.Popen([sys.executable, "-m", "trainer", *benchmark_strategies.sweep_arguments(described)])
+    child = subprocess.Popen([sys.executable, "-m", "trainer", *sweep_arguments(row, options)])
     try:
         return child.wait(None if until is None else max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         child.send_signal(signal.SIGINT)
         child.wait(GRACE_SECONDS)
-        print(f"{options.minutes:g} minutes are up in row {row.name}; the same command goes on", file=sys.stderr)
+        print(f"{options.minutes:g} minutes are up in row {row.name}; the same command continues", file=sys.stderr)
         return TIME_IS_UP
-    except KeyboardInterrupt:  # the sweep has been told by the terminal as well
+    except KeyboardInterrupt:  # the terminal has sent it to the sweep as well
         child.wait(GRACE_SECONDS)
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         child.kill()
+
+
+def sweep_arguments(row: Row, options: argparse.Namespace) -> list[str]:
+    """Arguments of ``python -m trainer`` for the sweep of ``row``."""
+    return [
+        "-m",
+        f"sweep={options.out / row.name}",
+        *ALWAYS,
+        *row.cells(smoke=options.smoke),
+        f"repeat={'cold,warm' if options.warm or row.warm else 'cold'}",
+        f"hydra.launcher.arms=[{','.join(map(quoted, row.arms))}]",
+        f"hydra.launcher.rounds={options.rounds}",
+        f"hydra.launcher.timeout_seconds={options.timeout}",
+    ]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -175,19 +178,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("rows", nargs="*", metavar="ROW", help=f"default all: {', '.join(names)}")
     add("--list", action="store_true", help="show the rows and their arms, run nothing")
     add("--out", type=Path, default=Path("outputs/matrix"), metavar="DIR", help="default: %(default)s")
-    add("--rounds", type=int, default=1, metavar="N", help="turns of each arm, for the spread (default %(default)s)")
+    add("--rounds", type=int, default=1, metavar="N", help="rounds of all arms, for the spread (default %(default)s)")
     add("--warm", action="store_true", help="warm starts of every row, not of captioning_start alone")
-    add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on (default: no limit)")
+    add("--minutes", type=float, metavar="N", help="stop after so long; the same command continues (default: no limit)")
     add("--timeout", type=int, default=300, metavar="SECONDS", help="a cell is given up then (default %(default)s)")
-    add(
-        "--smoke",
-        action="store_true",
-        help="the experiments in small: does it run here? (what needs CUDA fails without)",
-    )
+    add("--smoke", action="store_true", help="the experiments in small (what needs CUDA fails without)")
     options = parser.parse_args(arguments)
     for name in options.rows:
         if name not in names:
-            parser.error(f"{quoted(name)} is no row; there are {', '.join(names)}")
+            parser.error(f"{quoted(name)} is not a row; there are {', '.join(names)}")
     if options.rounds < 1 or options.timeout < 1:
         parser.error("--rounds and --timeout must be at least 1")
     if options.minutes is not None and not options.minutes > 0:

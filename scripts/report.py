@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from trainer.atomic import written_whole
-from trainer.evidence import page, page_details, pictures
-from trainer.evidence.comparison import AT_STEPS, compare
-from trainer.evidence.runs import find
+from trainer.report import page, pictures
+from trainer.report.comparison import AT_STEPS, compare
+from trainer.report.runs import find
 
 EXAMPLES = """\
 examples:
@@ -30,10 +30,9 @@ Exit codes: 0 written, 2 wrong arguments or no runs.
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parse(given)
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        return report(options, command=shlex.join(["python", "-m", "scripts.report", *without_pictures(given)]))
+        return report(options)
     except OSError as error:
         print(f"error: {error.filename or options.output}: {error.strerror}", file=sys.stderr)
     except ValueError as error:
@@ -42,14 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 2
 
 
-def report(options: argparse.Namespace, *, command: str) -> int:
+def report(options: argparse.Namespace) -> int:
     """Write the page, and the pictures if asked for."""
     unreadable: list[str] = []
     runs = find(options.runs, unreadable=unreadable.append)
     for reason in unreadable:
         print(f"warning: left out: {reason}", file=sys.stderr)
     comparisons = compare(runs, baseline=options.baseline, at_steps=options.steps)
-    text = page.render(comparisons, title=options.title, command=command)
+    text = page.render(comparisons, title=options.title, command=options.command)
     if options.output == "-":
         sys.stdout.write(text)
     else:
@@ -57,30 +56,20 @@ def report(options: argparse.Namespace, *, command: str) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target, "w") as file:
             file.write(text)
-        counts = f"{page_details.counted(len(comparisons), 'workload')}, {page_details.counted(len(runs), 'run')}"
+        counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
         print(f"{target}: {counts}, {len(text) / 1024:,.0f} KiB")
     if options.pictures is not None:
         files = pictures.write(comparisons, options.pictures)
-        print(f"{options.pictures}: {page_details.counted(len(files), 'picture')}", file=sys.stderr)
+        print(f"{options.pictures}: {page.counted(len(files), 'picture')}", file=sys.stderr)
     return 0
 
 
-def without_pictures(arguments: list[str]) -> list[str]:
-    """The arguments that make the page, without those that make pictures beside it."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip or argument.startswith("--pictures="):
-            skip = False
-        elif argument == "--pictures":
-            skip = True
-        else:
-            kept.append(argument)
-    return kept
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Options from ``arguments``; exits with 2 for bad ones."""
+    """Options from ``arguments``; ``command`` is what makes the page again, without pictures beside it."""
+    beside = argparse.ArgumentParser(add_help=False)
+    beside.add_argument("--pictures", type=Path, metavar="DIR", help="write the pictures there too, as PNG")
     parser = argparse.ArgumentParser(
+        parents=[beside],
         prog="python -m scripts.report",
         description=(__doc__ or "").partition("\n\n")[2].strip(),
         epilog=EXAMPLES,
@@ -89,15 +78,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", nargs="*", default=["outputs"], metavar="RUNS", help="default: outputs")
     add("-o", "--output", default="report.html", metavar="FILE", help="default: report.html; - for stdout")
-    add("--pictures", type=Path, metavar="DIR", help="write the pictures there too, as PNG")
     add("--baseline", default="eager", metavar="ARM", help="what the others are compared with, default: eager")
-    add("--steps", type=int, nargs="+", default=list(AT_STEPS), metavar="N", help="tell total time at N steps")
+    add("--steps", type=int, nargs="+", default=list(AT_STEPS), metavar="N", help="give total time at N steps")
     add("--title", default="What compiling costs, and what it gives", help="heading of the page")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.command = shlex.join(["python", "-m", "scripts.report", *beside.parse_known_args(arguments)[1]])
+    return options
 
 
 if __name__ == "__main__":
-    # A reader that stops early (| head) is no error of ours.
+    # A reader that stops early (| head) is not an error.
     try:
         code = main()
         sys.stdout.flush()

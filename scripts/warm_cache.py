@@ -92,8 +92,8 @@ def fill(overrides: list[str], *, config_dir: str | None = None, steps: int, con
     if facts["state"] == "warm":
         console.print(f"already there: {facts['artifacts_loaded']} artifacts, nothing was compiled anew")
         return 0
-    said = facts["save_error"] if "save_error" in facts else facts["reason"]
-    print(f"error: nothing stored: {said}", file=sys.stderr)
+    problem = facts["save_error"] if "save_error" in facts else facts["reason"]
+    print(f"error: nothing stored: {problem}", file=sys.stderr)
     return 1
 
 
@@ -105,16 +105,16 @@ def show(store: ArtifactStore, *, whole: bool, console: Console) -> int:
         total += stored.size
         used = datetime.datetime.fromtimestamp(stored.used).isoformat(" ", "minutes")
         try:
-            said = describe(store.load(stored.name).manifest if whole else store.manifest(stored.name))
+            text = describe(store.load(stored.name).manifest if whole else store.manifest(stored.name))
         except Refused as reason:
-            refused, said = refused + 1, f"refused: {reason}"
-        console.print(f"{stored.name[-12:]}  {stored.size / MIB:8.2f} MiB  last used {used}  {said}", markup=False)
+            refused, text = refused + 1, f"refused: {reason}"
+        console.print(f"{stored.name[-12:]}  {stored.size / MIB:8.2f} MiB  last used {used}  {text}", markup=False)
     console.print(f"{len(bundles)} bundles, {total / MIB:.1f} MiB" + (f", {refused} refused" if refused else ""))
     return 1 if whole and refused else 0
 
 
 def describe(manifest: dict[str, Any]) -> str:
-    """What a manifest says of its bundle: artifacts, torch, device, strategies, signed or not."""
+    """A bundle's manifest in one line: artifacts, torch, device, strategies, signed or not."""
     facts = manifest["facts"]
     device = facts["device"]
     names = "+".join(strategy["name"] for strategy in facts["strategies"])
@@ -126,7 +126,7 @@ def describe(manifest: dict[str, Any]) -> str:
 def prune(store: ArtifactStore, *, max_gib: float | None, older_than_days: float | None, console: Console) -> int:
     """Remove what was not used for ``older_than_days``, then the bundles used longest ago over ``max_gib``."""
     if max_gib is None and older_than_days is None:
-        raise ValueError("prune: say what to remove with --max-gib or --older-than-days")
+        raise ValueError("prune: choose what to remove with --max-gib or --older-than-days")
     removed = store.evict(
         max_bytes=float("inf") if max_gib is None else max_gib * GIB,
         before=0.0 if older_than_days is None else time.time() - older_than_days * DAY_SECONDS,

@@ -78,11 +78,11 @@ def test_configuration_is_keyword_only_and_slotted(kind: type) -> None:
     [
         "trainer",
         "trainer.telemetry.record",
-        "trainer.summary",
+        "trainer.report.sweep",
         "trainer.described",
         "trainer.sweep.submitted",
         "trainer.sweep.go_on",
-        "trainer.evidence.comparison",
+        "trainer.report.comparison",
         "trainer.settings",
         "strategies",
         "tasks",

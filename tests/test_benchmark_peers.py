@@ -9,13 +9,13 @@ import torch
 
 from scripts import benchmark_peers
 from scripts.peers import cell as peer_cell
-from scripts.peers.names import PEERS
+from scripts.peers.cell import PEERS
 from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
-from trainer.evidence.comparison import compare
-from trainer.evidence.runs import Run, find
+from trainer.report.comparison import compare
+from trainer.report.runs import Run, find
 from trainer.telemetry.record import RunRecord
 
 STEPS = 4

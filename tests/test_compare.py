@@ -13,7 +13,7 @@ import pytest
 
 from scripts.compare import main
 from tests.conftest import ROOT
-from tests.evidence.records import ragged, record, save, static
+from tests.report.records import ragged, record, save, static
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import matrix
+from tests.instant_cells import InstantCells
 from trainer.cli import CONF
 from trainer.config import compose
 
@@ -50,7 +51,7 @@ class Sweep:
         pass
 
 
-def called(monkeypatch: pytest.MonkeyPatch, exit_code: int | None, *arguments: str) -> tuple[int, Sweep, list[Any]]:
+def swept(monkeypatch: pytest.MonkeyPatch, exit_code: int | None, *arguments: str) -> tuple[int, Sweep, list[Any]]:
     sweep, compared = Sweep(exit_code), []
     monkeypatch.setattr(matrix.subprocess, "Popen", sweep)
     monkeypatch.setattr(matrix.compare, "main", compared.append)
@@ -59,7 +60,7 @@ def called(monkeypatch: pytest.MonkeyPatch, exit_code: int | None, *arguments: s
 
 
 def test_each_row_is_a_sweep_of_its_own_and_all_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, sweep, compared = called(monkeypatch, 0, "gpt2", "resnet50", "--out", "out", "--rounds", "2", "--warm")
+    code, sweep, compared = swept(monkeypatch, 0, "gpt2", "resnet50", "--out", "out", "--rounds", "2", "--warm")
     assert code == 0
     assert [command[4] for command in sweep.commands] == ["sweep=out/gpt2", "sweep=out/resnet50"]
     assert {"experiment=gpt2", "hydra.launcher.rounds=2", "repeat=cold,warm"} <= set(sweep.commands[0])
@@ -67,29 +68,43 @@ def test_each_row_is_a_sweep_of_its_own_and_all_are_compared(monkeypatch: pytest
     assert compared == [folders, [*folders, "-o", "out/report.html"]]
 
 
+def test_arms_rounds_and_warm_starts_become_one_sweep(
+    command_line: Any, called: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = InstantCells(monkeypatch)
+    row = matrix.Row(name="one", experiment="smoke", steps=9, arms=("eager", "[whole] compile.whole.mode=max-autotune"))
+    options = matrix.parse(["--warm", "--rounds", "2", "--out", "out"])
+    assert command_line(*matrix.sweep_arguments(row, options)) == 0
+    whole = "compile=[whole] compile.whole.mode=max-autotune"
+    arms = ["compile=eager"] * 2 + [whole] * 2
+    assert [" ".join(cell.arm) for cell in cells.ran] == arms * 2
+    assert [cell.start for cell in cells.ran] == ["cold", "warm"] * 4
+    assert {cell.directory.parent for cell in cells.ran} == {Path("out/one")}
+
+
 def test_a_failed_cell_does_not_end_it_and_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, sweep, compared = called(monkeypatch, 1, "gpt2", "resnet50")
+    code, sweep, compared = swept(monkeypatch, 1, "gpt2", "resnet50")
     assert (code, len(sweep.commands), len(compared)) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("exit_code", [2, 130])
 def test_a_sweep_that_is_refused_or_stopped_ends_it(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
-    code, sweep, compared = called(monkeypatch, exit_code, "gpt2", "resnet50")
+    code, sweep, compared = swept(monkeypatch, exit_code, "gpt2", "resnet50")
     assert (code, len(sweep.commands), compared) == (exit_code, 1, [])
 
 
 def test_time_that_is_up_stops_the_sweep_as_ctrl_c_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, sweep, _ = called(monkeypatch, None, "gpt2", "resnet50", "--minutes", "0.001")
+    code, sweep, _ = swept(monkeypatch, None, "gpt2", "resnet50", "--minutes", "0.001")
     assert (code, len(sweep.commands), sweep.signals) == (matrix.TIME_IS_UP, 1, [signal.SIGINT])
-    assert "minutes are up in row gpt2; the same command goes on" in capsys.readouterr().err
+    assert "minutes are up in row gpt2; the same command continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gtp2"], "'gtp2' is no row; there are captioning, "),
+        (["gtp2"], "'gtp2' is not a row; there are captioning, "),
         (["--rounds", "0"], "must be at least 1"),
         (["--minutes", "nan"], "--minutes must be above 0"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.summary import Cell, summarize
+from trainer.report.sweep import Cell, summarize
 from trainer.telemetry.record import RunRecord
 
 

@@ -13,12 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from scripts import compare as script
 from tests.conftest import ROOT
-from tests.evidence.records import ragged, record, save, static
 from tests.instant_cells import InstantCells
+from tests.report.records import ragged, record, save, static
 from trainer import launcher
-from trainer.evidence.comparison import compare
-from trainer.evidence.runs import find
-from trainer.sweep_pages import FOLDER, WITHOUT_CURVES, write, write_summary
+from trainer.report.comparison import compare
+from trainer.report.runs import find
+from trainer.report.sweep import FOLDER, WITHOUT_CURVES, write, write_summary
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -109,7 +109,7 @@ def test_compare_writes_the_same_for_any_runs(sweep: Path, tmp_path: Path, capsy
 
 def test_it_needs_no_torch(sweep: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from trainer.sweep_pages import write_summary; "
+        "import sys; from pathlib import Path; from trainer.report.sweep import write_summary; "
         f"assert write_summary(Path({str(sweep)!r})) is None; "
         "sys.exit(sum(name in sys.modules for name in ('torch', 'lightning', 'hydra', 'tensorflow')))"
     )

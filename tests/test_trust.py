@@ -17,12 +17,12 @@ from scripts.doctor.machine import place
 from strategies.cached.store import read_key
 from strategies.errors import one_line
 from tests.conftest import ROOT
-from tests.evidence.records import record
+from tests.report.records import record
 from trainer.config import compose
 from trainer.described import described
-from trainer.evidence import baselines, tables
-from trainer.evidence.comparison import compare
-from trainer.evidence.runs import find
+from trainer.report import reference, tables
+from trainer.report.comparison import compare
+from trainer.report.runs import find
 from trainer.sweep.go_on import expanded
 from trainer.sweep.ledger import Ledger
 from trainer.telemetry.record import RunRecord
@@ -159,13 +159,13 @@ def test_a_foreign_record_cannot_speak_to_the_terminal(tmp_path: Path, capfd: py
     assert "left out: " in told.err
 
 
-def test_foreign_sweeps_and_baselines_are_read_without_control_characters(tmp_path: Path) -> None:
+def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_path: Path) -> None:
     Ledger(directory=tmp_path, arguments=[f"seed={ESCAPES}"], working_directory=f"/x{ESCAPES}").save()
     ledger = Ledger.load(tmp_path)
     assert ledger is not None
     assert (ledger.arguments, ledger.working_directory) == (["seed=]0;title[2J31m"], "/x]0;title[2J31m")
-    (tmp_path / "baseline.json").write_text(json.dumps({"schema": 1, "machines": {f"H200{ESCAPES}": {"rows": []}}}))
-    assert list(baselines.load(tmp_path / "baseline.json")) == ["H200]0;title[2J31m"]
+    (tmp_path / "reference.json").write_text(json.dumps({"schema": 1, "machines": {f"H200{ESCAPES}": {"rows": []}}}))
+    assert list(reference.load(tmp_path / "reference.json")) == ["H200]0;title[2J31m"]
 
 
 def test_a_sweep_that_moves_folders_outside_its_own_is_refused(tmp_path: Path) -> None:

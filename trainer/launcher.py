@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from trainer.summary import Cell, summarize
+from trainer.report.sweep import Cell, summarize, write_summary
 from trainer.sweep.composing import Composer
 from trainer.sweep.devices import places, visible_gpus
 from trainer.sweep.ledger import Ledger, alone
@@ -35,7 +35,6 @@ from trainer.sweep.plan import PlannedCell, lanes
 from trainer.sweep.pool import Signals, run_lanes
 from trainer.sweep.sweep import Sweep
 from trainer.sweep.view import SweepView
-from trainer.sweep_pages import write_summary
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""

@@ -15,11 +15,11 @@ import pytest
 
 from scripts.doctor import machine as doctor
 from scripts.doctor.finding import OK, WARNING
-from tests.evidence.records import record
+from tests.report.records import record
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.evidence.comparison import compare
-from trainer.evidence.runs import Run
+from trainer.report.comparison import compare
+from trainer.report.runs import Run
 from trainer.telemetry import machine
 from trainer.telemetry.machine import MachineFacts, MachineWatch
 from trainer.telemetry.record import RunRecord

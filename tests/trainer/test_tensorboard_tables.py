@@ -10,7 +10,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from tensorboard.plugins.hparams.api_pb2 import DATA_TYPE_FLOAT64
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from tests.evidence.records import record
+from tests.report.records import record
 from trainer.telemetry import hparams
 from trainer.telemetry.keys import FINAL, SCALARS
 from trainer.telemetry.layout import CHARTS, layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from trainer.summary import Cell
+from trainer.report.sweep import Cell
 from trainer.sweep.cell_process import CellEnd, CellProcess, goes_on
 from trainer.sweep.code_version import code_version, difference
 from trainer.sweep.ledger import Ledger

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trainer.evidence.columns import NOT_SURE
-from trainer.summary import Cell
+from trainer.report.sweep import Cell
+from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import PlannedCell
 from trainer.telemetry.record import RunRecord
 

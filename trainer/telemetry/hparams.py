@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams.api_pb2 import (
 )
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
-from trainer.evidence.arms import set_parameters
+from trainer.report.runs import set_parameters
 from trainer.telemetry.keys import FINAL
 from trainer.telemetry.record import RunRecord
 

@@ -1,0 +1,142 @@
+"""Equal arms (A/A): a comparison calls a difference between them in at most one of twenty, whatever the noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.report.records import record
+from trainer.report.comparison import compare
+from trainer.report.runs import Run
+from trainer.report.statistics import Sample, ratio
+
+AT_MOST = 0.05
+PAIRS = 1000
+STEPS = 10
+"""Of a simulated run."""
+TURNS = (2, 3, 6)
+"""Runs of each arm."""
+RECORDED = json.loads(Path(__file__).with_name("recorded_steps.json").read_text())
+"""Runs of one eager arm in the order in which they ran, each a process of its own: quantiles of its steps, seconds."""
+
+Noise = Callable[[random.Random], Iterator[float]]
+"""The logarithms of the seconds of step after step; a run ends after every ``STEPS`` of them."""
+
+
+def even(drawn: random.Random) -> Iterator[float]:
+    while True:
+        yield drawn.gauss(0, 0.02)
+
+
+def drift(drawn: random.Random) -> Iterator[float]:
+    """A machine that heats up, or that others leave."""
+    pace, slope = 0.0, drawn.gauss(0, 0.02) / STEPS
+    for noise in even(drawn):
+        pace += slope
+        yield pace + noise
+
+
+def heavy_tails(drawn: random.Random) -> Iterator[float]:
+    """One step of ten takes many times as long; the mean of such steps has no variance."""
+    for noise in even(drawn):
+        yield noise + (2 * math.log(drawn.paretovariate(1.5)) if drawn.random() < 0.1 else 0.0)
+
+
+def autocorrelation(drawn: random.Random) -> Iterator[float]:
+    """What disturbs a step disturbs the next ones, beyond the end of a run too."""
+    disturbed = 0.0
+    for noise in even(drawn):
+        disturbed = 0.98 * disturbed + drawn.gauss(0, 0.02)
+        yield disturbed + noise
+
+
+def between_runs(drawn: random.Random) -> Iterator[float]:
+    """Each process has a pace of its own: memory layout, clocks, which core it got."""
+    while True:
+        pace = drawn.gauss(0, 0.1)
+        for _ in range(STEPS):
+            yield pace + drawn.gauss(0, 0.02)
+
+
+def busy_phases(drawn: random.Random) -> Iterator[float]:
+    """Others take the machine for some runs on end."""
+    pace = 0.0
+    while True:
+        pace = drawn.choice((0.0, 0.3, 0.5)) if drawn.random() < 0.25 else pace
+        for _ in range(STEPS):
+            yield pace + drawn.gauss(0, 0.02)
+
+
+def runs_of(noise: Noise, drawn: random.Random, count: int) -> list[float]:
+    """Mean seconds of a step of each of ``count`` runs."""
+    steps = noise(drawn)
+    return [statistics.fmean(math.exp(next(steps)) for _ in range(STEPS)) for _ in range(count)]
+
+
+def called(seconds: Sequence[float], *, paired: bool) -> bool:
+    """Whether a difference is called between runs that took turns, A B A B."""
+    first, second = (
+        [Sample(one, turn if paired else None) for turn, one in enumerate(seconds[place::2])] for place in (0, 1)
+    )
+    found = ratio(second, first)
+    assert found is not None
+    return found.shown
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("noise", [even, drift, heavy_tails, autocorrelation, between_runs, busy_phases])
+def test_simulated_equal_arms_are_seldom_called_different(noise: Noise, turns: int) -> None:
+    drawn = random.Random(turns)
+    pairs = [runs_of(noise, drawn, 2 * turns) for _ in range(PAIRS)]
+    for paired in (True, False):
+        assert sum(called(seconds, paired=paired) for seconds in pairs) / PAIRS <= AT_MOST
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("workload", RECORDED)
+def test_recorded_equal_arms_are_seldom_called_different(workload: str, turns: int) -> None:
+    """Real runs in the order in which they ran, some left out, so that there are many pairs of arms."""
+    seconds = [statistics.fmean(steps) for steps in RECORDED[workload]]
+    drawn = random.Random(turns)
+    chosen = [sorted(drawn.sample(range(len(seconds)), 2 * turns)) for _ in range(PAIRS)]
+    for paired in (True, False):
+        calls = sum(called([seconds[place] for place in places], paired=paired) for places in chosen)
+        assert calls / PAIRS <= AT_MOST
+
+
+def test_a_difference_that_is_there_is_called() -> None:
+    drawn = random.Random(0)
+    for noise, gain, least in ((even, 0.05, 0.95), (between_runs, 0.5, 0.5), (drift, 0.3, 0.9)):
+        pairs = [runs_of(noise, drawn, 6) for _ in range(300)]
+        faster = [[one * math.exp(-gain * (place % 2)) for place, one in enumerate(seconds)] for seconds in pairs]
+        assert sum(called(seconds, paired=True) for seconds in faster) / 300 >= least
+
+
+def test_a_comparison_of_recorded_equal_arms_says_so_in_every_figure() -> None:
+    """The same from records to the verdict: neighbouring runs, one half of them under another name."""
+    wrong = compared = 0
+    for steps in RECORDED.values():
+        seconds = [statistics.fmean(run) for run in steps]
+        for begin in range(0, len(seconds) - 5, 3):
+            runs = [
+                record(
+                    ("eager", "whole")[place % 2], step_seconds=one, round=place // 2, start="cold", warmup_seconds=1.0
+                )
+                for place, one in enumerate(seconds[begin : begin + 6])
+            ]
+            (found,) = compare([Run(Path(str(place)), one) for place, one in enumerate(runs)])
+            compared += 1
+            row = found.rows[1]
+            assert row.ratio is not None
+            if row.ratio.shown:
+                wrong += 1
+            else:
+                assert row.break_even_steps is None
+                assert found.verdict.startswith("no difference from eager is shown")
+    assert wrong / compared <= 2 * AT_MOST, "few pairs: 5% of them, give or take"

@@ -1,0 +1,124 @@
+"""Flags and likeness: what weakens a comparison is told with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.records import record
+from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.runs import Run
+from trainer.telemetry.events import Event
+from trainer.telemetry.record import RunRecord
+
+
+def against_eager(*records: RunRecord) -> WorkloadComparison:
+    eager = [record("eager", warmup_seconds=1.0, round=turn) for turn in (1, 2)]
+    (found,) = compare([Run(Path(str(number)), one) for number, one in enumerate([*eager, *records], -1)])
+    return found
+
+
+def flags(*records: RunRecord) -> list[str]:
+    return against_eager(*records).rows[1].flags
+
+
+def fallback(reason: str) -> Event:
+    return Event(kind="fallback", reason=reason)
+
+
+def whole(**changes: Any) -> RunRecord:
+    values = {"start": "cold", "warmup_seconds": 9.0, "compile_seconds": 6.0, "setup_seconds": 3.2}
+    return record("whole", step_seconds=0.05, **{**values, **changes})
+
+
+def test_a_sound_run_has_none() -> None:
+    assert flags(whole()) == []
+    nothing = {"parity": {"verdict": "skipped", "reason": "nothing compiled"}}
+    assert flags(whole(report=nothing)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steady_steps": 19}, "thin: 19 steady steps"),
+        ({"new_shape_steps": 60, "steady_steps": 100}, "thin: 38% of its steps met a new shape and are left out"),
+        ({"resumed_from": "/runs/last.ckpt"}, "resumed from /runs/last.ckpt"),
+        ({"start": None, "cache": None}, "cache state unknown: its warm-up is counted as a cold start's"),
+        ({"setup_seconds": 9.2}, "setup took 9.2 s, the baseline's 3.2 s; total times take the same for all arms"),
+        ({"status": "running"}, "still running, or killed while it was (1)"),
+        ({"status": "interrupted", "steps": 1200, "reason": "SIGINT"}, "interrupted after 1,200 steps: SIGINT (1)"),
+        (
+            {"report": {"parity": {"verdict": "not compared", "reason": "it draws"}}},
+            "comparison with eager before the first step: not compared: it draws",
+        ),
+        (
+            {"report": {"parity": {"verdict": "skipped", "reason": "manual optimization"}}},
+            "comparison with eager before the first step: skipped: manual optimization",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_weakens_a_run_is_told(changes: dict[str, Any], said: str) -> None:
+    assert flags(whole(**changes)) == [said]
+
+
+def test_runs_that_scatter_are_thin_and_some_of_several_are_counted() -> None:
+    runs = [
+        whole(round=number, steady_steps_per_second=rate, samples_per_second=32 * rate)
+        for number, rate in enumerate((20.0, 25.0))
+    ]
+    runs[1].resumed_from = "last.ckpt"
+    assert flags(*runs) == ["thin: its runs differ by 22%", "resumed from last.ckpt (1 of 2 runs)"]
+
+
+def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:
+    line = "slower than eager: a step takes 5 ms; on_slower=eager: 2 regions go on eager"
+    undone = [
+        whole(events=[fallback(line)], ended_in_eager=True, eager_parts={"net": line}, round=turn) for turn in (1, 2)
+    ]
+    found = against_eager(*undone)
+    assert found.rows[1].flags == [f"ended in eager: {line}"]
+    assert [crossing.arm for crossing in found.crossings] == ["eager"]
+    part = "on_compile_error=eager: the optimizer step runs eager, it did not compile: no"
+    facts = {"events": [fallback(part)], "ended_in_eager": False, "eager_parts": {"optimizer": part}}
+    partly = against_eager(*(whole(**facts, round=turn) for turn in (1, 2)))
+    assert partly.rows[1].flags == [f"ran eager in part: {part}"]
+    assert [crossing.arm for crossing in partly.crossings] == ["eager", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device": "NVIDIA A100"}, "device: NVIDIA H200 (2 runs), NVIDIA A100 (2 runs)"),
+        ({"precision": "32-true"}, "precision: bf16-mixed (2 runs), 32-true (2 runs)"),
+        ({"world_size": 8}, "world size: 1 (2 runs), 8 (2 runs)"),
+        ({"versions": {"torch": "2.15.0"}}, "torch: 2.11.0 (2 runs), 2.15.0 (2 runs)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_unlike_runs_are_found_and_marked(changes: dict[str, Any], said: str) -> None:
+    found = against_eager(whole(**changes), whole(**changes, round=1))
+    assert found.unlike == [said]
+    assert any(flag.startswith("unlike the baseline: ") for flag in found.rows[1].flags)
+    assert found.verdict.endswith("(of runs that are unlike)")
+
+
+def test_commits_lengths_and_other_versions_are_notes() -> None:
+    other = whole(git_commit="1111111111119999+dirty", versions={**whole().versions, "lightning": "2.7.0"})
+    other.config["trainer"]["max_steps"] = 900
+    found = against_eager(other)
+    assert found.unlike == []
+    assert found.notes == [
+        "git commit: 7db0f83b6a0c (2 runs), 111111111111+dirty (1 run)",
+        "lightning: 2.6.6 (2 runs), 2.7.0 (1 run)",
+        "trainer.max_steps: 205 (2 runs), 900 (1 run)",
+    ]
+
+
+def test_a_comparison_that_said_nothing_is_graver_than_one_that_passed() -> None:
+    first = {"parity": {"verdict": "passed"}}
+    second = {"parity": {"verdict": "not compared", "reason": "it draws"}}
+    found = against_eager(whole(report=first), whole(report=second)).rows[1].parity
+    assert found == "not compared: it draws"

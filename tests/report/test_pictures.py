@@ -1,0 +1,168 @@
+"""Pictures: what they draw is what the comparison says, and nothing in them is cut off or covered."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from tests.report.records import figures, ragged, record, save, static
+from trainer.report import pictures
+from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.pictures import style, total_time
+from trainer.report.pictures.bars import Bar, Section, draw, spread
+from trainer.report.pictures.total_time import Line, lines
+from trainer.report.runs import Run, find
+from trainer.telemetry.record import RunRecord
+
+
+def compared(*records: RunRecord) -> WorkloadComparison:
+    (found,) = compare([Run(Path(f"run{number}"), one) for number, one in enumerate(records)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def comparisons(tmp_path_factory: pytest.TempPathFactory) -> list[WorkloadComparison]:
+    return compare(find([save([*static(rounds=3), *ragged()], tmp_path_factory.mktemp("runs"))]))
+
+
+def texts(figure: Figure) -> list[str]:
+    return [one.get_text() for one in figure.findobj(Text) if one.get_visible() and one.get_text()]
+
+
+def test_lines_go_through_the_totals_of_the_table(comparisons: list[WorkloadComparison]) -> None:
+    rows = {row.cell.arm: row for row in comparisons[0].rows}
+    found = lines(comparisons[0])
+    assert {line.arm for line in found if line.start == "cold"} == set(rows)
+    for line in found:
+        totals = rows[line.arm].total_seconds if line.start == "cold" else rows[line.arm].total_seconds_warm
+        for steps, seconds in totals.items():
+            assert line.at(steps) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_lines_meet_where_the_comparison_says_that_compiling_breaks_even() -> None:
+    arms = (("eager", 0.1, 0.5), ("whole", 0.05, 30.25))
+    runs = [
+        record(arm, step_seconds=step, warmup_seconds=warm, round=turn) for arm, step, warm in arms for turn in (1, 2)
+    ]
+    found = compared(*runs)
+    eager, whole = lines(found)
+    assert whole.shown
+    assert not lines(compared(*runs[1:3]))[1].shown, "single runs"
+    # 30 s beyond its five steps against none: 30 s at 0.05 s a step.
+    assert whole.meets(eager) == pytest.approx(600)
+    assert found.rows[1].break_even_steps == pytest.approx(600)
+    assert Line("a", "cold", 1.0, 0.5).meets(Line("b", "cold", 2.0, 0.5)) is None
+
+
+def test_the_crossing_picture_marks_where_another_arm_takes_over(comparisons: list[WorkloadComparison]) -> None:
+    figure = pictures.crossing(comparisons[0])
+    assert figure is not None
+    shown = texts(figure)
+    crossings = [one for one in comparisons[0].crossings if one.from_steps > 0]
+    assert crossings
+    for crossing in crossings:
+        assert f"{crossing.from_steps:,}" in shown
+    for row in comparisons[0].rows:
+        assert row.cell.arm in shown
+
+
+def test_what_starts_alike_cold_and_warm_is_drawn_once() -> None:
+    figure = pictures.crossing(compared(record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=9.0)))
+    assert figure is not None
+    assert "least time" in texts(figure)
+    assert not [text for text in texts(figure) if "warm start" in text]
+
+
+def test_without_a_baseline_there_are_times_and_no_ratios() -> None:
+    figure = pictures.crossing(compared(record("whole", warmup_seconds=9.0), record("regional", warmup_seconds=3.0)))
+    assert figure is not None
+    assert not [text for text in texts(figure) if "times as fast" in text]
+    assert {"whole", "regional"} <= set(texts(figure))
+
+
+def test_what_has_no_figures_has_no_picture() -> None:
+    found = compared(RunRecord(task="toy", status="failed", reason="out of memory"))
+    palette = pictures.arm_colours([found])
+    assert [picture.draw(found, palette=palette) for picture in pictures.PICTURES] == [None] * len(pictures.PICTURES)
+
+
+def test_nothing_is_cut_off_even_of_long_names() -> None:
+    step, records = 0.1, [record("eager", warmup_seconds=1.0)]
+    for number in range(14):
+        name = f"cached+buckets+regional+optimizer+cuda_graph_of_the_{number}th"
+        records.append(record(name, step_seconds=step / (1.1 + number / 7), warmup_seconds=5.0 + number))
+    found = compared(*records)
+    palette = pictures.arm_colours([found])
+    for figure in [picture.draw(found, palette=palette) for picture in pictures.PICTURES]:
+        if figure is None:
+            continue
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        box, (width, height) = figure.get_tightbbox(canvas.get_renderer()), figure.get_size_inches()
+        assert box.x0 > -0.02
+        assert box.y0 > -0.02
+        assert box.x1 < width + 0.02
+        assert box.y1 < height + 0.02
+
+
+def test_labels_at_the_ends_of_lines_keep_apart_and_in_order() -> None:
+    ends = {"a": 1.0, "b": 1.01, "c": 1.02, "d": 1.9, "e": 1.95}
+    placed = total_time.apart(ends, smallest=0.1, top=2.0)
+    heights = [placed[arm] for arm in "abcde"]
+    assert all(right - left >= 0.1 - 1e-9 for left, right in itertools.pairwise(heights))
+    assert max(heights) <= 2.0
+
+
+def test_an_arm_has_one_colour_everywhere_and_no_neighbour_shares_it(comparisons: list[WorkloadComparison]) -> None:
+    palette = pictures.arm_colours(comparisons)
+    assert palette["eager"] == style.BASELINE[0]
+    for one in comparisons:
+        chosen = [palette[row.cell.arm] for row in one.rows]
+        assert len(set(chosen)) == len(chosen)
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    figure = draw([Section("Speed", [("a", "#1e6ff0", [Bar(2.0, "2")]), ("b", "#d97214", [Bar(1.0, "1")])])])
+    assert figure is not None
+    widths = [patch.get_width() for patch in figure.axes[0].patches]
+    full = widths[0]
+    assert widths == pytest.approx([full, full, full, full / 2])  # each on a pale bar of full length
+
+
+def test_a_spread_is_the_median_over_runs() -> None:
+    fast, slow = figures(0.1), figures(0.3)
+    runs = [record("eager", warmup_seconds=1.0, seed=seed, **values) for seed, values in enumerate((fast, slow))]
+    found = spread(compared(*runs).rows[0], inference=False)
+    assert found.at(0.5) == pytest.approx((fast["steady_step_seconds_median"] + slow["steady_step_seconds_median"]) / 2)
+    assert len(found.quantiles) == 21
+
+
+def test_old_records_without_a_distribution_show_median_and_p95() -> None:
+    old = record("eager", warmup_seconds=1.0)
+    old.steady_step_seconds_quantiles = []
+    found = compared(old)
+    assert not spread(found.rows[0], inference=False).quantiles
+    figure = pictures.PICTURES[3].draw(found, palette=pictures.arm_colours([found]))
+    assert figure is not None
+    assert not [text for text in texts(figure) if "middle half" in text]
+
+
+def test_a_dollar_is_no_formula() -> None:
+    figure = pictures.crossing(compared(record("eager", warmup_seconds=1.0), record("mine$x_1$", warmup_seconds=2.0)))
+    assert figure is not None
+    assert "mine$x_1$" in style.svg(figure, name="p", title="t", description="d")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.0236, "23.6 ms"), (1.0, "1 s"), (90.0, "1.5 min"), (5400.0, "1.5 h"), (172800.0, "2 d")]
+)
+def test_durations_are_as_people_say_them(seconds: float, said: str) -> None:
+    assert style.duration(seconds) == said

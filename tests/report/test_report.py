@@ -1,0 +1,229 @@
+"""The report: one page that needs nothing else, shows every arm, says what is missing and trusts no record."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.report import main
+from tests.conftest import ROOT
+from tests.report.records import ragged, record, save, static
+from trainer.report.comparison import compare
+from trainer.report.pictures import PICTURES
+from trainer.report.runs import find
+from trainer.telemetry.events import Event
+from trainer.telemetry.record import RunRecord
+
+VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
+LOADS = ("src", "href", "srcset", "data", "action", "poster", "background")
+"""Attributes by which a page takes something from elsewhere."""
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: open elements, attributes, and the text that is shown."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.mismatched: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.mismatched.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+    def figures(self) -> list[str]:
+        return [attributes["id"] or "" for tag, attributes in self.tags if tag == "figure"]
+
+
+def report(records: Sequence[RunRecord], folder: Path, *arguments: str) -> str:
+    """The page of ``records``."""
+    out = folder / "report.html"
+    assert main([str(save(records, folder / "runs")), "-o", str(out), *arguments]) == 0
+    return out.read_text()
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two workloads, one of them ragged with buckets and a failed cell."""
+    return report([*static(rounds=2), *ragged()], tmp_path_factory.mktemp("report"))
+
+
+def test_nothing_is_loaded_from_anywhere(html: str) -> None:
+    page = Page(html)
+    loaded = [value for _, found in page.tags for name, value in found.items() if name in LOADS and value]
+    assert loaded  # references within the page
+    assert all(value.startswith("#") for value in loaded)
+    assert not {"script", "link", "iframe", "object", "embed", "img", "base"} & {tag for tag, _ in page.tags}
+    assert "@import" not in html
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+    assert "http://" not in html
+    assert "https://" not in html
+
+
+def test_every_element_is_closed_and_every_reference_has_its_target(html: str) -> None:
+    page = Page(html)
+    assert (page.open, page.mismatched) == ([], [])
+    names = [found["id"] for _, found in page.tags if found.get("id")]
+    assert len(names) == len(set(names))
+    used = {value[1:] for _, found in page.tags for name, value in found.items() if name == "href" and value}
+    used |= set(re.findall(r"url\(#([^)]*)\)", html))
+    used |= {one for _, found in page.tags for one in (found.get("aria-labelledby") or "").split()}
+    assert used <= set(names)
+
+
+def test_every_arm_and_every_figure_is_there_with_its_command(html: str) -> None:
+    page = Page(html)
+    for arm in ("eager", "regional", "whole (mode=reduce-overhead)", "regional+buckets+cuda_graph", "buckets"):
+        assert arm in page.text
+    names = [picture.name for picture in PICTURES]
+    assert page.figures() == [*(f"w1-{name}" for name in names if name != "padding"), *(f"w2-{name}" for name in names)]
+    for figure in re.findall(r"<figure.*?</figure>", html, flags=re.DOTALL):
+        assert "python -m trainer task=captioning" in figure
+        assert re.search(r"python -m scripts\.report .* --pictures pictures", figure)
+        assert "<title" in figure
+        assert "<desc" in figure
+
+
+def test_the_verdicts_stand_before_everything_else(html: str, tmp_path: Path) -> None:
+    text = " ".join(Page(html).text.split())
+    found = compare(find([save([*static(rounds=2), *ragged()], tmp_path / "runs")]))
+    assert len(found) == 2
+    for comparison in found:
+        assert 0 < text.lower().index(comparison.verdict.lower()) < text.index("Time to N steps")
+
+
+def test_what_was_not_measured_is_said_and_has_no_figure(html: str) -> None:
+    first, second = re.findall(r"Left out: (.*?)\.</p>", html)
+    assert "padding: none, or not counted" in first
+    assert "energy" not in first
+    assert "energy: not measured" in second
+    assert "w1-padding" not in html
+
+
+def test_breaks_recompiles_and_failures_come_with_reason_and_place(html: str) -> None:
+    text = Page(html).text
+    for words in (
+        "call to a builtin that cannot be traced: print",
+        "tasks/captioning/model.py:63 forward",
+        "tensor 'x_BSD' size mismatch at index 1. expected 32, actual 128",
+        "CUDA out of memory: tried to allocate 2.00 GiB",
+    ):
+        assert words in text
+
+
+def test_conditions_are_told(html: str) -> None:
+    text = Page(html).text
+    for words in ("NVIDIA H200", "bf16-mixed", "torch 2.11.0", "7db0f83b6a0c5f7d8e9a", "2026-11-21"):
+        assert words in text
+
+
+def test_one_picture_serves_light_and_dark(html: str) -> None:
+    pictures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert pictures
+    for picture in pictures:
+        assert not re.findall(r"#[0-9a-f]{6}\b", picture), "a colour that does not follow the page"
+        assert "var(--ink)" in picture
+        assert "<text" in picture
+    assert "prefers-color-scheme: dark" in html
+    declared = set(re.findall(r"(--[\w-]+): #", html))
+    assert set(re.findall(r"var\((--[\w-]+)\)", html)) <= declared
+
+
+def test_unlike_runs_stand_under_a_warning(tmp_path: Path) -> None:
+    records = [record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=9.0, device="NVIDIA H100")]
+    text = Page(report(records, tmp_path)).text
+    assert text.index("These runs are unlike") < text.index("Time to N steps")
+    assert "device: NVIDIA H200 (1 run), NVIDIA H100 (1 run)" in text
+
+
+@pytest.mark.parametrize("field", ["task", "label", "reason", "device", "command"])
+def test_hostile_names_are_text(field: str, tmp_path: Path) -> None:
+    evil = "</title></style></svg><script>alert('$x_1$')</script>\"' onload=\"x"
+    changes: dict[str, Any] = {field: [evil] if field == "command" else evil}
+    if field == "reason":
+        changes["status"] = "failed"
+    shared = changes if field in ("task", "device") else {}
+    records = [
+        record("eager", warmup_seconds=1.0, **shared),
+        record("whole", step_seconds=0.05, warmup_seconds=9.0, **changes),
+    ]
+    records[1].events = [Event(kind=evil, reason=evil, location=evil)]
+    page = Page(report(records, tmp_path, "--title", evil))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not [found for _, found in page.tags if any(name.startswith("on") for name in found)]
+    assert (page.open, page.mismatched) == ([], [])
+    assert "<script>alert('$x_1$')</script>" in page.text
+
+
+def test_a_lonely_record_without_figures_makes_a_page(tmp_path: Path) -> None:
+    page = Page(report([RunRecord(task="toy", status="failed", reason="no compiler")], tmp_path))
+    assert page.figures() == []
+    assert "no compiler" in page.text
+    assert "Left out: total time" in page.text
+
+
+def test_fifty_records_take_seconds_and_no_torch(tmp_path: Path) -> None:
+    runs = save([*static(rounds=3), *ragged(), record("eager", task="other")], tmp_path / "runs")
+    code = (
+        "import sys; from scripts.report import main; code = main(sys.argv[1:]);"
+        "sys.exit(code or sum(name in sys.modules for name in ('torch', 'lightning', 'hydra')))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "-c", code, str(runs), "-o", str(tmp_path / "r.html"), "--pictures", str(tmp_path / "p")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    # Of its processor, so that how busy the machine is does not matter; about five on quick ones.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
+    assert re.search(r"r\.html: 3 workloads, 50 runs, \d+ KiB", done.stdout)
+    pictures = sorted(file.name for file in (tmp_path / "p").iterdir())
+    assert "1-captioning-crossing.png" in pictures
+    assert all((tmp_path / "p" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_no_runs_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert re.fullmatch(r"error: .*: no record\.json in it or below\n", capsys.readouterr().err)
+
+
+def test_a_record_that_cannot_be_read_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = save([record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=2.0)], tmp_path / "runs")
+    (runs / "broken").mkdir()
+    (runs / "broken" / "record.json").write_text("{}")
+    assert main([str(runs), "-o", str(tmp_path / "r.html")]) == 0
+    said = capsys.readouterr()
+    assert "warning: left out:" in said.err
+    assert "2 runs" in said.out
+
+
+def test_without_matplotlib_the_way_to_get_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runs = save([record("eager", warmup_seconds=1.0)], tmp_path / "runs")
+    assert main([str(runs), "-o", str(tmp_path / "r.html")]) == 2
+    assert "pip install 'crucible-train[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()

@@ -1,0 +1,125 @@
+"""Finding records: files, run folders, folders at any depth, globs; each once, none without a word."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import compare
+from tests.report.records import record
+from trainer.report.runs import find
+from trainer.sweep.ledger import Ledger
+from trainer.telemetry.record import RunRecord
+
+
+def written(folder: Path, arm: str = "eager") -> Path:
+    folder.mkdir(parents=True)
+    record(arm).save(folder)
+    return folder
+
+
+def test_files_folders_globs_and_trees_are_searched_and_each_run_is_found_once(tmp_path: Path) -> None:
+    first = written(tmp_path / "sweep" / "0-compile=[eager]")
+    second = written(tmp_path / "sweep" / "deeper" / "1-compile=whole", "whole")
+    paths = [first, first / "record.json", str(tmp_path / "sw*"), tmp_path]
+    assert [run.directory for run in find(paths)] == [first, second]
+    assert [run.record.label for run in find([tmp_path])] == ["eager", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("none", "none: no such file or folder"), ("empty", "empty: no record.json in it or below")]
+)
+def test_a_path_that_holds_no_record_is_named(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(ValueError, match=said):
+        find([path])
+
+
+def test_a_broken_record_is_an_error_by_name_and_told_when_a_search_comes_upon_it(tmp_path: Path) -> None:
+    written(tmp_path / "good")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "record.json").write_text("{")
+    told: list[str] = []
+    assert len(find([tmp_path], unreadable=told.append)) == 1
+    assert len(told) == 1
+    assert "half/record.json: not a run record" in told[0]
+    with pytest.raises(ValueError, match="not a run record"):
+        find([tmp_path / "half"], unreadable=told.append)
+    with pytest.raises(ValueError, match="not a run record"):
+        find([tmp_path])
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "null": (None, "the whole is null, not an object"),
+    "a list": ([], "the whole is a list, not an object"),
+    "text for a number": ({"steady_step_seconds_mean": "fast"}, "steady_step_seconds_mean is a str, not float"),
+    "null for a mapping": ({"config": None}, "config is null, not dict"),
+    "a number in a list": ({"notes": ["one", 2]}, r"notes\[1\] is a int, not str"),
+    "an event without a kind": ({"events": [{"reason": "x"}]}, "kind"),
+    "an event of a wrong type": ({"events": [{"kind": 1, "reason": "x"}]}, r"events\[0\]\.kind is a int, not str"),
+    "a strategy without a name": ({"strategies": [{}]}, "a strategy has no name"),
+    "truth for a number": ({"steps": True}, "steps is a bool, not int"),
+    "beyond all range": ({"compile_seconds": 10**400}, "compile_seconds is out of range"),
+    "an unknown field": ({"speed": 1}, "speed"),
+    "nesting": (
+        {"config": {"task": functools.reduce(lambda inner, _: [inner], range(60), [])}},
+        "50 levels of nesting",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_record_of_wrong_types_is_left_out_of_a_comparison_and_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm in ("eager", "whole"):
+        written(tmp_path / arm, arm)
+    file = written(tmp_path / "wrong") / "record.json"
+    values, said = WRONG[name]
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values} if isinstance(values, dict) else values))
+    assert compare.main([str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"left out: {file}: not a run record \(.*{said}.*\)$", line), line
+    assert compare.main([str(file)]) == 2, "by its own name it is what was asked for"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"[" * 100_000, "levels of nesting"), (b'{"task": "\xe4"}', "byte 10 is not UTF-8")]
+)
+@pytest.mark.parametrize("load", [RunRecord.load, Ledger.load])
+def test_a_file_that_is_no_text_or_nested_without_end_is_named(
+    load: Callable[[Path], object], content: bytes, said: str, tmp_path: Path
+) -> None:
+    for name in ("record.json", "sweep.json"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"\.json: not a .*{said}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"cells": None}, {"cells": [{"number": "x"}]}, {"arguments": [1]}, {"state": 5}])
+def test_a_sweep_of_wrong_types_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
+    Ledger(directory=tmp_path, arguments=["seed=1,2"], working_directory="/").save()
+    assert Ledger.load(tmp_path) == Ledger(directory=tmp_path, arguments=["seed=1,2"], working_directory="/")
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    with pytest.raises(ValueError, match=r"sweep\.json: not a sweep of ours \("):
+        Ledger.load(tmp_path)
+
+
+def test_numbers_that_are_none_are_read_as_none(tmp_path: Path) -> None:
+    found = record("eager")
+    found.final_loss, found.final_metrics = math.nan, {"val/loss": math.inf}
+    found.save(tmp_path)
+    read = RunRecord.load(tmp_path)
+    assert read.final_loss is None
+    assert read.final_metrics["val/loss"] is None

@@ -1,0 +1,382 @@
+"""Comparison: the arms of each workload side by side, with ratios to the baseline, break-even and a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from trainer.report.flags import (
+    BUSY,
+    DECISIVE_VERSIONS,
+    THIN,
+    UNLIKE,
+    flags_of,
+    notes_on,
+    parity_of,
+    setup_seconds,
+    step_seconds,
+    unlike_conditions,
+)
+from trainer.report.runs import PEER, Cell, Run, group
+from trainer.report.statistics import FASTER, NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
+from trainer.report.verdicts import Cost, Crossing, break_even_steps, envelope, overhead_seconds, verdict
+from trainer.telemetry.record import RunRecord
+
+AT_STEPS = (500, 2000, 20000)
+"""Numbers of steps (batches, in inference) for which total times are given."""
+SAME_WORK = 0.01
+"""Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One cell's figures, medians over its finished runs. None = not measured; all None but the flags when none
+    finished. In inference a step is a batch."""
+
+    cell: Cell
+    step_seconds: Estimate | None = None
+    """Mean seconds of a steady step, of each run: what total time is made of, and the ratio."""
+    median_step_seconds: Estimate | None = None
+    """Median seconds of a steady step, of each run."""
+    p95_seconds: Estimate | None = None
+    samples_per_second: Estimate | None = None
+    useful_tokens_per_second: Estimate | None = None
+    padded_share: float | None = None
+    cold_warmup_seconds: Estimate | None = None
+    """Preflight and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
+    warm_warmup_seconds: Estimate | None = None
+    """Of warm starts; of what compiles nothing, any. None, like all that is warm, when the workload has no warm run."""
+    first_step_seconds: Estimate | None = None
+    """Of cold starts, as above; so is the next one."""
+    compile_seconds: Estimate | None = None
+    peak_device_memory_gib: float | None = None
+    """Largest over the runs."""
+    peak_process_memory_gib: float | None = None
+    joules_per_sample: Estimate | None = None
+    graphs: int | None = None
+    """Largest over the runs; so are the next two."""
+    graph_breaks: int | None = None
+    recompiles: int | None = None
+    parity: str | None = None
+    """``passed``, ``failed`` or ``skipped: <reason>``; None when it was not asked for or nothing was compiled."""
+    ratio: Ratio | None = None
+    """To the baseline; None for the baseline itself and without one."""
+    break_even_steps: float | None = None
+    """Steps after which a cold start has caught up with the baseline; infinite when the arm is slower, None when no
+    difference is shown or a figure is missing."""
+    break_even_steps_warm: float | None = None
+    total_seconds: dict[int, float] = field(default_factory=dict)
+    """From the start of the process to the end of step N, by N, started cold; validation and checkpoints left out."""
+    total_seconds_warm: dict[int, float] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    """What the reader must know before believing the row."""
+    cost: Cost | None = None
+    """What break-even and total times of cold starts are made of; None when a figure is missing. Its steps are the
+    baseline's over the ratio."""
+    cost_warm: Cost | None = None
+    start_seconds: float = 0.0
+    """Imports and setup, the median over all runs of the workload: the same for all arms."""
+
+    def total_at(self, steps: float, *, baseline: Row | None, warm: bool = False) -> float | None:
+        """Total seconds of ``steps`` steps, as in ``total_seconds``; for curves."""
+        cost = self.cost_warm if warm else self.cost
+        if cost is None:
+            return None
+        other = None if baseline is None or baseline is self else baseline.cost_warm if warm else baseline.cost
+        return self.start_seconds + overhead_seconds(cost, other) + steps * cost.step_seconds
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkloadComparison:
+    """All arms of one workload."""
+
+    workload: str
+    task: str
+    run: str
+    """``train`` or ``inference``."""
+    device: str
+    """All that there are, joined by `` / `` (then they are in ``unlike``); ``n/a`` when no record has one."""
+    versions: dict[str, str]
+    """Of torch, triton and CUDA, likewise."""
+    baseline: str
+    """Arm that the others are compared with."""
+    rows: list[Row]
+    """The baseline first."""
+    unlike: list[str]
+    """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
+    notes: list[str] = field(default_factory=list)
+    """Differences that need not matter: commit, number of steps; and what is missing for a comparison."""
+    crossings: list[Crossing] = field(default_factory=list)
+    """Which arm needs the least total time from which step on: cold starts first, then warm ones, each from step 0.
+    Of the arms that are shown to be faster, and the baseline."""
+    verdict: str = ""
+    """One plain sentence: which arm to use, for how many steps."""
+
+    @property
+    def unit(self) -> str:
+        """What is counted: ``steps`` or ``batches``."""
+        return "batches" if self.run == "inference" else "steps"
+
+    @property
+    def baseline_row(self) -> Row | None:
+        """The row that the others are compared with; None when no such run finished."""
+        first = self.rows[0]
+        return first if first.cell.finished and first.ratio is None and _is(first.cell, self.baseline) else None
+
+
+def compare(
+    runs: Sequence[Run], *, baseline: str = "eager", at_steps: Sequence[int] = AT_STEPS
+) -> list[WorkloadComparison]:
+    """Compare the arms of each workload in ``runs``, in the order in which they come.
+
+    Args:
+        runs: Of any workloads; a workload is compared with itself only.
+        baseline: Name of an arm, or of a label that one arm alone has.
+        at_steps: Numbers of steps to give total times for; the largest is where the verdict stops looking.
+
+    Raises ValueError when there are no runs, a number of steps is below 1, or the baseline asked for is none or several
+    of the arms. ``eager`` alone may be missing: ratios are then None.
+    """
+    if not runs:
+        raise ValueError("no runs to compare")
+    if not at_steps or min(at_steps) < 1:
+        raise ValueError(f"steps={min(at_steps, default=None)} must be at least 1")
+    workloads: dict[str, list[Cell]] = {}
+    for cell in group(runs):
+        workloads.setdefault(cell.workload, []).append(cell)
+    if baseline != "eager" and not any(_is(cell, baseline) for cells in workloads.values() for cell in cells):
+        arms = dict.fromkeys(cell.arm for cells in workloads.values() for cell in cells)
+        raise ValueError(f"baseline={baseline!r} is not one of the arms: {', '.join(arms)}")
+    return [_compared(name, cells, baseline, at_steps) for name, cells in workloads.items()]
+
+
+def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequence[int]) -> WorkloadComparison:
+    named = [cell for cell in cells if cell.arm == baseline] or [cell for cell in cells if cell.label == baseline]
+    if len(named) > 1:
+        raise ValueError(f"baseline={baseline!r} is several arms: {', '.join(cell.arm for cell in named)}")
+    base = named[0] if named else None
+    everything = [run for cell in cells for run in cell.runs]
+    measured = [run for cell in cells for run in cell.finished] or everything
+    first = everything[0].record
+    versions = {name: _joined([run.record.versions.get(name) for run in measured]) for name in DECISIVE_VERSIONS}
+    found = WorkloadComparison(
+        workload=workload,
+        task=first.task,
+        run=first.run,
+        device=_joined([run.record.device for run in measured]) or "n/a",
+        versions={name: version for name, version in versions.items() if version},
+        baseline=baseline if base is None else base.arm,
+        rows=_rows(cells, base, at_steps),
+        unlike=unlike_conditions(measured),
+        notes=notes_on(measured),
+    )
+    if found.baseline_row is None:
+        found.verdict = _without(baseline, base, cells)
+        return found
+    found.crossings = _crossings(found.rows)
+    judged = [row for row in found.rows[1:] if row.ratio is not None]
+    busy = [flag for row in (found.rows[0], *judged) for flag in row.flags if flag.startswith(BUSY)]
+    if busy and judged:
+        found.verdict = f"no verdict, {busy[0]}"
+        return found
+    found.verdict = verdict(
+        found.crossings,
+        baseline=found.baseline,
+        arms=len(judged),
+        shown=sum(row.ratio is not None and row.ratio.shown for row in judged),
+        single=all(row.ratio is not None and row.ratio.low is None for row in judged),
+        horizon=max(at_steps),
+        unit=found.unit,
+    )
+    # What weakens it: thin figures of the arms that it names, or runs that are unlike.
+    arms = {found.baseline, *(crossing.arm for crossing in found.crossings)}
+    flags = [flag for row in found.rows if row.cell.arm in arms for flag in row.flags]
+    caveats = {THIN: "on thin figures", UNLIKE: "of runs that are unlike"}
+    if weak := [text for word, text in caveats.items() if any(flag.startswith(word) for flag in flags)]:
+        found.verdict += f" ({', '.join(weak)})"
+    return found
+
+
+def _rows(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int]) -> list[Row]:
+    """A row for each cell, the baseline's first."""
+    runs = [run for cell in cells for run in cell.finished]
+    parts = (_over(runs, lambda record: record.import_seconds), _over(runs, setup_seconds))
+    start = sum(part.median for part in parts if part is not None)
+    ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
+    rows = [_figures(cell, start) for cell in ordered]
+    any_warm = any(cell.warm and cell.compiles for cell in cells)
+    base = rows[0] if baseline is not None else None
+    for row in rows:
+        row.flags = flags_of(row.cell, baseline)
+        _set_costs(row, base, any_warm=any_warm)
+        for totals, warm in ((row.total_seconds, False), (row.total_seconds_warm, True)):
+            for steps in at_steps:
+                total = row.total_at(steps, baseline=base, warm=warm)
+                if total is not None:
+                    totals[steps] = total
+    return rows
+
+
+def _figures(cell: Cell, start_seconds: float) -> Row:
+    runs, cold = cell.finished, _cold(cell)
+
+    def over(name: str, chosen: Sequence[Run] = runs) -> Estimate | None:
+        return _over(chosen, lambda record: getattr(record, name))
+
+    def largest(name: str) -> float | None:
+        found = over(name)
+        return None if found is None else max(found.values)
+
+    def count(name: str) -> int | None:
+        found = largest(name)
+        return None if found is None else int(found)
+
+    kind = "latency_seconds" if runs and runs[0].record.run == "inference" else "steady_step_seconds"
+    padded = over("padded_share")
+    return Row(
+        cell=cell,
+        step_seconds=_over(runs, step_seconds),
+        median_step_seconds=over(f"{kind}_median"),
+        p95_seconds=over(f"{kind}_p95"),
+        samples_per_second=over("samples_per_second"),
+        useful_tokens_per_second=over("useful_tokens_per_second"),
+        padded_share=None if padded is None else padded.median,
+        cold_warmup_seconds=over("warmup_seconds", cold),
+        first_step_seconds=over("first_step_seconds", cold),
+        compile_seconds=over("compile_seconds", cold),
+        peak_device_memory_gib=largest("peak_device_memory_gib"),
+        peak_process_memory_gib=largest("peak_process_memory_gib"),
+        joules_per_sample=over("joules_per_sample"),
+        graphs=count("graphs"),
+        graph_breaks=count("graph_breaks"),
+        recompiles=count("recompiles"),
+        parity=parity_of(cell),
+        start_seconds=start_seconds,
+    )
+
+
+def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
+    """Ratio, costs and break-even of a row; the baseline's own come first."""
+    other = None if row is base else base
+    work = 1.0 if base is None else _work(row, base)
+    if work != 1.0:
+        row.flags.append(
+            f"its steps hold {1 / work:.2f} times the samples of the baseline's: ratio, break-even and total times "
+            "are for steps of the baseline's size"
+        )
+    step = None if row.step_seconds is None else row.step_seconds.median * work
+    if other is not None:
+        row.ratio = _ratio(row, other, work)
+        if row.ratio is not None and other.step_seconds is not None:
+            # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
+            step = other.step_seconds.median / row.ratio.value
+    row.cost = _cost(_cold(row.cell), step, work)
+    if any_warm:
+        warm = row.cell.warm or ([] if row.cell.compiles else row.cell.others or row.cell.cold)
+        row.cost_warm = _cost(warm, step, work)
+        row.warm_warmup_seconds = _over(warm, lambda record: record.warmup_seconds)
+    if other is not None and row.ratio is not None and row.ratio.shown:
+        if row.cost is not None and other.cost is not None:
+            row.break_even_steps = break_even_steps(row.cost, other.cost)
+        if row.cost_warm is not None and other.cost_warm is not None:
+            row.break_even_steps_warm = break_even_steps(row.cost_warm, other.cost_warm)
+
+
+def _cold(cell: Cell) -> list[Run]:
+    """Runs whose warm-up stands for a cold start; eager compiles nothing, so that any of its runs does."""
+    return cell.cold or cell.others or ([] if cell.compiles else cell.warm)
+
+
+def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | None:
+    """The warm-up of runs that started in one way, with steps of ``seconds``; ``work`` as in ``_work``."""
+
+    def median(name: str) -> float | None:
+        found = _over(started, lambda record: getattr(record, name))
+        return None if found is None else found.median
+
+    warmup = median("warmup_seconds")
+    if seconds is None or warmup is None:
+        return None
+    return Cost(
+        step_seconds=seconds,
+        warmup_seconds=warmup,
+        warmup_steps=(median("warmup_steps") or 0.0) / work,
+        compile_seconds=median("compile_seconds") or 0.0,
+        preparation_seconds=median("preparation_seconds") or 0.0,
+    )
+
+
+def _ratio(row: Row, base: Row, work: float) -> Ratio | None:
+    """How many times faster a row's arm is than the baseline, and whether that is shown.
+
+    Tables, pictures, break-even and the sentence of the verdict go by its ``shown`` alone: what withholds a verdict
+    belongs here.
+    """
+    ours, theirs = row.cell.finished, base.cell.finished
+    # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
+    starts = {run.record.start for run in ours} & {run.record.start for run in theirs}
+    found = ratio(_samples(ours, work, starts), _samples(theirs, 1.0, starts))
+    if found is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *base.flags)):
+        return dataclasses.replace(found, verdict=NOT_SHOWN)  # the others may have made the difference
+    return found
+
+
+def _samples(runs: Sequence[Run], work: float, starts: Collection[str | None]) -> list[Sample]:
+    return [
+        Sample(seconds * work, (run.record.seed, run.record.round, run.record.start if starts else None))
+        for run in runs
+        if (seconds := step_seconds(run.record)) is not None
+    ]
+
+
+def _work(row: Row, base: Row) -> float:
+    """Samples a step of the baseline over samples a step of the row; 1 when they are alike or not known."""
+
+    def samples_per_step(record: RunRecord) -> float | None:
+        seconds = step_seconds(record)
+        return None if seconds is None or not record.samples_per_second else record.samples_per_second * seconds
+
+    ours, theirs = (_over(each.cell.finished, samples_per_step) for each in (row, base))
+    if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
+        return 1.0
+    return theirs.median / ours.median
+
+
+def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> Estimate | None:
+    return estimate([figure(run.record) for run in runs])
+
+
+def _crossings(rows: Sequence[Row]) -> list[Crossing]:
+    """Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to."""
+    base = rows[0]
+    fast = [row for row in rows[1:] if row.ratio is not None and row.ratio.verdict == FASTER]
+    candidates = [base, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
+    crossings: list[Crossing] = []
+    for start, costs in (
+        ("cold", {row.cell.arm: row.cost for row in rows}),
+        ("warm", {row.cell.arm: row.cost_warm for row in rows}),
+    ):
+        known = {row.cell.arm: cost for row in candidates if (cost := costs[row.cell.arm]) is not None}
+        if base.cell.arm in known and any(costs[row.cell.arm] is not None for row in rows[1:]):
+            crossings += envelope(known, known[base.cell.arm], start)
+    return crossings
+
+
+def _is(cell: Cell, name: str) -> bool:
+    return name in (cell.arm, cell.label)
+
+
+def _without(name: str, base: Cell | None, cells: Sequence[Cell]) -> str:
+    """What to say when there is nothing to compare with, and how to get it."""
+    if base is not None:
+        return f"no {name} run of this workload has finished, so there is nothing to compare with"
+    command = cells[0].runs[0].record.command
+    words = [word for word in command if not word.lstrip("+~").startswith(("compile", f"{PEER}="))]
+    how = f": {shlex.join(['python', '-m', 'trainer', *words, 'compile=eager'])}" if name == "eager" else ""
+    return f"there is no {name} run of this workload to compare with{how}"
+
+
+def _joined(values: Sequence[str | None]) -> str:
+    return " / ".join(dict.fromkeys(value for value in values if value is not None))

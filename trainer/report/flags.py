@@ -1,0 +1,195 @@
+"""Flags: what a reader must know of a cell before believing its figures, and in what compared runs differ."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from trainer.printable import printable
+from trainer.report.runs import Cell, Run, loose_settings
+from trainer.telemetry.record import RunRecord
+
+DECISIVE_VERSIONS = ("torch", "triton", "cuda")
+"""Software that decides how fast compiled code is."""
+MIN_STEPS = 20
+"""Steady steps, or timed batches, below which a run's figures are thin."""
+MAX_NEW_SHAPES = 0.2
+"""Share of a run's steps that met a new shape; what is left out then are the rare ones, often the longest."""
+MAX_SPREAD = 0.15
+"""Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
+MAX_SETUP = (1.0, 0.25)
+"""Seconds and share of the baseline's by which building data and module may differ without a flag."""
+NOTHING_COMPILED = "nothing compiled"
+"""Reason for which a comparison with eager is left out that nobody misses."""
+NOT_COMPARED = "not compared"
+"""Verdict of a comparison that would have shown nothing; graver than one that was not possible."""
+BUSY = "measured while the machine was busy"
+THIN = "thin"
+UNLIKE = "unlike"
+"""First words of these flags."""
+
+
+def step_seconds(record: RunRecord) -> float | None:
+    """Mean seconds of a steady step, or of a batch in inference."""
+    rate = record.batches_per_second if record.run == "inference" else record.steady_steps_per_second
+    return 1 / rate if rate else None
+
+
+def setup_seconds(record: RunRecord) -> float | None:
+    """Building data, module and trainer; getting the compiler ready, which is an arm's own cost, left out."""
+    return None if record.setup_seconds is None else record.setup_seconds - (record.preparation_seconds or 0.0)
+
+
+def unlike_conditions(runs: Sequence[Run]) -> list[str]:
+    """Conditions that differ, a line each with the values and how many runs have them."""
+    return _differing([_conditions(run.record) for run in runs])
+
+
+def notes_on(runs: Sequence[Run]) -> list[str]:
+    """Differences that need not matter: commits, other versions, settings beside the step."""
+    circumstances = []
+    for record in (run.record for run in runs):
+        commit, short = record.git_commit, {}
+        if commit is not None:
+            short["git commit"] = commit[:12] + ("+dirty" if commit.endswith("+dirty") and len(commit) > 12 else "")
+        versions = {name: value or "none" for name, value in record.versions.items() if name not in DECISIVE_VERSIONS}
+        circumstances.append({**short, **versions, **loose_settings(record)})
+    return _differing(circumstances)
+
+
+def _conditions(record: RunRecord) -> dict[str, str]:
+    """What runs of one workload must share to be compared. What a record does not hold is left out."""
+    values: dict[str, str | None] = {
+        "device": record.device,
+        **{name: record.versions.get(name) for name in DECISIVE_VERSIONS},
+        "precision": record.precision,
+        "matrix products": record.matrix_precision,
+        "world size": str(record.world_size),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _counted(facts: Sequence[dict[str, str]]) -> dict[str, Counter[str]]:
+    """How often each name has each of its values."""
+    counts: dict[str, Counter[str]] = {}
+    for each in facts:
+        for name, value in each.items():
+            counts.setdefault(name, Counter())[value] += 1
+    return counts
+
+
+def _differing(facts: Sequence[dict[str, str]]) -> list[str]:
+    """``name: value (2 runs), other (1 run)`` for each name that has several values."""
+    return [
+        f"{name}: " + ", ".join(f"{value} ({count} run{'' if count == 1 else 's'})" for value, count in values.items())
+        for name, values in _counted(facts).items()
+        if len(values) > 1
+    ]
+
+
+def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
+    """All flags of ``cell``, the gravest first."""
+    busy = [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]
+    resumed = [run.record.resumed_from for run in cell.finished if run.record.resumed_from]
+    parity = parity_of(cell)
+    flags = [*_not_finished(cell), *_rolled_back(cell)]
+    if busy:
+        flags.append(f"{BUSY}: {busy[0]}{_of(busy, cell)}")
+    flags += _unlike(cell, baseline)
+    if parity not in (None, "passed"):
+        flags.append(f"comparison with eager before the first step: {parity}")
+    flags += _thin(cell)
+    if resumed:
+        flags.append(f"resumed from {resumed[0]}{_of(resumed, cell)}")
+    if cell.compiles and cell.others and not cell.cold:
+        flags.append("cache state unknown: its warm-up is counted as a cold start's")
+    return [*flags, *_setup(cell, baseline)]
+
+
+def parity_of(cell: Cell) -> str | None:
+    """The worst verdict over the cell's runs, of the gate before the first step and of replayed CUDA graphs."""
+    found: list[str] = []
+    for run in cell.finished:
+        report = run.record.report
+        for facts in (report.get("parity"), report.get("cuda_graph", {}).get("parity")):
+            if isinstance(facts, dict) and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
+                verdict, reason = str(facts["verdict"]), facts.get("reason")
+                found.append(f"{verdict}: {reason}" if reason and verdict in ("skipped", NOT_COMPARED) else verdict)
+    worst = [each for kind in ("failed", NOT_COMPARED, "passed") for each in found if each.startswith(kind)]
+    return next(iter([*worst, *found]), None)
+
+
+def _not_finished(cell: Cell) -> Iterator[str]:
+    for run in cell.failed:
+        record = run.record
+        outcome = "still running, or killed while it was" if record.status == "running" else record.status
+        if record.status == "interrupted" and record.steps is not None:
+            outcome += f" after {record.steps:,} steps"
+        if record.reason:
+            outcome += f": {record.reason.splitlines()[0]}"
+        yield f"{outcome} ({printable(str(run.directory))})"
+
+
+def _rolled_back(cell: Cell) -> Iterator[str]:
+    """Where parts ran eager; where torch skipped a frame within a region, in its words."""
+    eager: list[tuple[RunRecord, str]] = []
+    partly: list[tuple[RunRecord, str]] = []
+    for record in (run.record for run in cell.finished):
+        fallbacks = [event.reason for event in record.events if event.kind == "fallback"]
+        reasons = [*record.eager_parts.values(), *fallbacks]
+        if record.ended_in_eager:
+            eager.append((record, (reasons or ["no reason given"])[0]))
+        elif reasons:
+            partly.append((record, reasons[0]))
+    for found, what in ((eager, "ended in eager"), (partly, "ran eager in part")):
+        if found:
+            yield f"{what}{_of(found, cell)}: {found[0][1].splitlines()[0]}"
+
+
+def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
+    if baseline is None or baseline is cell:
+        return
+    ours, theirs = (_counted([_conditions(run.record) for run in each.finished]) for each in (cell, baseline))
+    for name, values in ours.items():
+        others = theirs.get(name, Counter())
+        if others and set(values) != set(others):
+            yield f"{UNLIKE} the baseline: {name} {' and '.join(values)}, there {' and '.join(others)}"
+
+
+def _thin(cell: Cell) -> Iterator[str]:
+    records = [run.record for run in cell.finished]
+    found, new_shapes = [], 0.0
+    counts = [record.batches if record.run == "inference" else record.steady_steps for record in records]
+    if few := [count for count in counts if count is not None and count < MIN_STEPS]:
+        found.append(f"{min(few)} {'timed batches' if records[0].run == 'inference' else 'steady steps'}")
+    for record, count in zip(records, counts, strict=True):
+        new = record.new_shape_steps or 0
+        new_shapes = max(new_shapes, new / (new + (count or 0) or 1))
+    if new_shapes > MAX_NEW_SHAPES:
+        found.append(f"{new_shapes:.0%} of its steps met a new shape and are left out")
+    seconds = [value for record in records if (value := step_seconds(record)) is not None]
+    spread = (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else 0.0
+    if spread > MAX_SPREAD:
+        found.append(f"its runs differ by {spread:.0%}")
+    within = max((record.repeat_spread or 0.0 for record in records), default=0.0)
+    if within > MAX_SPREAD:
+        found.append(f"timed runs within a run differ by {within:.0%}")
+    if found:
+        yield f"{THIN}: {', '.join(found)}"
+
+
+def _setup(cell: Cell, baseline: Cell | None) -> Iterator[str]:
+    ours, theirs = (
+        [seconds for run in each.finished if (seconds := setup_seconds(run.record)) is not None]
+        for each in (cell, baseline or cell)
+    )
+    if ours and theirs:
+        own, base = statistics.median(ours), statistics.median(theirs)
+        if abs(own - base) > max(MAX_SETUP[0], MAX_SETUP[1] * base):
+            yield f"setup took {own:.1f} s, the baseline's {base:.1f} s; total times take the same for all arms"
+
+
+def _of(found: Sequence[object], cell: Cell) -> str:
+    """`` (1 of 3 runs)`` where not all of them are meant."""
+    return "" if len(found) == len(cell.finished) else f" ({len(found)} of {len(cell.finished)} runs)"

@@ -1,0 +1,286 @@
+"""Runs on disk, and the cells of a comparison: all runs of one workload under one arm.
+
+A **workload** is a task, what is done with it, and every setting that a step depends on. How long is trained, how often
+it is logged or validated, and where the data lies may differ between its runs. An **arm** is a list of strategies with
+their parameters: ``whole (mode=reduce-overhead)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strategies import STRATEGIES
+from trainer.printable import printable
+from trainer.telemetry.record import FILE_NAME, RunRecord
+
+SECTIONS = ("task", "run", "trainer")
+"""Parts of the configuration that make up the workload; beside them there are strategies, guards and the seed."""
+LOOSE = frozenset(
+    {
+        "trainer.max_steps",
+        "trainer.val_every_n_steps",
+        "trainer.val_batches",
+        "trainer.checkpoint_every_n_steps",
+        "trainer.log_every_n_steps",
+        "trainer.warmup_steps",
+        "trainer.measure_peak",
+        "run.batches",
+        "run.repeats",
+        "run.warmup_batches",
+    }
+)
+"""Settings that a steady step does not depend on."""
+SILENT = frozenset({"trainer.progress", "seed", "resume", "repeat"})
+"""Settings that are never reported: the display, and what the runs of one arm differ in by design."""
+PLACES = frozenset({"root", "path", "val_path", "image_root"})
+"""Last words of settings for where data lies."""
+PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
+"""Parameters of strategies for where something lies, not how the task executes."""
+PEER = "peer"
+"""Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run that left a record."""
+
+    directory: Path
+    """Where the record lies."""
+    record: RunRecord
+
+
+@dataclass(kw_only=True, slots=True)
+class Cell:
+    """All runs of one workload under one arm: cold and warm starts, repeats and seeds."""
+
+    workload: str
+    """Short name that tells the workload from the others given: the task, and the settings that differ."""
+    arm: str
+    """The strategies, with those of their parameters that are not defaults: ``whole (mode=reduce-overhead)``."""
+    cold: list[Run] = field(default_factory=list)
+    """Finished runs that started with empty compile caches, or at least compiled every graph anew."""
+    warm: list[Run] = field(default_factory=list)
+    """Finished runs that found all they compiled in the caches."""
+    others: list[Run] = field(default_factory=list)
+    """Finished runs of which the state of the caches is not known; eager's, where caches were not controlled."""
+    failed: list[Run] = field(default_factory=list)
+    """Runs that did not finish: failed, interrupted, still running or killed."""
+
+    @property
+    def finished(self) -> list[Run]:
+        """All runs with figures to compare."""
+        return [*self.cold, *self.warm, *self.others]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs."""
+        return [*self.finished, *self.failed]
+
+    @property
+    def label(self) -> str:
+        """The strategies' names, without parameters."""
+        return self.runs[0].record.label
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything was compiled in a run that finished, so that the state of compile caches matters."""
+        return any(run.record.compile_seconds is not None for run in self.finished)
+
+    @property
+    def command(self) -> str:
+        """The command of the first run."""
+        record = self.runs[0].record
+        peer = any(strategy["name"] == PEER for strategy in record.strategies)
+        return shlex.join(["python", "-m", "scripts.peers.cell" if peer else "trainer", *record.command])
+
+
+def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | None = None) -> list[Run]:
+    """All runs below ``paths``, each once, in the order given and by name within one path.
+
+    Args:
+        paths: Record files, run folders, folders that hold such folders at any depth, or globs of these.
+        unreadable: Called with the reason for a record that a search came upon and that cannot be read.
+
+    Raises:
+        ValueError: A path that does not exist or holds no record, or a record that cannot be read: one that was given
+            by its own name, or any when ``unreadable`` is None.
+    """
+    found: dict[Path, Run] = {}
+    for path in paths:
+        files = _record_files(path)
+        for file in files:
+            if (key := file.resolve()) in found:
+                continue
+            try:
+                found[key] = Run(file.parent, RunRecord.load(file))
+            except ValueError as error:
+                if unreadable is None or len(files) == 1:
+                    raise
+                unreadable(printable(str(error)))
+    return list(found.values())
+
+
+def _record_files(path: str | Path) -> list[Path]:
+    given = Path(path)
+    # What exists by that name is not a pattern: Hydra writes brackets and equals signs into names of folders.
+    matches = [given] if given.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    if not matches:
+        raise ValueError(f"{path}: no such file or folder")
+    files: list[Path] = []
+    for match in matches:
+        files += sorted(match.rglob(FILE_NAME)) if match.is_dir() else [match]
+    if not files:
+        raise ValueError(f"{path}: no {FILE_NAME} in it or below")
+    return files
+
+
+def group(runs: Sequence[Run]) -> list[Cell]:
+    """The cells of ``runs``: workloads in the order in which their first runs come, arms of each likewise."""
+    workloads: dict[tuple[str, ...], dict[tuple[str, ...], list[Run]]] = {}
+    for run in runs:
+        record = run.record
+        settings = sorted(f"{name}={value}" for name, value in _settings(record) if _is_fixed(name))
+        task = record.task.partition(" ")[0]  # "micro ragged" was "micro" in older records
+        arms = workloads.setdefault((task, record.run, *settings), {})
+        parameters = sorted(f"{name}={value}" for name, value in _parameters(record).items())
+        arms.setdefault((record.label, *parameters), []).append(run)
+    firsts = [next(iter(arms.values()))[0].record for arms in workloads.values()]
+    cells: list[Cell] = []
+    for workload, arms in zip(_workload_names(firsts), workloads.values(), strict=True):
+        names = _arm_names([members[0].record for members in arms.values()])
+        for arm, members in zip(names, arms.values(), strict=True):
+            cell = Cell(workload=workload, arm=arm)
+            places = {"cold": cell.cold, "warm": cell.warm}
+            for run in members:
+                # Where nobody saw to the caches, what the compiler found in them is the next best thing to know.
+                start = run.record.start or run.record.cache
+                finished = run.record.status == "finished"
+                (places.get(start or "", cell.others) if finished else cell.failed).append(run)
+            cells.append(cell)
+    return cells
+
+
+def loose_settings(record: RunRecord) -> dict[str, str]:
+    """Settings in which runs of one workload may differ, though a reader wants to know."""
+    return {name: value for name, value in _settings(record) if not _is_fixed(name) and name not in SILENT}
+
+
+def set_parameters(record: RunRecord) -> dict[str, str]:
+    """Parameters of a record's strategies that are not their defaults, by dotted name; all of a plug-in's."""
+    defaults = _defaults(record)
+    return {name: value for name, value in _parameters(record).items() if defaults.get(name) != value}
+
+
+def _workload_names(records: Sequence[RunRecord]) -> list[str]:
+    """A short name for each of ``records``, one of each workload: the task, and few settings that tell them apart."""
+    names: list[str] = []
+    for record in records:
+        fellows = [other for other in records if (other.task, other.run) == (record.task, record.run)]
+        settings = {name: value for name, value in _settings(record) if _is_fixed(name)}
+        chosen = [name for name in _distinguishing([dict(_settings(other)) for other in fellows]) if name in settings]
+        lasts = [name.rpartition(".")[2] for name in chosen]
+        words = [
+            f"{name if lasts.count(last) > 1 else last}={settings[name]}"
+            for name, last in zip(chosen, lasts, strict=True)
+        ]
+        _add_name(names, record.task if record.run == "train" else f"{record.task} {record.run}", words)
+    return names
+
+
+def _distinguishing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Few names that together have other values in each of ``settings``."""
+    candidates = sorted(
+        {name for each in settings for name in each if _is_fixed(name)}, key=lambda name: (name.count("."), name)
+    )
+    chosen: list[str] = []
+
+    def classes(names: Sequence[str]) -> int:
+        return len({tuple(each.get(name) for name in names) for each in settings})
+
+    while classes(chosen) < len(settings):
+        best = max(candidates, key=lambda name: classes([*chosen, name]))  # the first of the best
+        if classes([*chosen, best]) == classes(chosen):
+            break
+        chosen.append(best)
+    return chosen
+
+
+def _arm_names(records: Sequence[RunRecord]) -> list[str]:
+    """A short name for each of ``records``, one of each arm: the label, and parameters that are not defaults or differ
+    between arms of that label."""
+    names: list[str] = []
+    for record in records:
+        fellows = [_parameters(other) for other in records if other.label == record.label]
+        parameters, defaults = _parameters(record), _defaults(record)
+        chosen = [
+            name
+            for name, value in parameters.items()
+            if _is_set(name, value, defaults) or len({fellow.get(name) for fellow in fellows}) > 1
+        ]
+        alone = len(record.strategies) == 1
+        words = [f"{name.partition('.')[2] if alone else name}={parameters[name]}" for name in chosen]
+        _add_name(names, record.label, words)
+    return names
+
+
+def _add_name(names: list[str], kind: str, words: Sequence[str]) -> None:
+    name = f"{kind} ({', '.join(words)})" if words else kind
+    while name in names:  # something that the others have and this one lacks
+        name += "'"
+    names.append(name)
+
+
+def _is_set(name: str, value: str, defaults: Mapping[str, str]) -> bool:
+    """Whether a parameter of a known strategy is not its default. Keys of a mapping that is empty by default count
+    (``regional.options.max_autotune``), what such keys hold does not (``modular.parts.encoder.mode``): too long."""
+    if name in defaults:
+        return defaults[name] != value
+    return name.partition(".")[0] in STRATEGIES and name.count(".") == 2
+
+
+def _parameters(record: RunRecord) -> dict[str, str]:
+    """Those of a known strategy that an older record lacks are its defaults."""
+    parameters = _defaults(record)
+    for strategy in record.strategies:
+        values = {name: value for name, value in strategy.items() if name not in PLACE_PARAMETERS and name != "name"}
+        parameters.update(_flat(values, f"{strategy['name']}."))
+    return parameters
+
+
+def _defaults(record: RunRecord) -> dict[str, str]:
+    """Defaults of those strategies that are known here: a plug-in's are not."""
+    defaults: dict[str, str] = {}
+    for strategy in record.strategies:
+        kind = STRATEGIES.get(str(strategy["name"]))
+        for one in () if kind is None else dataclasses.fields(kind):
+            factory, value = one.default_factory, one.default
+            if factory is not dataclasses.MISSING:
+                value = factory()
+            if value is not dataclasses.MISSING and one.name not in PLACE_PARAMETERS:
+                defaults.update(_flat({one.name: json.loads(json.dumps(value, default=str))}, f"{strategy['name']}."))
+    return defaults
+
+
+def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
+    return _flat({name: value for name, value in record.config.items() if name != "compile"})
+
+
+def _is_fixed(name: str) -> bool:
+    section, _, _ = name.partition(".")
+    return section in SECTIONS and name not in LOOSE | SILENT and name.rpartition(".")[2] not in PLACES
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names and values as text of nested mappings, empty mappings left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
