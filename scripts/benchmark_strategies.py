@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts import compare
-from trainer.sweep.quoting import quoted
+from trainer.sweep.plan import quoted
 
 ALWAYS = (
     "trainer.val_every_n_steps=0",

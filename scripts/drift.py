@@ -27,7 +27,7 @@ from trainer.evidence.drifts import Tolerances, drift, measured
 from trainer.evidence.machines import fingerprint_of, this_fingerprint
 from trainer.evidence.runs import Run, find
 from trainer.streams import keep_streams
-from trainer.sweep.pool import Signals
+from trainer.sweep.processes import Signals
 
 REFUSED = 2
 ABOUT = """\

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scripts import benchmark_strategies, compare, report
 from trainer.streams import keep_streams
-from trainer.sweep.quoting import quoted
+from trainer.sweep.plan import quoted
 
 EXAMPLES = """\
 examples:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import trainer_process
-from trainer import folders
-from trainer.folders import claim
+from trainer.sweep import folders
+from trainer.sweep.folders import claim
 from trainer.telemetry.record import RunRecord
 
 EVERY_YEAR = "${now:%Y}"

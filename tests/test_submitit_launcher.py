@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainer.sweep.cell_process import CellEnd
 from trainer.sweep.ledger import Entry, Ledger
-from trainer.sweep.options import SubmititOptions
-from trainer.sweep.submitted import Lane
+from trainer.sweep.plan import SubmititOptions
+from trainer.sweep.processes import CellEnd
+from trainer.sweep.slurm import Queue
 from trainer.telemetry.record import RunRecord
 
 submitit = pytest.importorskip("submitit")
@@ -72,12 +72,12 @@ class Stopping:
 
 
 def test_a_preempted_job_lets_its_cell_write_a_checkpoint_and_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainer.sweep.submitted as submitted
+    import trainer.sweep.slurm as submitted
 
     monkeypatch.setattr(submitted.dataclasses, "replace", lambda process: process)
     done = CellEnd(exit_code=0, record=RunRecord(task="toy", status="finished"), seconds=1.0)
     processes: list[Any] = [Stopping(), Stopping()]
-    again = Lane(processes, [done]).checkpoint()
+    again = Queue(processes, [done]).checkpoint()
     assert (processes[0].sent, processes[1].sent) == ([], [15])
     assert again.function.ends == [done]
     assert again.function.processes == processes

@@ -15,9 +15,9 @@ from scripts import compare as script
 from tests.conftest import ROOT
 from tests.evidence.records import ragged, record, save, static
 from tests.instant_cells import InstantCells
-from trainer import launcher
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import find
+from trainer.sweep import launcher
 from trainer.sweep_pages import FOLDER, WITHOUT_CURVES, write, write_summary
 
 PNG = b"\x89PNG\r\n\x1a\n"

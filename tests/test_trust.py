@@ -16,15 +16,14 @@ from strategies.artifact_signature import read_key
 from tests.conftest import ROOT
 from tests.evidence.records import record
 from trainer.compose import compose
-from trainer.described import described
 from trainer.doctor.finding import OK, WARNING
 from trainer.doctor.places import place
 from trainer.evidence import baselines, tables
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import find
 from trainer.reasons import one_line
-from trainer.sweep.go_on import expanded
-from trainer.sweep.ledger import Ledger
+from trainer.sweep.folders import described
+from trainer.sweep.ledger import Ledger, expanded
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.tensorboard import strategies_table
 
@@ -218,7 +217,7 @@ def test_a_sweep_of_options_alone_goes_on_without_a_word(tmp_path: Path, monkeyp
         "-m",
         "~task.x",
         "+a.b=1",
-        "hydra/sweeper=optuna",
+        "hydra/sweeper=mine",
         "hydra.sweeper.n_trials=3",
         "compile=[whole,cached]",
     ]

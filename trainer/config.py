@@ -24,6 +24,7 @@ from tasks import SCHEMAS
 from tasks.checks import near
 from trainer.run_modes import RUN_MODES
 from trainer.settings import Config
+from trainer.sweep.plan import LAUNCHERS
 
 
 def register() -> None:
@@ -38,6 +39,9 @@ def register() -> None:
         register_schema(f"compile/{name}", strategy)
     for path, schema in SCHEMAS.items():
         register_schema(path, schema)
+    for name, options in LAUNCHERS.items():  # as plain values: the launcher checks them, with messages of its own
+        node = {"_target_": MISSING} | dataclasses.asdict(options())
+        ConfigStore.instance().store(group="schema/hydra/launcher", name=name, node=node)
     OmegaConf.register_new_resolver("task_name", task_name, replace=True)
     OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
     OmegaConf.register_new_resolver("option_list", option_list, replace=True)

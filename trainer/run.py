@@ -14,8 +14,6 @@ from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of, task_options
 from trainer.checkpoints import Checkpoints, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
-from trainer.described import described
-from trainer.folders import claim
 from trainer.inference.job import Inferring
 from trainer.interrupt import Interrupted, StopRequest, undisturbed
 from trainer.job import Job
@@ -24,6 +22,7 @@ from trainer.reasons import one_line, out_of_memory
 from trainer.resuming import Resuming
 from trainer.run_modes import Inference
 from trainer.settings import Config
+from trainer.sweep.folders import claim, described
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.torch_settings import process_settings

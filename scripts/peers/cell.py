@@ -16,7 +16,7 @@ from scripts.peers.names import OVERRIDE, PEERS, refuse, refuse_workload
 from trainer import errors
 from trainer.compose import compose
 from trainer.interrupt import importing
-from trainer.sweep.cell_environment import end_with_parent, starting_caches
+from trainer.sweep.environment import end_with_parent, starting_caches
 
 REFUSED = 2
 BACKENDS = ("inductor", "aot_eager", "eager")

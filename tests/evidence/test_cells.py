@@ -10,10 +10,10 @@ import pytest
 from tasks.micro import Micro
 from tasks.micro_kinds import DEFAULTS
 from tests.evidence.records import record
-from trainer.described import described
 from trainer.evidence.cells import group
 from trainer.evidence.runs import Run
 from trainer.settings import Config
+from trainer.sweep.folders import described
 from trainer.telemetry.record import RunRecord
 
 

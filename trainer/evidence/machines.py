@@ -12,7 +12,7 @@ import os
 import runpy
 from collections.abc import Mapping
 
-from trainer.sweep.devices import visible_gpus
+from trainer.sweep.processes import visible_gpus
 from trainer.telemetry.processor import processor_name
 from trainer.telemetry.record import RunRecord
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep.cell_process import CellEnd, CellProcess
 from trainer.sweep.ledger import Ledger
-from trainer.sweep.options import SubmititOptions
-from trainer.sweep.plan import PlannedCell
-from trainer.sweep.pool import Signals
+from trainer.sweep.plan import PlannedCell, SubmititOptions
+from trainer.sweep.processes import CellEnd, CellProcess, Signals
 from trainer.sweep.sweep import Sweep
 from trainer.telemetry.record import RunRecord
 
@@ -22,7 +20,7 @@ POLL_SECONDS = 0.2
 
 
 @dataclass(slots=True)
-class Lane:
+class Queue:
     """What one job does: its cells, one after the other. Called on the cluster, perhaps more than once: a job that is
     put into the queue again (preempted, or its time up) goes on with the cell that it was at, from its checkpoint."""
 
@@ -52,7 +50,7 @@ class Lane:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
         fresh = [dataclasses.replace(process) for process in self.processes]
-        return submitit.helpers.DelayedSubmission(Lane(fresh, list(self.ends)))
+        return submitit.helpers.DelayedSubmission(Queue(fresh, list(self.ends)))
 
     def _was_cold_twin(self) -> bool:
         """Whether the last cell failed and the next one needs its caches."""
@@ -95,7 +93,7 @@ def run_jobs(
         while waiting and len(running) < options.jobs_at_once and signals.received is None:
             cells = waiting.pop(0)
             processes = [sweep.process_of(cell, variables={}, to_file=True) for cell in cells]
-            job = executor.submit(Lane(processes))
+            job = executor.submit(Queue(processes))
             running.append(_Submitted(job, cells, processes))
             for cell in cells:
                 sweep.starts(cell)

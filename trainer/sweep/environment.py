@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-VARIABLE = "CRUCIBLE_CELL"
+CELL_VARIABLE = "CRUCIBLE_CELL"
 """Holds a ``CellEnvironment`` as JSON in the process of a cell."""
-DIRECTORY = "caches"
+CACHES_DIRECTORY = "caches"
 """Below a run's or a sweep's directory."""
 PR_SET_PDEATHSIG = 1
 """<linux/prctl.h>: the signal that a process gets when its parent dies."""
@@ -37,12 +40,12 @@ class CellEnvironment:
 
     def variables(self) -> dict[str, str]:
         """Environment variables of the cell's process."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {CELL_VARIABLE: json.dumps(asdict(self))}
 
 
 def current() -> CellEnvironment | None:
     """What the sweep told this process; None when it is no cell, or not the cell's first process."""
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(CELL_VARIABLE)
     return None if text is None else CellEnvironment(**json.loads(text))
 
 
@@ -78,7 +81,7 @@ def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
         raise ValueError(
             "repeat='warm' starts on the caches that a cold run of the same command has filled: use -m repeat=cold,warm"
         )
-    caches = (run_dir / DIRECTORY).resolve()
+    caches = (run_dir / CACHES_DIRECTORY).resolve()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first:
         shutil.rmtree(caches, ignore_errors=True)
@@ -88,3 +91,59 @@ def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
     finally:
         if first:
             shutil.rmtree(caches, ignore_errors=True)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE_PACKAGES = ("crucible-train", "torch", "lightning")
+"""Packages whose version decides what a cell measures."""
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this code runs from, with ``+dirty`` when files differed; None outside a checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        commit = _git("rev-parse", "HEAD").strip()
+        return commit + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no").strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def code_version() -> dict[str, str]:
+    """Versions of the packages, the commit, and a hash of what differs from it in tracked files."""
+    found = {}
+    for package in CODE_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = git_commit()
+    if commit is not None:
+        found["commit"] = commit
+        if commit.endswith("+dirty"):
+            found["changes"] = hashlib.sha256(_git("diff", "HEAD").encode()).hexdigest()[:12]
+    return found
+
+
+def difference(before: dict[str, str], now: dict[str, str]) -> str:
+    """What changed from one version to the other, in words; empty when nothing did."""
+    words = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if name == "changes":
+            words.append("files that are not committed")
+        else:
+            words.append(f"{name} {_short(old)}, now {_short(new)}")
+    return "; ".join(words)
+
+
+def _short(version: str | None) -> str:
+    return "none" if version is None else version[:10] + ("+dirty" if version.endswith("+dirty") else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, errors="replace", check=True, timeout=30
+    ).stdout
