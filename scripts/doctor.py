@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 
-from trainer.atomic import finite
 from trainer.doctor.busy import busy
 from trainer.doctor.compiling import compiling
 from trainer.doctor.cpp import cpp
@@ -22,6 +21,7 @@ from trainer.doctor.limits import limits
 from trainer.doctor.packages import packages
 from trainer.doctor.places import places
 from trainer.doctor.variables import variables
+from trainer.telemetry.record import finite
 
 EXAMPLES = """\
 examples:

@@ -30,7 +30,7 @@ from trainer.interrupt import StopRequest
 from trainer.precision import device_of, precision_arguments, resolve_precision
 from trainer.run import new_record
 from trainer.settings import Config
-from trainer.telemetry.clock import step_clock
+from trainer.telemetry.meter import StepClock
 from trainer.telemetry.record import RunRecord
 
 WARMUP = 5
@@ -114,7 +114,7 @@ def raw(workload: Workload, steps: int) -> list[float]:
     module = placed(workload.module, device)
     clip = workload.config.trainer.gradient_clip_val
     loop = HandLoop(module, device=device, precision=workload.precision, clip=clip)
-    clock = step_clock(device)
+    clock = StepClock(device)
     with strategies_applied(workload):
         clock.mark()
         for batch in CachedBatches(workload.batches, steps):
@@ -172,7 +172,7 @@ class Laps(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the clock on the training device."""
-        self._clock, self._count = step_clock(trainer.strategy.root_device), 0
+        self._clock, self._count = StepClock(trainer.strategy.root_device), 0
 
     def on_train_batch_end(self, *_: Any) -> None:
         """One step is over."""

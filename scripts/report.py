@@ -12,10 +12,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from trainer.atomic import written_whole
 from trainer.evidence import page, page_details, pictures
 from trainer.evidence.comparison import AT_STEPS, compare
 from trainer.evidence.runs import find
+from trainer.telemetry.record import written_whole
 
 EXAMPLES = """\
 examples:

@@ -89,7 +89,7 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
     folder = tmp_path / "run"
     assert said == (
         f"error: hydra.run.dir={folder}: holds the {what} of another run; choose another folder, "
-        f"or go on with that run by resume={folder}"
+        f"or continue that run by resume={folder}"
     )
     assert contents(folder) == before
     assert called == []

@@ -27,7 +27,7 @@ def test_cells_are_jobs_and_twins_one_job(start_trainer: Any, tmp_path: Path) ->
     assert (cold["start"], warm["start"]) == ("cold", "warm")
     assert warm["config"]["found"] == [str(cold["config"]["pid"])]
     assert records["2-seed=2,repeat=cold"]["reason"] == "crashed (exit code 7)"
-    assert records["3-seed=2,repeat=warm"]["reason"] == "not run: its cold twin failed"
+    assert records["3-seed=2,repeat=warm"]["reason"] == "not run: its cold cell failed"
     assert len(list((tmp_path / "sweep" / "submitit").glob("*_submitted.pkl"))) == 2
     assert "2.00 steps/s" not in output
     assert "[2/4] seed=0 repeat=warm: finished · 1.00 steps/s · " in output

@@ -103,7 +103,7 @@ def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line:
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
     assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
     record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
-    assert (record["status"], record["reason"]) == ("failed", "not run: its cold twin failed")
+    assert (record["status"], record["reason"]) == ("failed", "not run: its cold cell failed")
     assert [cell["state"] for cell in ledger_of(Path("sweep"))["cells"]] == ["failed"] * 2 + ["finished"] * 2
 
 

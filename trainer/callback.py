@@ -31,9 +31,8 @@ from trainer.rehearsal import Guarding
 from trainer.rollback import optimizer_to_eager
 from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.telemetry import BatchCounter, Telemetry
+from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.telemetry import BatchCounter, Telemetry, TrainerLoop
 from trainer.telemetry.tensorboard import TensorBoardPages
 from trainer.watchdog import Sample
 
@@ -161,11 +160,11 @@ class Compile(L.Callback):
         self._pages.begin(self.record)
         if self._auto is None:
             self._guard(trainer, self.program)
-        self.telemetry.start(trainer, self._pages)
+        self.telemetry.start(TrainerLoop(trainer), self._pages)
 
     def _choose(self, auto: Auto, trainer: L.Trainer, program: Program, batch: Any) -> None:
         """Put the strategies that take the least time in the place of ``auto``."""
-        with self.telemetry.rehearsal():
+        with self.telemetry.preflight():
             chooser = Chooser(auto, trainer, program, self.telemetry, self._settings)
             chosen = chooser.choose(batch)
         begin(chosen, program)

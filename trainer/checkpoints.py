@@ -20,9 +20,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 
-from trainer.atomic import written_whole
 from trainer.interrupt import Interrupted, StopRequest
 from trainer.nonfinite import FiniteLosses
+from trainer.telemetry.record import written_whole
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies import Program
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.watchdog import Sample
 
 
@@ -28,7 +28,7 @@ class Findings:
         batch: Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
     """
 
-    def __init__(self, program: Program, watch: CompilerWatch, batch: Any) -> None:
+    def __init__(self, program: Program, watch: CompilerMonitor, batch: Any) -> None:
         self._program, self._watch, self._shapes = program, watch, shapes_of(batch)
 
     def of_earlier_runs(self, everywhere: Callable[[bool], bool]) -> dict[str, Any] | None:
@@ -43,7 +43,7 @@ class Findings:
     def _own(self) -> dict[str, Any] | None:
         figures = self._watch.figures()
         found = self._program.findings.get(self._shapes)
-        if found is None or figures["cache"] != "warm" or set(found) != {"parity", "watchdog"}:
+        if found is None or figures.cache != "warm" or set(found) != {"parity", "watchdog"}:
             return None
         return found if found["parity"].get("verdict") == "passed" else None
 

@@ -18,9 +18,8 @@ from trainer.parity.comparison import ParityError
 from trainer.reasons import one_line
 from trainer.rehearsal import Guarding, Rehearsal
 from trainer.rollback import Rollback
-from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.warming import Lock
 from trainer.watchdog import Sample, Watchdog
@@ -75,7 +74,7 @@ class Guards:
         if not self._begun:
             self._begun, self._waits = True, False
             if self._rehearsal.wanted:
-                with self._telemetry.rehearsal():
+                with self._telemetry.preflight():
                     self._rollback = self._rehearse(batch) or self._rollback
                 if self._rehearsal.sample is not None:
                     self._watchdog = Watchdog(self._trainer, self._telemetry, self._rehearsal.sample)
@@ -105,7 +104,7 @@ class Guards:
             self._stepped = True
             if self._lock is not None:
                 self._lock.close()
-                self._telemetry.teller.recompiles = False
+                self._telemetry.reporter.recompiles = False
         elif self._lock is not None:
             self._lock.look(lambda: f"in training step {self._trainer.global_step}")
         if stepped and self._reads_clock():

@@ -25,7 +25,7 @@ from trainer.passes import Passes, SkippedStep, why_not
 from trainer.rollback import Rollback
 from trainer.settings import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
 from trainer.snapshot import Snapshot
-from trainer.telemetry import memory
+from trainer.telemetry import hardware as memory
 from trainer.telemetry.telemetry import Telemetry
 from trainer.warming import shapes
 from trainer.watchdog import Sample, take_sample
@@ -134,7 +134,7 @@ class Rehearsal:
 
     def _rehearse(self, batch: Any, snapshot: Snapshot, rollback: Rollback) -> None:
         passes, restore = self._passes, snapshot.restore
-        self._telemetry.phase = "rehearsing"
+        self._telemetry.phase = "preflight"
 
         def first_pass() -> None:
             for _ in range(REPLAYED_FROM if self._cuda_graphs else 1):

@@ -27,8 +27,8 @@ from strategies.optimizer_step import installed, uninstall
 from trainer.eager import eager
 from trainer.explain.guards import guard_of, read_recompile
 from trainer.reasons import one_line
-from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.events import Event
+from trainer.telemetry.compiler import CompilerMonitor
+from trainer.telemetry.record import Event
 
 
 class CompileFailed(RuntimeError):
@@ -42,7 +42,7 @@ class Rollback:
         mode: ``fail`` (the error ends the run) or ``eager`` (the part at fault goes on eager).
     """
 
-    def __init__(self, mode: str, trainer: L.Trainer, program: Program, watch: CompilerWatch) -> None:
+    def __init__(self, mode: str, trainer: L.Trainer, program: Program, watch: CompilerMonitor) -> None:
         self._mode, self._trainer, self._program, self._watch = mode, trainer, program, watch
         self._optimizer_compiled = any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies)
         self._rehearsing = False

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
 from strategies.padding import Padding
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.compiler import CompilerMonitor
 
 
 class RecompileError(RuntimeError):
@@ -48,7 +48,7 @@ class Lock:
         name: Name of the strategy that asked for it.
     """
 
-    def __init__(self, on_recompile: str, name: str, program: Program, watch: CompilerWatch) -> None:
+    def __init__(self, on_recompile: str, name: str, program: Program, watch: CompilerMonitor) -> None:
         self._fails, self._name = on_recompile == "fail", name
         self._program, self._watch = program, watch
         self._compilations: int | None = None

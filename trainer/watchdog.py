@@ -103,4 +103,4 @@ class Watchdog:
 
     def steady_seconds(self) -> float:
         """Median of the steady steps so far."""
-        return float(self._telemetry.meter.figures()["steady_step_seconds_median"])
+        return self._telemetry.meter.median_seconds or 0.0

@@ -21,7 +21,7 @@ from trainer.reasons import one_line
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.torch_settings import process_settings
@@ -80,10 +80,9 @@ def train(name: str, config: Config, record: RunRecord, run_dir: Path, backend: 
         note_compiler(record, telemetry.compiler, functions)
 
 
-def note_compiler(record: RunRecord, compiler: CompilerWatch, functions: Sequence[Any]) -> None:
+def note_compiler(record: RunRecord, compiler: CompilerMonitor, functions: Sequence[Any]) -> None:
     """Write what was compiled. Raises NotCompiled when that is nothing of ``functions``."""
-    for name, value in compiler.figures().items():
-        setattr(record, name, value)
+    record.take(compiler.figures())
     record.events = list(compiler.events)
     codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
     # Of a forward that torch wrote, the compiler enters a frame of its own, which says nothing of whose it is.

@@ -19,8 +19,7 @@ from tests.evidence.records import ragged, record, save, static
 from trainer.evidence.comparison import compare
 from trainer.evidence.pictures import PICTURES
 from trainer.evidence.runs import find
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 LOADS = ("src", "href", "srcset", "data", "action", "poster", "background")

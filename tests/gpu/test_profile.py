@@ -13,7 +13,7 @@ from trainer.doctor.compiling import compiling
 from trainer.doctor.devices import ask_torch, devices
 from trainer.doctor.finding import ERROR, OK
 from trainer.rows import summary
-from trainer.telemetry.profile_page import profile_page
+from trainer.telemetry.facts import profile_page
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu

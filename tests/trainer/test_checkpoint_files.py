@@ -21,10 +21,9 @@ import torch
 from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 from trainer import checkpoints as checkpoints_module
-from trainer.atomic import written_whole
 from trainer.checkpoints import AtomicCheckpointIO, Checkpoints, find_checkpoint, random_states, restore_own, step_of
 from trainer.interrupt import StopRequest
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import RunRecord, written_whole
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from trainer.callback import Compile
 from trainer.compose import compose
 from trainer.rows import summary
 from trainer.telemetry import profile
-from trainer.telemetry.profile_page import profile_line, profile_page, with_idle_share
+from trainer.telemetry.facts import profile_line, profile_page, with_idle_share
 from trainer.telemetry.record import RunRecord
 
 

@@ -12,10 +12,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tests.strategies import backends
 from tests.trainer.runs import MODULE_STRATEGIES, STEPS, events_of, train
 from tests.trainer.test_resume_exactness import send_in_step
-from trainer.telemetry.events import Event
-from trainer.telemetry.keys import FINAL, SCALARS, TEXTS
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.tensorboard import TensorBoardPages, events_table, strategies_table
+from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.tensorboard import FINAL, SCALARS, TEXTS, TensorBoardPages, events_table, strategies_table
 
 OF_THE_TASK = ("val/", "captions/")
 LIGHTNINGS = {"epoch"}

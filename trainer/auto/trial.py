@@ -24,7 +24,7 @@ from trainer.host_effects import observed
 from trainer.passes import Passes, SkippedStep
 from trainer.reasons import one_line
 from trainer.snapshot import Snapshot
-from trainer.telemetry import memory
+from trainer.telemetry import hardware as memory
 from trainer.telemetry.telemetry import Telemetry
 from trainer.timed import seconds_of
 
@@ -181,7 +181,7 @@ class Trials:
             return
         module.spent = True
         compiling = float(self._trainer.strategy.broadcast(max(0.0, spent - 2 * module.step_seconds)))
-        estimates.warm = self._telemetry.compiler.figures()["cache"] == "warm"
+        estimates.warm = self._telemetry.compiler.figures().cache == "warm"
         if estimates.warm:
             module.warm_seconds = compiling
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.doctor.finding import Finding, ok, warning
-from trainer.telemetry.machine import MUCH_USE, MachineFacts, MachineWatch
+from trainer.telemetry.machine import MUCH_USE, MachineFacts, MachineMonitor
 
 SECONDS = 0.6
 WAIT = "wait until it is quiet, or measure elsewhere: runs record it, and comparisons of such runs have no verdict"
@@ -15,7 +15,7 @@ WAIT = "wait until it is quiet, or measure elsewhere: runs record it, and compar
 
 def busy(seconds: float = SECONDS) -> Iterator[Finding]:
     """A line for the processors, and one for each NVIDIA board."""
-    watch = MachineWatch()
+    watch = MachineMonitor()
     watch.begin()
     time.sleep(seconds)
     facts = watch.facts(shortest=0.0)
@@ -50,7 +50,7 @@ def boards() -> Iterator[Finding]:
 
 def board(number: int, handle: Any, used: float) -> Finding:
     """One board, which computes ``used`` of the time."""
-    watch = MachineWatch(handle)
+    watch = MachineMonitor(handle)
     watch.begin()
     watch.look()
     facts = watch.facts(shortest=0.0)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.atomic import written_whole
 from trainer.evidence.statistics import Estimate, Ratio
 from trainer.evidence.workloads import LOOSE, SILENT
 from trainer.printable import printable
+from trainer.telemetry.record import written_whole
 
 SCHEMA = 1
 DIGITS = 4

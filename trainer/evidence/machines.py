@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Mapping
 
 from trainer.sweep.processes import visible_gpus
-from trainer.telemetry.processor import processor_name
+from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import RunRecord
 
 SOFTWARE = ("torch", "triton", "cuda")

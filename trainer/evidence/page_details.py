@@ -9,8 +9,7 @@ from trainer.evidence import pictures_style as style
 from trainer.evidence.columns import compile_columns, decision_columns, footnotes, speed_columns, warm_columns
 from trainer.evidence.comparison import WorkloadComparison
 from trainer.evidence.tables import TEXT_COLUMNS
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 MOST_EVENTS = 40
 """Different events of a workload that are listed."""

@@ -49,7 +49,7 @@ def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
             if estimate is None or (start == "warm" and estimate == row.cold_warmup_seconds):
                 continue  # what compiles nothing starts the same either way
             records = [run.record for run in runs]
-            rehearsal, compiling = _median(records, "rehearsal_seconds"), _median(records, "compile_seconds")
+            rehearsal, compiling = _median(records, "preflight_seconds"), _median(records, "compile_seconds")
             split, compiled = split or rehearsal is not None, compiled or compiling is not None
             # The record's compile seconds include validation's, which come after the warm-up.
             inner = None if compiling is None else min(compiling, estimate.median)

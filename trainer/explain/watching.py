@@ -17,7 +17,7 @@ from trainer.explain.compiler import CompilerLook
 from trainer.explain.explanation import Coverage
 from trainer.explain.profiling import StepProfile
 from trainer.passes import Passes
-from trainer.telemetry.telling import Teller
+from trainer.telemetry.compiler import EventReporter
 
 SETTLING_BATCHES = 2
 """Of the timed batches, those before the profiler starts."""
@@ -87,7 +87,7 @@ class Watching(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What a run tells line by line is told here at the end."""
-        self._compile.telemetry.teller = Teller(aloud=False)
+        self._compile.telemetry.reporter = EventReporter(enabled=False)
         self._before_steps()
 
     # ---- the loop --------------------------------------------------------------------------------------------------

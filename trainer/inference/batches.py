@@ -14,7 +14,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.run_modes import Inference
-from trainer.telemetry.data_wait import DataWait
+from trainer.telemetry.meter import DataWait
 from trainer.telemetry.telemetry import BatchCounter
 
 LOADERS = ("predict_dataloader", "val_dataloader", "train_dataloader")

@@ -32,10 +32,10 @@ from trainer.passes import Passes
 from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.run_modes import Inference
-from trainer.telemetry import memory
-from trainer.telemetry.events import Event
+from trainer.telemetry import hardware as memory
 from trainer.telemetry.facts import number
-from trainer.telemetry.profile_steps import profile_calls
+from trainer.telemetry.profile import profile_calls
+from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.watchdog import take_sample
 
@@ -226,7 +226,7 @@ class InferenceLoop:
     def _go_eager(self, line: str) -> None:
         give_up(self._program, list(self._program.regions), line)
         self._program.notes.append(line)
-        self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, phase="rehearsing"))
+        self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, phase="preflight"))
 
     @contextlib.contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

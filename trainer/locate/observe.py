@@ -26,9 +26,9 @@ from trainer.passes import Passes
 from trainer.reasons import one_line
 from trainer.rehearsal import REPLAYED_FROM
 from trainer.snapshot import Snapshot
-from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.events import Event
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.facts import number as figure
+from trainer.telemetry.record import Event
 from trainer.timed import seconds_of
 from trainer.watchdog import MARGIN
 
@@ -97,7 +97,7 @@ class Observer:
         return Outcome(shows=False)
 
     def _breaks(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
-        watch = CompilerWatch()
+        watch = CompilerMonitor()
         watch.start()
         try:
             for number, batch in zip(trial.batches, batches, strict=True):
@@ -112,7 +112,7 @@ class Observer:
 
     def _recompiles(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:
         """Whether batches that were there before still compile something, or torch has given up on what did."""
-        watch = CompilerWatch()
+        watch = CompilerMonitor()
         watch.start()
         try:
             for again in range(SETTLING_STEPS + AGAIN_STEPS):

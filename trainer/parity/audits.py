@@ -29,8 +29,8 @@ from trainer.parity.update_sample import UpdateSample
 from trainer.passes import Passes, why_not
 from trainer.reasons import one_line
 from trainer.snapshot import Snapshot, drew_random_numbers
-from trainer.telemetry import memory
-from trainer.telemetry.events import AuditDifference, AuditFacts
+from trainer.telemetry import hardware as memory
+from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from strategies import Program
 from trainer.parity.comparison import Comparison, Differences, Judge, ParityError, rounding_unit
 from trainer.snapshot import Snapshot
-from trainer.telemetry import memory
+from trainer.telemetry import hardware as memory
 
 SAMPLES = 3
 """Further runs by which the tolerance is calibrated once a replay is not equal at first sight."""

@@ -23,7 +23,7 @@ from strategies.optimizer_plan import numbers_of
 from strategies.optimizer_step import ATTRIBUTE, UNSCALES, installed
 from strategies.optimizer_update import FunctionalUpdate
 from trainer.parity.comparison import TENSOR_FLOOR, UNITS, perturb
-from trainer.telemetry.events import AuditDifference
+from trainer.telemetry.record import AuditDifference
 
 MOST_ELEMENTS = 1 << 20
 """Of one parameter of the sample."""

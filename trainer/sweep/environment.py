@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellEnvironment:
-    """What a cell's process is told."""
+    """What a sweep tells the process of a cell."""
 
     parent: int
     """Process that started it."""
@@ -44,7 +44,7 @@ class CellEnvironment:
 
 
 def current() -> CellEnvironment | None:
-    """What the sweep told this process; None when it is no cell, or not the cell's first process."""
+    """What the sweep passed to this process; None when it is not a cell, or not the cell's first process."""
     text = os.environ.get(CELL_VARIABLE)
     return None if text is None else CellEnvironment(**json.loads(text))
 

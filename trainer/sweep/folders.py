@@ -19,7 +19,7 @@ from trainer.settings import Config
 from trainer.sweep import environment as cell_environment
 from trainer.sweep.environment import git_commit
 from trainer.sweep.processes import CHECKPOINT
-from trainer.telemetry.processor import processor_name
+from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -87,7 +87,7 @@ def taken(folder: Path, resume: str | None) -> str | None:
         what = "the checkpoint of another run"
     else:
         return None
-    return f"hydra.run.dir={folder}: holds {what}; choose another folder, or go on with that run by resume={folder}"
+    return f"hydra.run.dir={folder}: holds {what}; choose another folder, or continue that run by resume={folder}"
 
 
 def claim(record: RunRecord, folder: Path, resume: str | None) -> bytes | None:

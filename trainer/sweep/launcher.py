@@ -123,7 +123,7 @@ class IsolatedLauncher(Launcher):
             view = SweepView(cells, parallel=self._at_once, live=self._live)
             sweep = Sweep(cells, ledger, self.options, view)
             for entry in ledger.unplanned(cells):
-                view.say(f"left alone, not part of this command: {entry.directory} ({entry.state})")
+                view.print(f"left alone, not part of this command: {entry.directory} ({entry.state})")
             try:
                 self._run(sweep, signals)
             finally:
@@ -156,7 +156,6 @@ class IsolatedLauncher(Launcher):
         run_queues(groups, sweep, signals, places=self._places, to_file=self.options.output == "file")
 
     def _print(self, text: str) -> None:
-        """In as many columns as there are."""
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _job_return(self, job: int, cells: Sequence[PlannedCell], sweep: Sweep) -> JobReturn:
@@ -248,7 +247,6 @@ class Composer:
         return cells
 
     def config_of(self, cell: PlannedCell) -> DictConfig:
-        """The composed configuration of a cell."""
         config = self._composed[cell.overrides]
         with open_dict(config):
             config.hydra.job.id = str(cell.number)
@@ -285,8 +283,8 @@ class Composer:
             )
 
     def _place_caches(self, cells: Sequence[PlannedCell], *, own: bool) -> None:
-        """A directory of compile caches for each cell, the same for a cold one and its warm twin, named after the cold
-        one."""
+        """A directory of compile caches for each cell, the same for the cold and the warm one of a pair, named after
+        the cold one."""
         named: dict[tuple[object, ...], Path] = {}
         for cell in cells:
             if own or cell.start is not None:

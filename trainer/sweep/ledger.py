@@ -1,22 +1,23 @@
-"""Ledger: ``sweep.json``, what a sweep planned and how far it got, so that a sweep that was killed goes on."""
+"""Ledger: ``sweep.json``, what a sweep planned and how far it got, so that a sweep that was killed continues.
+
+``python -m trainer -m sweep=DIR`` stands for the command that the sweep was started with.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from trainer.atomic import finite, written_whole
 from trainer.sweep.environment import ROOT
 from trainer.sweep.plan import Key, PlannedCell, quoted
-from trainer.telemetry import typed
+from trainer.telemetry.record import build, read_json, write_json
 
 FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"
@@ -56,7 +57,6 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """See ``PlannedCell.key``."""
         return (tuple(self.overrides), self.round, self.copy)
 
 
@@ -90,11 +90,11 @@ class Ledger:
         file = directory / FILE_NAME
         if not file.is_file():
             return None
-        values = typed.read(file, "a sweep of ours")
+        values = read_json(file, "a sweep of ours")
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
-            contents = typed.build(Contents, values)
+            contents = build(Contents, values)
             for entry in contents.cells:  # what lies in a cell's folder is moved and removed
                 if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
                     raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
@@ -117,8 +117,7 @@ class Ledger:
             state=self.state,
             cells=list(self.entries.values()),
         )
-        with written_whole(self.directory / FILE_NAME, "w") as file:
-            json.dump(finite(asdict(contents)), file, indent=1, allow_nan=False)
+        write_json(self.directory / FILE_NAME, asdict(contents))
 
     @property
     def of_peers(self) -> bool:
@@ -126,7 +125,7 @@ class Ledger:
         return any(word.startswith("--out") for word in self.arguments)
 
     def go_on_with(self) -> str:
-        """The line that goes on with these runs, for the shell."""
+        """The shell's line that continues these runs."""
         if self.of_peers:
             return shlex.join(["python", "-m", "scripts.benchmark_peers", *self.arguments])
         again = filter(names_code, whole(self.arguments))
@@ -190,17 +189,13 @@ def alone(directory: Path) -> Iterator[None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_NAME).open("w") as lock:
-        _lock(lock, directory)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"hydra.sweep.dir={directory}: another process is running this sweep") from error
+        except OSError:
+            pass  # a file system without locks
         yield
-
-
-def _lock(file: IO[str], directory: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"hydra.sweep.dir={directory}: another process is running this sweep") from error
-    except OSError:
-        return  # a file system without locks
 
 
 OPTION = "sweep="
@@ -228,7 +223,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
             raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
         return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]
     if ledger.of_peers:
-        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; go on with: {ledger.go_on_with()}")
+        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; continue with: {ledger.go_on_with()}")
     directory = directory.resolve()
     working_directory = Path(ledger.working_directory)
     if not working_directory.is_dir():

@@ -63,7 +63,6 @@ class PlannedCell:
 
     @property
     def title(self) -> str:
-        """Its name for people."""
         return " ".join(self.chosen) or "one cell"
 
     @property
@@ -216,7 +215,6 @@ class SweepOptions:
 
     @property
     def interleaved(self) -> bool:
-        """Whether arms are interleaved."""
         return self.rounds > 1 if self.interleave is None else self.interleave
 
     def _below_one(self, *names: str) -> list[str]:
@@ -240,7 +238,6 @@ class LocalOptions(SweepOptions):
     """Where a cell's output goes: ``file`` (``output.txt`` in its directory) or ``terminal``."""
 
     def complaints(self) -> list[str]:
-        """What is wrong with the options, from the option's name on."""
         # slots=True makes a new class, which a bare super() does not know.
         found = super(LocalOptions, self).complaints()
         if self.parallel < 1 and self.parallel != -1:
@@ -289,10 +286,9 @@ class SubmititOptions(SweepOptions):
     slurm_signal_delay_s: int = 120
     """Seconds between the warning that a job's time is up or that it is preempted, and its end."""
     max_num_timeout: int = 3
-    """Times that a job whose time is up is put into the queue again, to go on from its checkpoint."""
+    """Times that a job whose time is up is put into the queue again, to continue from its checkpoint."""
 
     def complaints(self) -> list[str]:
-        """What is wrong with the options, from the option's name on."""
         found = super(SubmititOptions, self).complaints()
         found += self._not_one_of("executor", ("slurm", "local")) + self._below_one("timeout_min", "jobs_at_once")
         if self.tasks_per_node != 1 or self.nodes != 1:

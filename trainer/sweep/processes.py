@@ -1,4 +1,4 @@
-"""Cell process: starts one cell of a sweep, watches its time, and sees to it that it leaves a record.
+"""Processes of a sweep: start its cells, watch their time, and see to it that each leaves a record.
 
 Everything here can be pickled or runs in the process that starts the cell: this one, or a job's on a cluster.
 """
@@ -124,7 +124,6 @@ class CellProcess:
         return CellEnd(exit_code=exit_code, record=self._settled(exit_code), seconds=seconds)
 
     def last_line(self) -> str:
-        """What it printed last."""
         lines = last_lines(self.cell.directory / OUTPUT_NAME)
         return lines[-1] if lines else ""
 
@@ -161,15 +160,15 @@ class CellProcess:
         return record
 
     def _cause(self, exit_code: int) -> str:
-        said = [line for line in last_lines(self.cell.directory / OUTPUT_NAME) if line.strip()]
+        printed = last_lines(self.cell.directory / OUTPUT_NAME)
         if exit_code == -signal.SIGKILL:
             return "killed (SIGKILL), as a system does that runs out of memory"
         if exit_code < 0:
             return f"killed ({signal.Signals(-exit_code).name})"
         if exit_code == REFUSED:
-            errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+            errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
             return f"refused: {errors[0] if errors else 'see its output'}"
-        return f"crashed (exit code {exit_code})" + (f": {said[-1]}" if said else "")
+        return f"crashed (exit code {exit_code})" + (f": {printed[-1]}" if printed else "")
 
 
 def goes_on(cell: PlannedCell) -> bool:
@@ -224,7 +223,6 @@ class Signals:
     pass_on: Callable[[int], None] = lambda number: None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal and pass it on."""
         self.received = number
         self.pass_on(number)
 
@@ -244,28 +242,28 @@ class _Worker:
     """One of the places where cells run at once."""
 
     variables: dict[str, str]
-    lane: list[PlannedCell] = field(default_factory=list)
+    queue: list[PlannedCell] = field(default_factory=list)
     process: CellProcess | None = None
 
 
 def run_queues(
-    lanes: Sequence[Sequence[PlannedCell]],
+    queues: Sequence[Sequence[PlannedCell]],
     sweep: Sweep,
     signals: Signals,
     *,
     places: Sequence[dict[str, str]],
     to_file: bool,
 ) -> None:
-    """Run every cell; each lane stays in one place, from its first cell to its last.
+    """Run every cell; each queue stays in one place, from its first cell to its last.
 
     Args:
-        lanes: Cells that must run one after the other, see ``plan.lanes``.
-        sweep: Says what is left to do, and is told what became of it.
+        queues: Cells that must run one after the other, see ``plan.queues``.
+        sweep: Decides what is left to do, and keeps how it ended.
         signals: A signal ends the running cells, and the sweep with them.
         places: Environment variables for each of the cells that run at once.
         to_file: Whether output goes to a file in the cell's directory instead of to the terminal.
     """
-    waiting = [list(lane) for lane in lanes]
+    waiting = [list(queue) for queue in queues]
     workers = [_Worker(variables=variables) for variables in places]
 
     def pass_on(number: int) -> None:
@@ -299,10 +297,10 @@ def _advance(
             return
         sweep.ended(worker.process.cell, end)
         worker.process = None
-    while signals.received is None and (worker.lane or waiting):
-        if not worker.lane:
-            worker.lane = waiting.pop(0)
-        cell = worker.lane.pop(0)
+    while signals.received is None and (worker.queue or waiting):
+        if not worker.queue:
+            worker.queue = waiting.pop(0)
+        cell = worker.queue.pop(0)
         if not sweep.wants(cell):
             continue
         process = sweep.process_of(cell, variables=worker.variables, to_file=to_file)
@@ -320,11 +318,11 @@ def host() -> str:
     return socket.gethostname()
 
 
-def wait_for(entry: Entry, say: Callable[[str], None]) -> None:
-    """Wait until no process of this machine runs the cell any more; ``say`` that it waits, and for which."""
+def wait_for(entry: Entry, report: Callable[[str], None]) -> None:
+    """Wait until no process of this machine runs the cell any more; ``report`` that it waits, and for which."""
     if entry.pid is None or entry.host != host() or not _is_cell(entry.pid):
         return
-    say(f"waiting for process {entry.pid}, which still runs cell {entry.number} of this sweep")
+    report(f"waiting for process {entry.pid}, which still runs cell {entry.number} of this sweep")
     while _is_cell(entry.pid):
         time.sleep(0.2)
 

@@ -1,4 +1,4 @@
-"""Submitted: a sweep's lanes as jobs of a cluster, by submitit; each cell is a process of its own there too."""
+"""SLURM: the queues of a sweep as jobs of a cluster, by submitit; each cell is a process of its own there too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL_SECONDS = 0.2
 @dataclass(slots=True)
 class Queue:
     """What one job does: its cells, one after the other. Called on the cluster, perhaps more than once: a job that is
-    put into the queue again (preempted, or its time up) goes on with the cell that it was at, from its checkpoint."""
+    put into the queue again (preempted, or its time up) continues with the cell that it was at, from its checkpoint."""
 
     processes: list[CellProcess]
     ends: list[CellEnd] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Queue:
                 time.sleep(POLL_SECONDS)
                 end = process.poll()
             self.ends.append(end)
-            if end.record.status == "interrupted" or self._was_cold_twin():
+            if end.record.status == "interrupted" or self._failed_cold():
                 break
         return self.ends
 
@@ -52,7 +52,7 @@ class Queue:
         fresh = [dataclasses.replace(process) for process in self.processes]
         return submitit.helpers.DelayedSubmission(Queue(fresh, list(self.ends)))
 
-    def _was_cold_twin(self) -> bool:
+    def _failed_cold(self) -> bool:
         """Whether the last cell failed and the next one needs its caches."""
         if self.ends[-1].exit_code == 0 or len(self.ends) == len(self.processes):
             return False
@@ -71,16 +71,16 @@ class _Submitted:
 
 
 def run_jobs(
-    lanes: Sequence[Sequence[PlannedCell]],
+    queues: Sequence[Sequence[PlannedCell]],
     sweep: Sweep,
     signals: Signals,
     *,
     options: SubmititOptions,
     folder: Path,
 ) -> None:
-    """Submit every lane and wait for all of them; a signal cancels what has not ended."""
+    """Submit every queue and wait for all of them; a signal cancels what has not ended."""
     executor = _executor(options, folder)
-    wanted = [[cell for cell in lane if not sweep.is_done(cell)] for lane in lanes]
+    wanted = [[cell for cell in queue if not sweep.is_done(cell)] for queue in queues]
     waiting = [cells for cells in wanted if cells]
     running: list[_Submitted] = []
 

@@ -47,27 +47,25 @@ class Sweep:
         return self._ends.get(cell.number)
 
     def is_done(self, cell: PlannedCell) -> bool:
-        """Whether a cell had finished before."""
         return cell.number in self._done
 
     def wants(self, cell: PlannedCell) -> bool:
-        """Whether a cell is to be run now; a warm one whose cold twin failed is not, and fails."""
+        """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
         if self.is_done(cell):
             return False
         if cell.start != "warm":
             return True
-        twin = self._ends.get(self._twin(cell).number)
-        if twin is not None and twin.exit_code == 0:
+        cold = self._ends.get(self._cold(cell).number)
+        if cold is not None and cold.exit_code == 0:
             return True
         record = cell.described
         record.status, record.command = "failed", list(cell.overrides)
-        record.reason = f"not run: its cold twin {twin.outcome if twin is not None else 'did not run'}"
+        record.reason = f"not run: its cold cell {cold.outcome if cold is not None else 'did not run'}"
         record.save(cell.directory)
         self.ended(cell, CellEnd(exit_code=1, record=record, seconds=0.0))
         return False
 
     def process_of(self, cell: PlannedCell, *, variables: dict[str, str], to_file: bool) -> CellProcess:
-        """The process that will run a cell."""
         return CellProcess(
             cell=cell,
             timeout_seconds=self._options.timeout_seconds,
@@ -77,12 +75,10 @@ class Sweep:
         )
 
     def starts(self, cell: PlannedCell) -> None:
-        """Note that a cell is about to run."""
         self.note(cell, state="running", host=host(), code=self._code, exit_code=None, reason=None)
         self.view.started(cell)
 
     def note(self, cell: PlannedCell, **changes: object) -> None:
-        """Write down what is new about a cell."""
         self._ledger.note(cell, **changes)
 
     def ended(self, cell: PlannedCell, end: CellEnd) -> None:
@@ -105,7 +101,6 @@ class Sweep:
                 shutil.rmtree(cell.caches, ignore_errors=True)
 
     def close(self, *, stopped: bool) -> None:
-        """Write how the sweep ended."""
         failed = any(result.exit_code != 0 for result in self.results)
         self._ledger.state = "stopped" if stopped else "failed" if failed else "finished"
         self._ledger.save()
@@ -115,35 +110,35 @@ class Sweep:
         for cell in self.cells:
             entry = self._ledger.entries[cell.key]
             if entry.state == "running":
-                wait_for(entry, self.view.say)
+                wait_for(entry, self.view.print)
             record = _finished(cell)
             changed = difference(entry.code, self._code)
             if changed and record is None and goes_on(cell):
-                self.view.say(f"goes on from a checkpoint of other code: {cell.title} ({changed})")
+                self.view.print(f"continues from a checkpoint of other code: {cell.title} ({changed})")
             if record is None or entry.state == "planned":
                 continue
             if changed:
-                self.view.say(f"runs again, because the code has changed since: {cell.title} ({changed})")
+                self.view.print(f"runs again, because the code has changed since: {cell.title} ({changed})")
                 continue
             self._done.add(cell.number)
             self._ends[cell.number] = _result(cell, 0, record)
-        self._repeat_cold_twins()
+        self._repeat_cold()
         for cell in self.cells:
             if cell.number in self._done:
                 self.note(cell, state="finished", exit_code=0, reason=None, pid=None, job_id=None)
         self.view.skipped(self._ends)
 
-    def _repeat_cold_twins(self) -> None:
-        """A warm cell that has to run needs the caches of its cold twin; where they are gone the twin runs again."""
+    def _repeat_cold(self) -> None:
+        """A warm cell that has to run needs the caches of the cold one; where they are gone that one runs again."""
         for cell in self.cells:
             if cell.start == "warm" and cell.number not in self._done and not (cell.caches and cell.caches.is_dir()):
-                twin = self._twin(cell)
-                if twin.number in self._done:
-                    self._done.discard(twin.number)
-                    del self._ends[twin.number]
-                    self.view.say(f"runs again, because {cell.title} needs its compile caches: {twin.title}")
+                cold = self._cold(cell)
+                if cold.number in self._done:
+                    self._done.discard(cold.number)
+                    del self._ends[cold.number]
+                    self.view.print(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
 
-    def _twin(self, cell: PlannedCell) -> PlannedCell:
+    def _cold(self, cell: PlannedCell) -> PlannedCell:
         return next(each for each in self.cells if each.pair == cell.pair and each.start == "cold")
 
 
@@ -172,8 +167,6 @@ class SweepView:
         cells: All that are planned.
         parallel: How many of them run at once.
         live: Whether lower lines are drawn; None = on a terminal.
-        before, total: Cells that were launched before these, and that will have been in the end, where a sweeper
-            launches a few at a time.
     """
 
     def __init__(
@@ -182,12 +175,9 @@ class SweepView:
         *,
         parallel: int,
         live: bool | None = None,
-        before: int = 0,
-        total: int | None = None,
     ) -> None:
         self._console = Console(highlight=False)
         self._cells, self._parallel = {cell.number: cell for cell in cells}, parallel
-        self._before, self._total = before, total or len(self._cells)
         self._began = time.monotonic()
         self._started: dict[int, float] = {}
         self._over: dict[int, Cell] = {}
@@ -197,28 +187,25 @@ class SweepView:
         self._live: Live | None = None
 
     def close(self) -> None:
-        """Take the live lines away."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def say(self, line: str) -> None:
-        """Print a line above the live ones."""
+    def print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 
     def skipped(self, results: Mapping[int, Cell]) -> None:
         """Cells that had finished before, by number."""
         self._over.update(results)
         if results:
-            self.say(f"finished before, not run again: {len(results)} of {len(self._cells)} cells")
+            self.print(f"finished before, not run again: {len(results)} of {len(self._cells)} cells")
             for result in results.values():
-                self.say(f"  {' '.join(result.overrides) or 'one cell'}")
+                self.print(f"  {' '.join(result.overrides) or 'one cell'}")
 
     def started(self, cell: PlannedCell) -> None:
-        """A cell starts."""
         self._started[cell.number] = time.monotonic()
         if not self._wide:
-            self.say(f"{self._place(cell)} {cell.title} -> {cell.directory}")
+            self.print(f"{self._place(cell)} {cell.title} -> {cell.directory}")
 
     def ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
         """A cell has ended: its figures, or why it has none."""
@@ -232,7 +219,7 @@ class SweepView:
         line = f"{self._place(cell)} {cell.title}: {' · '.join(parts)}"
         if not self._wide and len(self._over) < len(self._cells):
             line += f" ({self._left()})"
-        self.say(line)
+        self.print(line)
 
     def show(self, running: Mapping[int, Callable[[], str]], stopping: int | None) -> None:
         """Bring what is live up to date; ``running`` gives the last line of output for each number of a cell."""
@@ -245,7 +232,7 @@ class SweepView:
             elapsed = now - self._started.get(number, now)
             lines.append(f"  {self._cells[number].title} · {_span(elapsed)} · {last_line()}")
         if not self._wide:
-            self.say("\n".join(lines))
+            self.print("\n".join(lines))
             return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -285,20 +272,20 @@ class SweepView:
         if record is None or not speed:
             return []
         parts = [f"{speed:.2f} {'batches' if record.run == 'inference' else 'steps'}/s"]
-        eager = next((found for found in map(_speed, self._eager_twins(cell)) if found), None)
+        eager = next((found for found in map(_speed, self._eager_pairs(cell)) if found), None)
         return [*parts, f"{NOT_SURE}{speed / eager:.2f}x eager"] if eager and record.label != "eager" else parts
 
-    def _eager_twins(self, cell: PlannedCell) -> list[RunRecord]:
-        twins = []
+    def _eager_pairs(self, cell: PlannedCell) -> list[RunRecord]:
+        found = []
         for number, result in self._over.items():
             other, record = self._cells[number], result.record
             same = (other.shared, other.round) == (cell.shared, cell.round)
             if same and record is not None and record.label == "eager" and record.run == cell.described.run:
-                twins.append(record)
-        return twins
+                found.append(record)
+        return found
 
     def _place(self, cell: PlannedCell) -> str:
-        return f"[{self._before + list(self._cells).index(cell.number) + 1}/{self._total}]"
+        return f"[{list(self._cells).index(cell.number) + 1}/{len(self._cells)}]"
 
 
 def _kind(cell: PlannedCell) -> tuple[object, ...]:

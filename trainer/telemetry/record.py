@@ -5,21 +5,105 @@ Absent figures are ``None``, never 0 and never a guess. This module imports neit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
+import math
+import os
+import sys
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from trainer.atomic import finite, written_whole
-from trainer.telemetry import typed
-from trainer.telemetry.events import AuditFacts, Event, SlowStep
+from trainer.printable import printable
 from trainer.telemetry.machine import MachineFacts
 
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
+RENAMED = {"rehearsal_seconds": "preflight_seconds"}
+"""Fields by the name that they have in older records."""
+RENAMED_PHASES = {"rehearsal": "preflight", "rehearsing": "preflight"}
+"""The same of phases."""
 EXIT_CODES = {"finished": 0, "failed": 1}
+MAX_DEPTH = 50
+"""Levels of lists and mappings within each other in a file; ours have about six."""
+Made = TypeVar("Made")
+
+
+@dataclass(kw_only=True, slots=True)
+class Event:
+    """A graph break, a recompile, a fallback or a skip that the compiler reported."""
+
+    kind: str
+    """``graph_break``, ``recompile``, ``fallback`` or ``cudagraph_skip``."""
+    reason: str
+    """The compiler's own words."""
+    location: str | None = None
+    """``file:line function`` of the user's code."""
+    step: int | None = None
+    """Optimizer step during which, or after which, it happened; None before the first step."""
+    phase: str = "training"
+    """``preflight``, ``training`` or ``validating``: validation has graphs of its own, which torch counts as
+    recompiles."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SlowStep:
+    """An optimizer step that took ten times the median or more."""
+
+    step: int
+    seconds: float
+    median_seconds: float
+    """Median of the steady steps around it."""
+    cause: str
+    """A name of ``trainer.telemetry.facts.CAUSES``: ``recompile``, ``data_wait``, ..., or ``unknown``."""
+    detail: str | None = None
+    """What is known of it: line of code, shape, seconds."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AuditDifference:
+    """How far a step was from eager's in one respect, relative to eager's."""
+
+    what: str
+    """``loss``, or the name of a parameter, of its state or of a buffer."""
+    difference: float
+    tolerance: float
+    step: int | None = None
+    """Optimizer step that was audited."""
+
+    @property
+    def share(self) -> float:
+        """The difference over its tolerance; beyond 1 the step is not eager's, and no number is beyond."""
+        if not self.difference:
+            return 0.0
+        return self.difference / self.tolerance if self.difference == self.difference and self.tolerance else math.inf
+
+
+@dataclass(kw_only=True, slots=True)
+class AuditFacts:
+    """What the audits of a training found."""
+
+    verdict: str
+    """``clean``, ``failed``, ``went eager`` (a step differed and the rest of the run was eager) or ``not audited``."""
+    reason: str | None = None
+    """Why nothing was audited, or what differed."""
+    steps: list[int] = field(default_factory=list)
+    """Optimizer steps that were audited."""
+    last_clean_step: int | None = None
+    """The last of them that agreed with eager in all that was compared."""
+    seconds: float = 0.0
+    """Spent on them; part of no step."""
+    worst: dict[str, AuditDifference] = field(default_factory=dict)
+    """By kind (``loss``, ``update``, ``buffers``): the difference that came nearest to its tolerance, or beyond it."""
+    not_compared: dict[str, str] = field(default_factory=dict)
+    """By kind: why it was left out of the last audit."""
+    unrepeated_steps: list[int] = field(default_factory=list)
+    """Audited steps with a difference that was gone when the step was repeated."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +118,7 @@ class RunRecord:
     chosen_strategies: list[dict[str, Any]] = field(default_factory=list)
     """What ``auto`` chose, in the same form; empty for eager, and without ``auto``."""
     run: str = "train"
-    """``train`` or ``inference``; where nothing is trained, what is said of optimizer steps is said of batches."""
+    """``train`` or ``inference``; in inference a step is a batch."""
     label: str = "eager"
     """The strategies' names joined by ``+``."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +127,7 @@ class RunRecord:
     """Command-line overrides of this run."""
     seed: int = 0
     resumed_from: str | None = None
-    """Checkpoint that the run went on from."""
+    """Checkpoint that the run continued from."""
     status: str = "running"
     """``running`` (or killed while it was), ``finished``, ``interrupted`` or ``failed``."""
     reason: str | None = None
@@ -67,10 +151,10 @@ class RunRecord:
     git_commit: str | None = None
     """Commit of the code that ran, with ``+dirty`` when files differed; None outside a checkout."""
     start: str | None = None
-    """Compile caches that the process began with: ``cold`` (empty ones), ``warm`` (those of its cold twin); None when
-    nobody saw to it, see ``repeat``."""
+    """Compile caches that the process began with: ``cold`` (empty ones) or ``warm`` (those of the cold run before it);
+    None where they were left as they were, see ``repeat``."""
     round: int | None = None
-    """Turn of the run's cell in a sweep that runs its cells several times, from 1; None in other runs."""
+    """Of a sweep that runs its cells several times, from 1; None in other runs."""
 
     # Start-up and compilation
     import_seconds: float | None = None
@@ -79,13 +163,13 @@ class RunRecord:
     """Building data, module and trainer, up to the first training batch."""
     preparation_seconds: float | None = None
     """Of the setup, what importing Inductor and starting its workers in the background cost: waited for, or taken from
-    the main thread; at most, see ``strategies.prepare``. None without; under ``auto`` it is part of the rehearsal."""
+    the main thread; at most, see ``strategies.prepare``. None without; under ``auto`` it is part of the preflight."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
-    rehearsal_seconds: float | None = None
+    preflight_seconds: float | None = None
     """Passes before the first step that leave no trace: shapes warmed, losses compared with eager's; None without."""
     warmup_seconds: float | None = None
-    """The rehearsal and all optimizer steps that are not steady: the first ones, those during which something
+    """The preflight and all optimizer steps that are not steady: the first ones, those during which something
     compiled, and those of a batch of a new shape, unless most batches have a new one."""
     warmup_steps: int | None = None
     """Number of those steps."""
@@ -119,7 +203,7 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     """Each break, recompile, fallback and skip with reason and source line."""
     notes: list[str] = field(default_factory=list)
-    """What the strategies or the run had to say to the user."""
+    """What the strategies or the run report to the user."""
 
     # The ruler: steady state
     steps: int | None = None
@@ -176,7 +260,7 @@ class RunRecord:
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
     joules_by_phase: dict[str, float] = field(default_factory=dict)
-    """Board energy (NVML) of ``rehearsal``, ``warmup``, ``steady`` (from the first steady step on), ``validation``,
+    """Board energy (NVML) of ``preflight``, ``warmup``, ``steady`` (from the first steady step on), ``validation``,
     ``checkpoint``, ``profile`` and ``other`` pauses; phases under two seconds in all are left out."""
 
     # Inference, timed runs of batches
@@ -216,29 +300,141 @@ class RunRecord:
             return 128 + (self.signal or 2)
         return EXIT_CODES.get(self.status, 1)
 
+    def take(self, *facts: Any) -> None:
+        """Copy every field of dataclasses whose fields are fields of the record as well."""
+        for each in facts:
+            for one in dataclasses.fields(each):
+                setattr(self, one.name, getattr(each, one.name))
+
     def save(self, directory: Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         # Not above: the command line reads sweep.json first, and then makes sure that this package is ours.
         from strategies.credentials import without_credentials
 
-        target = directory / FILE_NAME
-        with written_whole(target, "w") as file:
-            json.dump(
-                finite(without_credentials(dataclasses.asdict(self))), file, indent=1, default=str, allow_nan=False
-            )
-        return target
+        return write_json(directory / FILE_NAME, without_credentials(dataclasses.asdict(self)), default=str)
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
-        values = typed.read(file, "a run record")
+        values = {RENAMED.get(name, name): value for name, value in read_json(file, "a run record").items()}
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
-            record = typed.build(cls, values)
+            record = build(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
+        for event in record.events:
+            event.phase = RENAMED_PHASES.get(event.phase, event.phase)
+        record.joules_by_phase = {RENAMED_PHASES.get(name, name): one for name, one in record.joules_by_phase.items()}
         return record
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for every number in it that JSON has no word for: NaN, infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+@contextlib.contextmanager
+def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
+    """A file to write in ``mode`` (``w``: UTF-8 text, ``wb``: bytes) that becomes ``target`` when the block ends.
+
+    A reader sees the old file or the new one, never a half; when the block raises, the old one stays and nothing else
+    is left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(target: Path, values: Any, **options: Any) -> Path:
+    """Write ``values`` whole to ``target``; what JSON has no word for is null."""
+    with written_whole(target, "w") as file:
+        json.dump(finite(values), file, indent=1, allow_nan=False, **options)
+    return target
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be
+    read or is not ``what``."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        _limit(values, MAX_DEPTH)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ValueError(f"{file}: not {what} (more than {MAX_DEPTH} levels of nesting)") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not {what} (byte {error.start} is not UTF-8)") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not {what} ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: not {what} (the whole is {_name(values)}, not an object)")
+    checked: dict[str, Any] = printable(values)
+    return checked
+
+
+def build(kind: type[Made], values: Any, path: str = "") -> Made:
+    """A ``kind``, which is a dataclass, from a JSON object. Raises TypeError that names the first value that does not
+    fit (``events[3].reason``), or what is missing or unknown."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{path} is {_name(values)}, not an object")
+    hints = _hints(kind)  # type: ignore[arg-type]
+    prefix = f"{path}." if path else ""
+    return kind(**{name: _value(hints.get(name, Any), each, f"{prefix}{name}") for name, each in values.items()})
+
+
+def _value(hint: Any, given: Any, path: str) -> Any:
+    if hint is Any:
+        return given
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if given is None or (isinstance(given, float) and not math.isfinite(given)):
+            return None
+        (hint,) = (part for part in parts if part is not type(None))  # our fields have one type, or it and None
+        return _value(hint, given, path)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, given, path)
+    if origin is list and isinstance(given, list):
+        return [_value(parts[0], each, f"{path}[{place}]") for place, each in enumerate(given)]
+    if origin is dict and isinstance(given, dict):
+        return {name: _value(parts[1], each, f"{path}.{name}") for name, each in given.items()}
+    if hint is float and given is None:  # JSON has no NaN
+        return math.nan
+    if isinstance(given, int) and abs(given) > sys.maxsize:
+        raise TypeError(f"{path} is out of range")
+    kinds = (int, float) if hint is float else hint
+    if origin is not None or not isinstance(given, kinds) or (isinstance(given, bool) and hint is not bool):
+        raise TypeError(f"{path} is {_name(given)}, not {hint.__name__}")
+    return given
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _limit(value: Any, levels: int) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if not levels:
+        raise RecursionError
+    for each in value.values() if isinstance(value, dict) else value:
+        _limit(each, levels - 1)
