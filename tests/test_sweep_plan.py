@@ -133,9 +133,7 @@ def test_the_command_of_a_sweep_is_taken_from_its_directory(tmp_path: Path, monk
 def test_runs_beside_peers_are_no_sweep_and_their_own_command_is_said(tmp_path: Path) -> None:
     arguments = ["--out", "peers", "--ours", "[regional,cuda_graph]", "--", "experiment=gpt2"]
     Ledger(directory=tmp_path, arguments=arguments, working_directory=str(tmp_path)).save()
-    said = (
-        "continue with: python -m scripts.benchmark_peers --out peers --ours '[regional,cuda_graph]' -- experiment=gpt2"
-    )
+    command = "python -m scripts.benchmark_peers --out peers --ours '[regional,cuda_graph]' -- experiment=gpt2"
     with pytest.raises(ValueError, match=re.escape(f"continue with: {command}")):
         expanded(["-m", f"sweep={tmp_path}"])
 

@@ -32,7 +32,7 @@ from trainer.rollback import optimizer_to_eager
 from trainer.settings import profile_complaints
 from trainer.step_capture import StepCapture, capture_steps
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.telemetry import BatchCounter, Telemetry, TrainerLoop
+from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 from trainer.watchdog import Sample
 
@@ -160,7 +160,7 @@ class Compile(L.Callback):
         self._pages.begin(self.record)
         if self._auto is None:
             self._guard(trainer, self.program)
-        self.telemetry.start(TrainerLoop(trainer), self._pages)
+        self.telemetry.start(trainer, self._pages)
 
     def _choose(self, auto: Auto, trainer: L.Trainer, program: Program, batch: Any) -> None:
         """Put the strategies that take the least time in the place of ``auto``."""

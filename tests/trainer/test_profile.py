@@ -191,4 +191,4 @@ def test_replayed_kernels_are_said_to_have_no_launches() -> None:
 def test_compiled_code_has_a_name_that_can_be_read() -> None:
     name = "## Call CompiledFxGraph fqbae67dd24d3aheudxebgmnqgsfoc277ific4khaqqt6xq2iirq ##"
     assert profile.readable(name) == "compiled graph fqbae67d"
-    assert len(profile.readable("void " + "x" * 300)) == profile.LONGEST_NAME
+    assert len(profile.readable("void " + "x" * 300)) == profile.MAX_NAME

@@ -15,7 +15,6 @@ from trainer.rehearsal import Guarding
 from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.record import AuditFacts
-from trainer.telemetry.telemetry import TrainerLoop
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 
@@ -52,7 +51,7 @@ class CompileForInference(Compile):
         self._pages.begin(self.record)
         if self.strategies and self._guarding.parity != "off":
             self.record.audits = AuditFacts(verdict="not audited", reason="nothing is trained")
-        self.inference_telemetry.start(TrainerLoop(trainer), self._pages)
+        self.inference_telemetry.start(trainer, self._pages)
         return self.program
 
     def tell(self) -> None:

@@ -1,4 +1,4 @@
-"""Cell environment: what a sweep tells the process of a cell, and the compile caches that a process starts with.
+"""Environment of a cell: what a sweep passes to its process, its compile caches, and the version of the code.
 
 ``repeat=cold`` and ``repeat=warm`` are about directories in environment variables, which must be set before torch is
 imported.
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellEnvironment:
-    """What a sweep tells the process of a cell."""
+    """What a sweep passes to the process of a cell."""
 
     parent: int
     """Process that started it."""
@@ -71,8 +71,8 @@ def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
 
 @contextlib.contextmanager
 def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
-    """Give this process, when it is no cell of a sweep, the caches that ``repeat`` asks for; to be entered before torch
-    is imported. Raises ValueError for ``warm``, which takes another process before it."""
+    """Give this process, when it is not a cell of a sweep, the caches that ``repeat`` asks for; torch must not be
+    imported yet. Raises ValueError for ``warm``, which takes another process before it."""
     cell = current()
     if repeat is None or (cell is not None and cell.start == repeat):
         yield

@@ -124,7 +124,7 @@ def _was_refused(folder: Path) -> bool:
 
 
 def described(config: Config, command: list[str]) -> RunRecord:
-    """A record that says what runs, of which code, from which caches and in which turn of a sweep."""
+    """A record that says what runs, of which code, from which caches and in which round of a sweep."""
     strategies = ordered(config.compile.values())
     cell = cell_environment.current()
     return RunRecord(

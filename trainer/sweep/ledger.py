@@ -240,16 +240,16 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 def _require_word(sweep: str, before: Sequence[str], given: Sequence[str], working_directory: Path) -> None:
     """Raise ValueError for what would run code that ``sweep.json`` alone names: a file can be anyone's.
 
-    Whoever gives such an option again, or works in the sweep's working directory, has said that it is meant.
+    Whoever gives such an option again, or works in the sweep's working directory, means it.
     """
     names = {_name(argument) for argument in given}
-    unsaid = [argument for argument in before if names_code(argument) and _name(argument) not in names]
-    if unsaid:
-        plugins = [Path(argument.partition("=")[2], "plugin.py") for argument in unsaid if argument[0] == "-"]
+    unconfirmed = [argument for argument in before if names_code(argument) and _name(argument) not in names]
+    if unconfirmed:
+        plugins = [Path(argument.partition("=")[2], "plugin.py") for argument in unconfirmed if argument[0] == "-"]
         runs = "".join(f" (runs {plugin})" for plugin in plugins if plugin.is_file())
         raise ValueError(
             f"{sweep}: its {FILE_NAME} names what can run code{runs}; if you trust it, say so by giving it again: "
-            f"{sweep} {shlex.join(unsaid)}"
+            f"{sweep} {shlex.join(unconfirmed)}"
         )
     importable = [*working_directory.glob("*.py"), *working_directory.glob("*/__init__.py")]
     if importable and working_directory.resolve() not in (Path.cwd(), ROOT):

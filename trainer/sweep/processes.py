@@ -314,7 +314,7 @@ def _advance(
 
 
 def host() -> str:
-    """Name of this machine, by which processes of a shared directory are told apart."""
+    """Name of this machine, by which processes of a shared directory are distinguished."""
     return socket.gethostname()
 
 

@@ -106,7 +106,7 @@ def run_jobs(
 
 
 def refuse_unfinished(ledger: Ledger, options: SubmititOptions, folder: Path) -> None:
-    """Raise ValueError when a job of this sweep, submitted by a process that is no more, still waits or runs."""
+    """Raise ValueError when a job of this sweep, submitted by a process that has ended, still waits or runs."""
     import submitit
 
     executor = _executor(options, folder)
@@ -145,7 +145,7 @@ def _collect(submitted: _Submitted, sweep: Sweep, *, stopped: int | None) -> Non
 
 
 def _unfinished(cell: PlannedCell, cause: str, stopped: int | None) -> CellEnd:
-    """How a cell ended whose job did not say."""
+    """How a cell ended whose job did not report it."""
     try:
         record = RunRecord.load(cell.directory)
     except ValueError:

@@ -1,6 +1,6 @@
 """Facts in words: what strategies found and did, a profile and slow steps, as lines, tables and pages.
 
-Facts come from ``RunRecord.report``; their names say what they are (``_share``, ``_seconds``, ``bytes_``), which is how
+Facts come from ``RunRecord.report``; their names hold their units (``_share``, ``_seconds``, ``bytes_``), which is how
 a strategy of someone else's is shown too. Imports neither torch nor Lightning.
 """
 
@@ -66,14 +66,14 @@ CAUSES: dict[str, str] = {
 
 
 def headlines(report: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One line for each name in ``report`` that has something to say."""
+    """One line for each name in ``report`` that has facts."""
     lines = {}
     for name, facts in report.items():
         every = dict(flat(facts))
         chosen = [fact for fact in HEADLINES[name] if fact in every] if name in HEADLINES else []
-        said = [f"{_words(fact)} {shown(fact, every[fact])}" for fact in chosen or every]
-        if said:
-            lines[name] = " · ".join(said)
+        parts = [f"{_words(fact)} {shown(fact, every[fact])}" for fact in chosen or every]
+        if parts:
+            lines[name] = " · ".join(parts)
     return lines
 
 
@@ -95,7 +95,7 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def number(value: float, decimals: int | None = None) -> str:
     """``value`` without an exponent, thousands apart: with three digits, or with so many ``decimals`` and, where it is
-    below one, two digits that say something."""
+    below one, two significant digits."""
     text = f"{value:.3g}"
     if not math.isfinite(value) or (decimals is None and "e" not in text):
         return text
@@ -106,7 +106,7 @@ def number(value: float, decimals: int | None = None) -> str:
 
 
 def shown(fact: str, value: Any) -> str:
-    """``value`` with the unit that the name of its fact says."""
+    """``value`` with the unit that is in the name of its fact."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -166,8 +166,8 @@ def profile_line(facts: Mapping[str, Any]) -> str:
 def profile_page(facts: Mapping[str, Any]) -> str:
     if "reason" in facts:
         return f"No profile: {facts['reason']}"
-    said = f"{facts['steps']} steps" + (f" from step {facts['first_step']} on" if facts.get("first_step") else "")
-    lines = [f"{said}, {facts['seconds']:.3g} s while profiled.", ""]
+    span = f"{facts['steps']} steps" + (f" from step {facts['first_step']} on" if facts.get("first_step") else "")
+    lines = [f"{span}, {facts['seconds']:.3g} s while profiled.", ""]
     for name, form, meaning in (
         ("not_seen", "{}", "device"),
         ("idle_share", "{:.1%}", "device idle, of a steady step"),

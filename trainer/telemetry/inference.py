@@ -12,11 +12,13 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
+
 from trainer.telemetry import hardware
 from trainer.telemetry.curves import cost_scalars, rate_scalars, read_clocks, time_scalars
 from trainer.telemetry.meter import Meter, Rates, Step
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.telemetry import BaseTelemetry, BatchCounter, TrainerLoop
+from trainer.telemetry.telemetry import BaseTelemetry, BatchCounter
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 
@@ -36,8 +38,8 @@ class InferenceTelemetry(BaseTelemetry):
         self._runs = 0
         self._number = 0
 
-    def start(self, loop: TrainerLoop, pages: TensorBoardPages) -> None:
-        self._start(loop)
+    def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
+        self._start(trainer)
         self._pages = pages
 
     @contextlib.contextmanager

@@ -60,7 +60,7 @@ class Step:
     new_shape: Any = None
     """Shapes of the first of its batches whose like had not been seen; None when all had."""
     unsettled: bool = False
-    """Whether such a shape is no steady state, because others come again."""
+    """Whether such a shape is not steady, because others come again."""
     collected_seconds: float = 0.0
     """Host time in Python's garbage collector."""
     batches: int = 0
@@ -71,7 +71,7 @@ class Step:
     tokens: int | None = None
     useful_tokens: int | None = None
     flops: int | None = None
-    """Forward and backward operations; None when the task does not tell."""
+    """Forward and backward operations; None when the task does not count them."""
     seconds: float = 0.0
     """Duration, set when the clock has been read."""
     fetches: int = 0

@@ -23,7 +23,7 @@ DIRECTORY = "profile"
 TRACE = "trace.json.gz"
 TOP = 10
 """Kernels or operators that are kept."""
-LONGEST_NAME = 80
+MAX_NAME = 80
 LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
 COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
 SETTINGS = {
@@ -58,7 +58,7 @@ class Profile:
         self._began = time.perf_counter()
 
     def stop(self, steps: int) -> dict[str, Any]:
-        """End the recording of ``steps`` steps, write the trace; returns what it says, for the record. Of none, nothing
+        """End the recording of ``steps`` steps, write the trace; returns its facts, for the record. Of none, nothing
         is kept."""
         self._synchronize()
         seconds = time.perf_counter() - self._began
@@ -151,11 +151,11 @@ def top_operators(averages: Iterable[Any], steps: int) -> list[dict[str, Any]]:
 
 
 def readable(name: str) -> str:
-    """A kernel's or operator's name for people: what is compiled says so, and templates are cut."""
+    """A kernel's or operator's name for people: what is compiled is named so, and templates are cut."""
     if found := COMPILED.match(name):
         return f"compiled graph {found[1]}"
     short = name.removeprefix("void ")
-    return short if len(short) <= LONGEST_NAME else f"{short[: LONGEST_NAME - 3]}..."
+    return short if len(short) <= MAX_NAME else f"{short[: MAX_NAME - 3]}..."
 
 
 QUIET_STEPS = 3
@@ -221,7 +221,7 @@ class StepProfiler:
         self._quiet = 0
 
     def finish(self) -> None:
-        """Training is over: say why there is no profile, if there is none."""
+        """Training is over: note why there is no profile, if there is none."""
         if not self.facts:
             self.facts = {"reason": f"the run ended before {QUIET_STEPS} steady steps and a profiled one"}
         self._close()

@@ -68,14 +68,14 @@ class TrainerLoop:
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call ``before`` and ``after`` each fetch of a batch, from the next epoch on; returns what undoes it."""
-        loop = self._trainer.fit_loop.epoch_loop
+        loop: Any = self._trainer.fit_loop.epoch_loop
         for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
             theirs = getattr(type(loop), hook).__get__(loop)
-            vars(loop)[hook] = lambda theirs=theirs, ours=ours: (theirs(), ours())
+            setattr(loop, hook, lambda theirs=theirs, ours=ours: (theirs(), ours()))
 
         def undo() -> None:
             for hook in FETCH_HOOKS:
-                vars(loop).pop(hook, None)
+                loop.__dict__.pop(hook, None)
 
         return undo
 
@@ -108,8 +108,9 @@ class BaseTelemetry:
         self.count, self._measure_peak = count, measure_peak
         self._shapes = SeenShapes()
 
-    def _start(self, loop: TrainerLoop) -> None:
-        self._loop, self._device = loop, loop.device
+    def _start(self, trainer: L.Trainer) -> TrainerLoop:
+        loop = self._loop = TrainerLoop(trainer)
+        self._device = loop.device
         self.reporter = EventReporter(enabled=loop.is_first_process)
         self._clock = StepClock(self._device)
         self._energy = EnergyMeter(self._device)
@@ -117,6 +118,7 @@ class BaseTelemetry:
         self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
         self.wait = DataWait(self._device)
         hardware.reset_peaks(self._device)
+        return loop
 
     def _collect(self, *, warm: bool) -> None:
         """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
@@ -179,9 +181,9 @@ class Telemetry(BaseTelemetry):
         """Steady optimizer steps of that window."""
         return None if self._curves is None else self._curves.steps_per_second
 
-    def start(self, loop: TrainerLoop, pages: TensorBoardPages) -> None:
+    def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
         """Training is about to begin: model and optimizer are on their device."""
-        self._start(loop)
+        loop = self._start(trainer)
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
         self._phases = PhaseEnergy(self._energy.reader)
         self._curves = Curves(
