@@ -27,8 +27,7 @@ from scripts.peers.names import OVERRIDE, PEERS, mark, refuse, refuse_workload
 from trainer import errors
 from trainer.compose import compose
 from trainer.streams import keep_streams
-from trainer.sweep.environment import CACHES_DIRECTORY
-from trainer.sweep.folders import described
+from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.ledger import Ledger, alone
 from trainer.sweep.plan import LocalOptions, PlannedCell, directory_name, name_by_difference, quoted, with_arms
 from trainer.sweep.processes import Signals, goes_on, run_queues, set_aside

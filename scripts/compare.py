@@ -19,7 +19,7 @@ from trainer.evidence import tables
 from trainer.evidence.comparison import AT_STEPS, WorkloadComparison, compare
 from trainer.evidence.rows import Row
 from trainer.evidence.runs import find
-from trainer.telemetry.record import written_whole
+from trainer.telemetry.files import written_whole
 
 ABOUT = """\
 how the figures are made:

@@ -21,7 +21,7 @@ from trainer.doctor.limits import limits
 from trainer.doctor.packages import packages
 from trainer.doctor.places import places
 from trainer.doctor.variables import variables
-from trainer.telemetry.record import finite
+from trainer.telemetry.files import finite
 
 EXAMPLES = """\
 examples:

@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.evidence import page, page_details, pictures
 from trainer.evidence.comparison import AT_STEPS, compare
 from trainer.evidence.runs import find
-from trainer.telemetry.record import written_whole
+from trainer.telemetry.files import written_whole
 
 EXAMPLES = """\
 examples:

@@ -79,7 +79,7 @@ def test_configuration_is_keyword_only_and_slotted(kind: type) -> None:
         "trainer",
         "trainer.telemetry.record",
         "trainer.summary",
-        "trainer.sweep.folders",
+        "trainer.sweep.environment",
         "trainer.sweep.slurm",
         "trainer.sweep.ledger",
         "trainer.evidence.comparison",

@@ -22,7 +22,7 @@ from trainer.evidence import baselines, tables
 from trainer.evidence.comparison import compare
 from trainer.evidence.runs import find
 from trainer.reasons import one_line
-from trainer.sweep.folders import described
+from trainer.sweep.environment import described
 from trainer.sweep.ledger import Ledger, expanded
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.tensorboard import strategies_table

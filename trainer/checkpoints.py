@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.interrupt import Interrupted, StopRequest
 from trainer.nonfinite import FiniteLosses
-from trainer.telemetry.record import written_whole
+from trainer.telemetry.files import written_whole
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""

@@ -6,7 +6,8 @@ import lightning as L
 
 from strategies import Program, Stage
 from strategies.optimizer_step import installed
-from trainer.telemetry.record import RunRecord, finite
+from trainer.telemetry.files import finite
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
 

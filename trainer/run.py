@@ -22,7 +22,8 @@ from trainer.reasons import one_line, out_of_memory
 from trainer.resuming import Resuming
 from trainer.run_modes import Inference
 from trainer.settings import Config
-from trainer.sweep.folders import claim, described
+from trainer.sweep.environment import described
+from trainer.sweep.folders import claim
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.torch_settings import process_settings

@@ -13,7 +13,7 @@ from tests.evidence.records import record
 from trainer.evidence.cells import group
 from trainer.evidence.runs import Run
 from trainer.settings import Config
-from trainer.sweep.folders import described
+from trainer.sweep.environment import described
 from trainer.telemetry.record import RunRecord
 
 

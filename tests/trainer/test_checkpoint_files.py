@@ -23,7 +23,8 @@ from tests.trainer.runs import train
 from trainer import checkpoints as checkpoints_module
 from trainer.checkpoints import AtomicCheckpointIO, Checkpoints, find_checkpoint, random_states, restore_own, step_of
 from trainer.interrupt import StopRequest
-from trainer.telemetry.record import RunRecord, written_whole
+from trainer.telemetry.files import written_whole
+from trainer.telemetry.record import RunRecord
 
 
 @pytest.fixture(scope="module")

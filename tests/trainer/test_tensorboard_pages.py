@@ -142,7 +142,7 @@ def test_what_strategies_found_is_a_table_that_no_text_can_break() -> None:
     header, _, *rows = strategies_table(RunRecord(task="captioning", report=report)).splitlines()
     assert rows == ["| ours | tables.rows_read | 3 |", "| ours | tables.reason | a \\| b<br>c |"]
     assert all(row.replace("\\|", "").count("|") == header.count("|") for row in rows)
-    assert strategies_table(RunRecord(task="captioning")) == "Nothing to tell."
+    assert strategies_table(RunRecord(task="captioning")) == "Nothing to report."
 
 
 def test_pages_that_cannot_be_written_at_the_end_do_not_take_the_record_with_them(

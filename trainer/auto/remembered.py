@@ -10,7 +10,7 @@ from typing import Any
 from strategies.toolchain import cache_directories
 from tasks.data.cache_files import cache_folder
 from trainer.auto.estimates import Estimates
-from trainer.telemetry.record import finite, written_whole
+from trainer.telemetry.files import finite, written_whole
 
 FORMAT = 3
 """Raised when the meaning of what is kept changes; files of another format count as none."""

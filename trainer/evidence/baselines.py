@@ -20,7 +20,7 @@ from typing import Any
 from trainer.evidence.statistics import Estimate, Ratio
 from trainer.evidence.workloads import LOOSE, SILENT
 from trainer.printable import printable
-from trainer.telemetry.record import written_whole
+from trainer.telemetry.files import written_whole
 
 SCHEMA = 1
 DIGITS = 4

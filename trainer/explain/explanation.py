@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.telemetry.record import finite
+from trainer.telemetry.files import finite
 
 SCHEMA = 1
 """Raised when the meaning of a field changes."""

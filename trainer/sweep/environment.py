@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import datetime
 import hashlib
 import importlib.metadata
 import json
@@ -17,13 +19,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.telemetry.machine import processor_name
+from trainer.telemetry.record import RunRecord
+
+if TYPE_CHECKING:
+    from trainer.settings import Config
 
 CELL_VARIABLE = "CRUCIBLE_CELL"
 """Holds a ``CellEnvironment`` as JSON in the process of a cell."""
 CACHES_DIRECTORY = "caches"
 """Below a run's or a sweep's directory."""
+ROOT = Path(__file__).resolve().parents[2]
+CODE_PACKAGES = ("crucible-train", "torch", "lightning")
+"""Packages whose version decides what a cell measures."""
 PR_SET_PDEATHSIG = 1
 """<linux/prctl.h>: the signal that a process gets when its parent dies."""
 
@@ -40,7 +52,7 @@ class CellEnvironment:
 
     def variables(self) -> dict[str, str]:
         """Environment variables of the cell's process."""
-        return {CELL_VARIABLE: json.dumps(asdict(self))}
+        return {CELL_VARIABLE: json.dumps(dataclasses.asdict(self))}
 
 
 def current() -> CellEnvironment | None:
@@ -93,11 +105,6 @@ def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
             shutil.rmtree(caches, ignore_errors=True)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-CODE_PACKAGES = ("crucible-train", "torch", "lightning")
-"""Packages whose version decides what a cell measures."""
-
-
 def git_commit() -> str | None:
     """Commit of the checkout this code runs from, with ``+dirty`` when files differed; None outside a checkout."""
     if not (ROOT / ".git").exists():
@@ -147,3 +154,27 @@ def _git(*arguments: str) -> str:
     return subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, errors="replace", check=True, timeout=30
     ).stdout
+
+
+def described(config: Config, command: list[str]) -> RunRecord:
+    """A run's record as far as its configuration tells it, before anything is built: what runs, of which code, from
+    which caches and in which round of a sweep."""
+    # Not above: the command line reads its environment first, and then makes sure that this package is ours.
+    from strategies.compose import label, ordered
+    from strategies.credentials import without_credentials
+
+    strategies, cell = ordered(config.compile.values()), current()
+    return RunRecord(
+        task=config.task.title,
+        run=config.run.name,
+        strategies=without_credentials([strategy.facts() for strategy in strategies]),
+        label=label(strategies),
+        config=without_credentials(dataclasses.asdict(config)),
+        command=without_credentials(command),
+        seed=config.seed,
+        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        processor=processor_name(),
+        git_commit=git_commit(),
+        start=config.repeat,
+        round=None if cell is None else cell.round,
+    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
 import itertools
 import os
 from pathlib import Path
@@ -13,13 +11,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from strategies.compose import label, ordered
-from strategies.credentials import without_credentials
-from trainer.settings import Config
-from trainer.sweep import environment as cell_environment
-from trainer.sweep.environment import git_commit
 from trainer.sweep.processes import CHECKPOINT
-from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -121,23 +113,3 @@ def _was_refused(folder: Path) -> bool:
         record = RunRecord.load(folder)
         return record.status == "failed" and not record.steps and not (folder / "error.log").exists()
     return False
-
-
-def described(config: Config, command: list[str]) -> RunRecord:
-    """A record that says what runs, of which code, from which caches and in which round of a sweep."""
-    strategies = ordered(config.compile.values())
-    cell = cell_environment.current()
-    return RunRecord(
-        task=config.task.title,
-        run=config.run.name,
-        strategies=without_credentials([strategy.facts() for strategy in strategies]),
-        label=label(strategies),
-        config=without_credentials(dataclasses.asdict(config)),
-        command=without_credentials(command),
-        seed=config.seed,
-        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        processor=processor_name(),
-        git_commit=git_commit(),
-        start=config.repeat,
-        round=None if cell is None else cell.round,
-    )

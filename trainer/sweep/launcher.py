@@ -32,8 +32,7 @@ from rich.console import Console
 import __main__
 from trainer.config import strategy_names, task_name, to_config
 from trainer.summary import summarize
-from trainer.sweep.environment import CACHES_DIRECTORY
-from trainer.sweep.folders import described
+from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.ledger import Ledger, alone
 from trainer.sweep.plan import (
     LAUNCHERS,

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.sweep.environment import ROOT
 from trainer.sweep.plan import Key, PlannedCell, quoted
-from trainer.telemetry.record import build, read_json, write_json
+from trainer.telemetry.files import build, read_json, write_json
 
 FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"

@@ -9,6 +9,7 @@ compile workers make load too. Others do harm where a thread of this process wai
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import time
@@ -223,6 +224,31 @@ def processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+class GarbageMonitor:
+    """Seconds in Python's garbage collector, which stops every thread."""
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+
+    def start(self) -> None:
+        gc.callbacks.append(self._called)
+
+    def stop(self) -> None:
+        if self._called in gc.callbacks:
+            gc.callbacks.remove(self._called)
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _called(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._seconds += time.perf_counter() - self._began
 
 
 class EnergyMeter:

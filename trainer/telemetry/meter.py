@@ -10,7 +10,6 @@ own, idle gaps between launches included; they are read later. Elsewhere the hos
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -351,31 +350,6 @@ class DataWait:
         seconds = self._marks.seconds(*wait)
         self._marks.reuse(*wait)
         return seconds
-
-
-class GarbageMonitor:
-    """Seconds in Python's garbage collector, which stops every thread."""
-
-    def __init__(self) -> None:
-        self._seconds = self._began = 0.0
-
-    def start(self) -> None:
-        gc.callbacks.append(self._called)
-
-    def stop(self) -> None:
-        if self._called in gc.callbacks:
-            gc.callbacks.remove(self._called)
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _called(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            self._seconds += time.perf_counter() - self._began
 
 
 class SeenShapes:

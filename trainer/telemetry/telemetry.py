@@ -23,8 +23,8 @@ from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves
 from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.hardware import find_peak
-from trainer.telemetry.machine import PAUSES, EnergyMeter, MachineMonitor, PhaseEnergy
-from trainer.telemetry.meter import DataWait, GarbageMonitor, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
+from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy
+from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -178,7 +178,6 @@ class Telemetry(BaseTelemetry):
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steady optimizer steps of that window."""
         return None if self._curves is None else self._curves.steps_per_second
 
     def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
@@ -359,7 +358,6 @@ class Telemetry(BaseTelemetry):
 
     @property
     def _learning_rate(self) -> Any:
-        """Of the first group; None where there is no group."""
         return next((group["lr"] for each in self._loop.optimizers for group in each.param_groups), None)
 
     def nonfinite(self, *, everything: bool) -> NonFinite | None:
@@ -380,8 +378,7 @@ class Telemetry(BaseTelemetry):
         self.flush(everything=True)
 
     def fill(self, record: RunRecord, *, together: bool) -> None:
-        """Write what was measured into ``record``; ``together`` adds the rates of all processes up, for which every one
-        of them must call this: after an error on one of them that would hang."""
+        """Write what was measured into ``record``; ``together`` as for ``_fill``."""
         self._fill(record, self.meter.steady.rates(), together=together)
         record.take(self.meter.times())
         if self.preflight_seconds is not None:

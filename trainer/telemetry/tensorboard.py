@@ -33,7 +33,8 @@ from trainer.evidence.arms import set_parameters
 from trainer.explain.source import shown
 from trainer.telemetry.facts import profile_page, slow_steps_table
 from trainer.telemetry.facts import rows as facts_in
-from trainer.telemetry.record import Event, RunRecord, finite
+from trainer.telemetry.files import finite
+from trainer.telemetry.record import Event, RunRecord
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger

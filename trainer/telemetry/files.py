@@ -1,0 +1,132 @@
+"""Files: written whole or not at all, and JSON that is read into dataclasses with every value's type checked.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from trainer.printable import printable
+
+Made = TypeVar("Made")
+MAX_DEPTH = 50
+"""Levels of lists and mappings within each other; ours have about six."""
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for every number in it that JSON has no word for: NaN, infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+@contextlib.contextmanager
+def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
+    """A file to write in ``mode`` (``w``: UTF-8 text, ``wb``: bytes) that becomes ``target`` when the block ends.
+
+    A reader sees the old file or the new one, never a half; when the block raises, the old one stays and nothing else
+    is left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(target: Path, values: Any, **options: Any) -> Path:
+    """Write ``values`` whole to ``target``; what JSON has no word for is null."""
+    with written_whole(target, "w") as file:
+        json.dump(finite(values), file, indent=1, allow_nan=False, **options)
+    return target
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be
+    read or is not ``what``."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        _limit(values, MAX_DEPTH)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ValueError(f"{file}: not {what} (more than {MAX_DEPTH} levels of nesting)") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not {what} (byte {error.start} is not UTF-8)") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not {what} ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: not {what} (the whole is {_name(values)}, not an object)")
+    checked: dict[str, Any] = printable(values)
+    return checked
+
+
+def build(kind: type[Made], values: Any, path: str = "") -> Made:
+    """A ``kind``, which is a dataclass, from a JSON object. Raises TypeError that names the first value that does not
+    fit (``events[3].reason``), or what is missing or unknown."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{path} is {_name(values)}, not an object")
+    hints = _hints(kind)  # type: ignore[arg-type]
+    prefix = f"{path}." if path else ""
+    return kind(**{name: _value(hints.get(name, Any), each, f"{prefix}{name}") for name, each in values.items()})
+
+
+def _value(hint: Any, given: Any, path: str) -> Any:
+    if hint is Any:
+        return given
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if given is None or (isinstance(given, float) and not math.isfinite(given)):
+            return None
+        (hint,) = (part for part in parts if part is not type(None))  # our fields have one type, or it and None
+        return _value(hint, given, path)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, given, path)
+    if origin is list and isinstance(given, list):
+        return [_value(parts[0], each, f"{path}[{place}]") for place, each in enumerate(given)]
+    if origin is dict and isinstance(given, dict):
+        return {name: _value(parts[1], each, f"{path}.{name}") for name, each in given.items()}
+    if hint is float and given is None:  # JSON has no NaN
+        return math.nan
+    if isinstance(given, int) and abs(given) > sys.maxsize:
+        raise TypeError(f"{path} is out of range")
+    kinds = (int, float) if hint is float else hint
+    if origin is not None or not isinstance(given, kinds) or (isinstance(given, bool) and hint is not bool):
+        raise TypeError(f"{path} is {_name(given)}, not {hint.__name__}")
+    return given
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _limit(value: Any, levels: int) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if not levels:
+        raise RecursionError
+    for each in value.values() if isinstance(value, dict) else value:
+        _limit(each, levels - 1)
