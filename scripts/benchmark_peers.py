@@ -25,17 +25,12 @@ from scripts.matrix import ALWAYS
 from scripts.peers.cell import BACKENDS, OVERRIDE, PEERS, REFUSED, flags, mark, refuse, refuse_workload
 from trainer import errors
 from trainer.config import compose
-from trainer.described import described
 from trainer.process import keep_streams
-from trainer.sweep.cell_environment import DIRECTORY
-from trainer.sweep.cell_process import goes_on, set_aside
+from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.ledger import Ledger, alone
-from trainer.sweep.options import LocalOptions
-from trainer.sweep.plan import PlannedCell, directory_name, name_by_difference, with_arms
-from trainer.sweep.pool import Signals, run_lanes
-from trainer.sweep.quoting import quoted
-from trainer.sweep.sweep import Sweep
-from trainer.sweep.view import SweepView
+from trainer.sweep.plan import LocalOptions, PlannedCell, directory_name, name_by_difference, quoted, with_arms
+from trainer.sweep.processes import Signals, goes_on, run_queues, set_aside
+from trainer.sweep.sweep import Sweep, SweepView
 from trainer.telemetry.record import RunRecord
 
 RESERVED = ("compile", "repeat", "resume", "run", OVERRIDE.rstrip("="))
@@ -163,7 +158,7 @@ def run(cells: Sequence[PlannedCell], ledger: Ledger, signals: Signals, *, timeo
         if not sweep.is_done(cell) and goes_on(cell):
             set_aside(cell.directory)  # a measurement of two halves is none
     try:
-        run_lanes([cells], sweep, signals, places=[{}], to_file=True)
+        run_queues([cells], sweep, signals, places=[{}], to_file=True)
     finally:
         view.close()
         sweep.close(stopped=signals.received is not None)
@@ -175,7 +170,7 @@ def place(cell: PlannedCell, ledger: Ledger) -> None:
     cell.number = ledger.next_number()
     cell.directory = ledger.directory / f"{cell.number}-{directory_name(cell.chosen)}"
     ledger.enter(cell)
-    cell.caches = ledger.directory / DIRECTORY / cell.directory.name
+    cell.caches = ledger.directory / CACHES_DIRECTORY / cell.directory.name
     folder = cell.directory.resolve()
     where = ["--out", str(folder)] if cell.arm[0].startswith(OVERRIDE) else [f"hydra.run.dir={quoted(folder)}"]
     cell.command = [*cell.command, *where]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainer.atomic import written_whole
 from trainer.report import tables
 from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare
 from trainer.report.runs import Run, find
+from trainer.telemetry.files import written_whole
 
 ABOUT = """\
 how the figures are made:

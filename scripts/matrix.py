@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scripts import compare, report
 from trainer.process import keep_streams
-from trainer.sweep.quoting import quoted
+from trainer.sweep.plan import quoted
 
 EXAMPLES = """\
 examples:

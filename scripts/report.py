@@ -12,10 +12,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from trainer.atomic import written_whole
 from trainer.report import page, pictures
 from trainer.report.comparison import AT_STEPS, compare
 from trainer.report.runs import find
+from trainer.telemetry.files import written_whole
 
 EXAMPLES = """\
 examples:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.sweep import cell_process
-from trainer.sweep.cell_process import CellEnd, CellProcess
+from trainer.sweep import processes as cell_process
 from trainer.sweep.plan import PlannedCell
+from trainer.sweep.processes import CellEnd, CellProcess
 from trainer.telemetry.record import RunRecord
 
 CELL = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
@@ -83,17 +82,12 @@ def test_no_option_has_a_name_that_yaml_reads_as_a_boolean(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_a_strategys_yaml_holds_every_field_with_its_default(name: str) -> None:
-    strategy = build(f"compile={name}").compile[name]
-    assert strategy == STRATEGIES[name]()
-    written = yaml.safe_load((CONF / "compile" / f"{name}.yaml").read_text())[name]
-    assert list(written) == [option.name for option in dataclasses.fields(strategy)]
+def test_a_strategys_yaml_gives_every_field_its_default(name: str) -> None:
+    assert build(f"compile={name}").compile == {name: STRATEGIES[name]()}
 
 
 def test_the_default_trainer_yaml_is_the_dataclasss_defaults() -> None:
     assert build().trainer == TrainerConfig()
-    written = yaml.safe_load((CONF / "trainer" / "default.yaml").read_text())
-    assert list(written) == [option.name for option in dataclasses.fields(TrainerConfig)]
 
 
 def test_several_strategies_compose() -> None:

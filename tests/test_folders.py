@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import trainer_process
-from trainer import folders
-from trainer.folders import claim
+from trainer.sweep import folders
+from trainer.sweep.folders import claim
 from trainer.telemetry.record import RunRecord
 
 EVERY_YEAR = "${now:%Y}"
@@ -89,7 +89,7 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
     folder = tmp_path / "run"
     assert said == (
         f"error: hydra.run.dir={folder}: holds the {what} of another run; choose another folder, "
-        f"or go on with that run by resume={folder}"
+        f"or continue that run by resume={folder}"
     )
     assert contents(folder) == before
     assert called == []

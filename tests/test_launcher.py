@@ -95,7 +95,7 @@ def test_a_signal_lets_the_running_cell_end_and_starts_no_other(
     assert process.returncode == 128 + number, errors
     assert records(tmp_path / "sweep")["0-seed=5,trainer.max_steps=1"]["reason"] == number.name
     assert "stopped after 1 of 4 cells" in output
-    assert output.splitlines()[-1] == "go on with: python -m trainer -m sweep=sweep"
+    assert output.splitlines()[-1] == "continue with: python -m trainer -m sweep=sweep"
     assert "Traceback" not in errors
 
 
@@ -149,7 +149,7 @@ def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: An
     ("arguments", "said"),
     [
         (["compile=eager,hole"], "compile=hole is not an option; near: whole"),
-        (["repeat=warm", "seed=7,8"], "repeat='warm' of seed=7 has no cold twin in this sweep; use repeat=cold,warm"),
+        (["repeat=warm", "seed=7,8"], "repeat='warm' of seed=7 has no cold cell in this sweep; use repeat=cold,warm"),
         (["hydra.launcher.rounds=0"], "error: hydra.launcher.rounds=0 must be at least 1"),
         (["hydra.launcher.caches=warm"], "error: hydra.launcher.caches='warm' is not one of ('own', 'shared')"),
         (["hydra.launcher.rounds=few"], "error: hydra.launcher: Value 'few' of type 'str' could not be converted"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.telemetry.keys import FINAL, SCALARS
+from trainer.telemetry.tensorboard import FINAL, SCALARS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

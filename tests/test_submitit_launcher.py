@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainer.sweep.cell_process import CellEnd
 from trainer.sweep.ledger import Entry, Ledger
-from trainer.sweep.options import SubmititOptions
-from trainer.sweep.submitted import Lane
+from trainer.sweep.plan import SubmititOptions
+from trainer.sweep.processes import CellEnd
+from trainer.sweep.slurm import Queue
 from trainer.telemetry.record import RunRecord
 
 submitit = pytest.importorskip("submitit")
@@ -27,7 +27,7 @@ def test_cells_are_jobs_and_twins_one_job(start_trainer: Any, tmp_path: Path) ->
     assert (cold["start"], warm["start"]) == ("cold", "warm")
     assert warm["config"]["found"] == [str(cold["config"]["pid"])]
     assert records["2-seed=2,repeat=cold"]["reason"] == "crashed (exit code 7)"
-    assert records["3-seed=2,repeat=warm"]["reason"] == "not run: its cold twin failed"
+    assert records["3-seed=2,repeat=warm"]["reason"] == "not run: its cold cell failed"
     assert len(list((tmp_path / "sweep" / "submitit").glob("*_submitted.pkl"))) == 2
     assert "2.00 steps/s" not in output
     assert "[2/4] seed=0 repeat=warm: finished · 1.00 steps/s · " in output
@@ -72,12 +72,12 @@ class Stopping:
 
 
 def test_a_preempted_job_lets_its_cell_write_a_checkpoint_and_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainer.sweep.submitted as submitted
+    import trainer.sweep.slurm as submitted
 
     monkeypatch.setattr(submitted.dataclasses, "replace", lambda process: process)
     done = CellEnd(exit_code=0, record=RunRecord(task="toy", status="finished"), seconds=1.0)
     processes: list[Any] = [Stopping(), Stopping()]
-    again = Lane(processes, [done]).checkpoint()
+    again = Queue(processes, [done]).checkpoint()
     assert (processes[0].sent, processes[1].sent) == ([], [15])
     assert again.function.ends == [done]
     assert again.function.processes == processes

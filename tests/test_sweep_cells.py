@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.instant_cells import InstantCells, ledger_of
-from trainer.sweep.cell_process import set_aside
+from trainer.sweep.plan import LAUNCHERS
+from trainer.sweep.processes import set_aside
 
 SWEEP = ("-m", "hydra.sweep.dir=sweep")
 
@@ -101,7 +103,7 @@ def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line:
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
     assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
     record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
-    assert (record["status"], record["reason"]) == ("failed", "not run: its cold twin failed")
+    assert (record["status"], record["reason"]) == ("failed", "not run: its cold cell failed")
     assert [cell["state"] for cell in ledger_of(Path("sweep"))["cells"]] == ["failed"] * 2 + ["finished"] * 2
 
 
@@ -233,15 +235,20 @@ def test_a_sweep_named_in_an_experiment_runs_its_cells_once(
 
 
 @pytest.mark.parametrize("name", ["isolated", "submitit_slurm"])
-def test_a_launchers_yaml_holds_every_option_with_its_default(name: str) -> None:
-    import dataclasses
+def test_a_launcher_has_every_option_with_its_default(name: str) -> None:
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
 
-    import yaml
-
+    from tests.conftest import hydra_put_back
     from trainer.cli import CONF
-    from trainer.sweep.options import LocalOptions, SubmititOptions
+    from trainer.config import register
 
-    kind = LocalOptions if name == "isolated" else SubmititOptions
-    written = yaml.safe_load((CONF / "hydra" / "launcher" / f"{name}.yaml").read_text())
-    del written["_target_"]
-    assert written == dataclasses.asdict(kind()) | ({"gpus_per_node": 1} if name == "submitit_slurm" else {})
+    with hydra_put_back():
+        register()
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("config", overrides=[f"hydra/launcher={name}"], return_hydra_config=True)
+    values = OmegaConf.to_container(config.hydra.launcher)
+    assert isinstance(values, dict)
+    assert values.pop("_target_").startswith("hydra_plugins.crucible.")
+    others = {"gpus_per_node": 1} if name == "submitit_slurm" else {}
+    assert values == dataclasses.asdict(LAUNCHERS[name]()) | others

@@ -19,12 +19,11 @@ from strategies.errors import one_line
 from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
-from trainer.described import described
 from trainer.report import reference, tables
 from trainer.report.comparison import compare
 from trainer.report.runs import find
-from trainer.sweep.go_on import expanded
-from trainer.sweep.ledger import Ledger
+from trainer.sweep.environment import described
+from trainer.sweep.ledger import Ledger, expanded
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.tensorboard import strategies_table
 
@@ -218,7 +217,7 @@ def test_a_sweep_of_options_alone_goes_on_without_a_word(tmp_path: Path, monkeyp
         "-m",
         "~task.x",
         "+a.b=1",
-        "hydra/sweeper=optuna",
+        "hydra/sweeper=mine",
         "hydra.sweeper.n_trials=3",
         "compile=[whole,cached]",
     ]

@@ -22,7 +22,6 @@ from strategies.base import StepRunner
 from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
 from strategies.prepare import Preparation
 from strategies.regions import give_up
-from trainer.atomic import finite
 from trainer.choices import profile_complaints
 from trainer.guards.audits import Audits, SavedCheckpoints
 from trainer.guards.compare import ParityError
@@ -33,8 +32,8 @@ from trainer.guards.rollback import optimizer_to_eager
 from trainer.guards.slowdown import Sample
 from trainer.loading import pad_loaders
 from trainer.loops.lightning import LightningLoop
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.files import finite
+from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
@@ -170,7 +169,7 @@ class Compile(L.Callback):
     def _choose(self, choosing: Strategy, trainer: L.Trainer, program: Program, batch: Any) -> None:
         """Put the strategies that it chooses in the place of ``choosing``."""
         assert choosing.chooser is not None
-        with self.telemetry.rehearsal():
+        with self.telemetry.preflight():
             make: Any = pkgutil.resolve_name(choosing.chooser)
             chooser = make(choosing, trainer, program, self.telemetry, self._settings)
             chosen = chooser.choose(batch)

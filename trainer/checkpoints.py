@@ -21,9 +21,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.atomic import written_whole
 from trainer.guards.nonfinite import FiniteLosses
 from trainer.process import Interrupted, StopRequest
+from trainer.telemetry.files import written_whole
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""

@@ -35,24 +35,25 @@ _COMPOSE = Hydra.compose_config
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
     from trainer.process import keep_streams
-    from trainer.sweep import cell_environment, go_on
+    from trainer.sweep import environment, ledger
 
     keep_streams()
-    cell_environment.end_with_parent()
+    environment.end_with_parent()
     try:
-        sys.argv[1:] = go_on.expanded(sys.argv[1:])
+        sys.argv[1:] = ledger.expanded(sys.argv[1:])
     except ValueError as error:
         errors.report(error)
         sys.exit(REFUSED)
     claim_packages()
-    from trainer import config, folders, launcher
+    from trainer import config
     from trainer import config as plugins
+    from trainer.sweep import folders, launcher
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
 
     def job(cfg: DictConfig) -> float | None:
-        """Train once; the final loss is what a sweeper such as Optuna's minimises."""
+        """Train once; the final loss is what a user's own sweeper minimises."""
         try:
             exit_code, final_loss = train(cfg)
         except ValueError as error:
@@ -111,10 +112,10 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
 def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
-    from trainer.folders import is_first_process, taken
     from trainer.process import importing
-    from trainer.sweep.cell_environment import starting_caches
-    from trainer.sweep.composing import flags
+    from trainer.sweep.environment import starting_caches
+    from trainer.sweep.folders import is_first_process, taken
+    from trainer.sweep.launcher import flags
 
     settings = HydraConfig.get()
     config = to_config(cfg, settings.overrides.task)

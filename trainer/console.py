@@ -18,9 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoints import DIRECTORY, LAST
-from trainer.telemetry.facts import headlines, number
+from trainer.telemetry.facts import headlines, number, profile_line
 from trainer.telemetry.inference import InferenceTelemetry
-from trainer.telemetry.profile_page import profile_line
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 

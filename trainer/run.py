@@ -19,11 +19,11 @@ from trainer.build import build_trainer, compile_callback, note_machine, require
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, summary, tell
-from trainer.described import described
-from trainer.folders import claim
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.settings import Config, Inference
+from trainer.sweep.environment import described
+from trainer.sweep.folders import claim
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 

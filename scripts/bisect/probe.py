@@ -26,9 +26,9 @@ from trainer.guards.slowdown import MARGIN, seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
 from trainer.telemetry import source
-from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.events import Event
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.facts import number as figure
+from trainer.telemetry.record import Event
 
 SETTLING_STEPS, AGAIN_STEPS = 3, 3
 """Steps on every batch until nothing should compile any more (a float attribute becomes symbolic in the second), and
@@ -88,7 +88,7 @@ class Probe:
                 return self._differs(snapshot)
             case "slower":
                 return self._slower(trial.min_lost_seconds)
-        watch = CompilerWatch()
+        watch = CompilerMonitor()
         watch.start()
         try:
             return self._breaks(watch) if trial.symptom == "breaks" else self._recompiles(watch)
@@ -100,7 +100,7 @@ class Probe:
             self._batch = number
             yield batch
 
-    def _breaks(self, watch: CompilerWatch) -> Outcome | None:
+    def _breaks(self, watch: CompilerMonitor) -> Outcome | None:
         for batch in self._batches():
             self._passes.step(batch)
             breaks = [event for event in watch.collect() if event.kind == "graph_break"]
@@ -108,7 +108,7 @@ class Probe:
                 return _outcome(breaks, self._batch)
         return None
 
-    def _recompiles(self, watch: CompilerWatch) -> Outcome | None:
+    def _recompiles(self, watch: CompilerMonitor) -> Outcome | None:
         """Whether batches that were there before still compile something, or torch has given up on what did."""
         for again in range(SETTLING_STEPS + AGAIN_STEPS):
             for batch in self._batches():

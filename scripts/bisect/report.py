@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from scripts.bisect.trial import Outcome
-from trainer.atomic import finite
 from trainer.telemetry.facts import number
+from trainer.telemetry.files import finite
 from trainer.telemetry.source import shown
 
 SCHEMA = 2

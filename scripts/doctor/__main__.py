@@ -18,7 +18,7 @@ from scripts.doctor.finding import ERROR, WARNING, Finding, warning
 from scripts.doctor.machine import busy, limits, places
 from scripts.doctor.software import packages, variables
 from scripts.training_arguments import seconds
-from trainer.atomic import finite
+from trainer.telemetry.files import finite
 
 EXAMPLES = """\
 examples:

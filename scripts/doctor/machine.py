@@ -14,7 +14,7 @@ from scripts.doctor.finding import Finding, error, ok, warning
 from strategies.cached.store import distrust_of
 from strategies.toolchain import cache_directories, unwritable
 from tasks.resources import CGROUPS, available_gib, memory_limit_gib, words
-from trainer.telemetry.machine import MUCH_USE, MachineFacts, MachineWatch
+from trainer.telemetry.machine import MUCH_USE, MachineFacts, MachineMonitor
 
 GIB = 1 << 30
 LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
@@ -110,7 +110,7 @@ def quota(cgroups: Path) -> float | None:
 
 def busy(seconds: float = BUSY_SECONDS) -> Iterator[Finding]:
     """Whether somebody else uses the machine now: a line for the processors, and one for each NVIDIA board."""
-    watch = MachineWatch()
+    watch = MachineMonitor()
     watch.begin()
     time.sleep(seconds)
     facts = watch.facts(shortest=0.0)
@@ -140,7 +140,7 @@ def others(facts: MachineFacts) -> Finding:
 
 def board(number: int, handle: Any, used: float) -> Finding:
     """Clock and power of one board, which computes ``used`` of the time, and why it is slow."""
-    watch = MachineWatch(handle)
+    watch = MachineMonitor(handle)
     watch.begin()
     watch.look()
     facts = watch.facts(shortest=0.0)

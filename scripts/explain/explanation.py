@@ -9,7 +9,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 
-from trainer.atomic import finite
+from trainer.telemetry.files import finite
 from trainer.telemetry.source import Line
 
 SCHEMA = 2

@@ -24,7 +24,7 @@ from strategies import Program
 from trainer.callback import Compile
 from trainer.guards.rollback import eager
 from trainer.loops.lightning import LightningLoop
-from trainer.telemetry.telling import Teller
+from trainer.telemetry.compiler import EventReporter
 
 FIRST_BATCHES = 4
 """Run whatever their shape: optimizer state, gradient buffers and counters change over the first steps."""
@@ -189,7 +189,7 @@ class StepRecorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What a run logs line by line is reported here at the end."""
-        self._compile.telemetry.teller = Teller(aloud=False)
+        self._compile.telemetry.teller = EventReporter(aloud=False)
         self._options.before_steps()
 
     def on_train_batch_start(

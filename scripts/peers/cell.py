@@ -20,7 +20,7 @@ from trainer.config import compose
 from trainer.process import importing
 from trainer.report.runs import PEER
 from trainer.settings import Config
-from trainer.sweep.cell_environment import end_with_parent, starting_caches
+from trainer.sweep.environment import end_with_parent, starting_caches
 from trainer.telemetry.record import RunRecord
 
 REFUSED = 2

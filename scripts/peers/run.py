@@ -29,7 +29,7 @@ from trainer.process import Interrupted, StopRequest, process_settings
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -91,10 +91,9 @@ def _train(name: str, config: Config, record: RunRecord, run_dir: Path, backend:
         _note_compiler(record, telemetry.compiler, functions)
 
 
-def _note_compiler(record: RunRecord, compiler: CompilerWatch, functions: Sequence[Any]) -> None:
+def _note_compiler(record: RunRecord, compiler: CompilerMonitor, functions: Sequence[Any]) -> None:
     """Write what was compiled. Raises NotCompiled when that is nothing of ``functions``."""
-    for name, value in compiler.figures().items():
-        setattr(record, name, value)
+    record.take(compiler.figures())
     record.events = list(compiler.events)
     codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
     # Of a forward that torch wrote, the compiler enters a frame of its own, which does not show whose it is.

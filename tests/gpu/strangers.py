@@ -130,7 +130,7 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "steps_per_second": None if median is None else round(1 / median, 2),
         "compile_seconds": record.compile_seconds,
-        "rehearsal_seconds": record.rehearsal_seconds,
+        "preflight_seconds": record.preflight_seconds,
         "warmup_seconds": record.warmup_seconds,
         "compiled_graphs": record.graphs,
         "graph_breaks": record.graph_breaks,

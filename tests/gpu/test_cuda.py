@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import train
-from trainer.telemetry.clock import CudaClock
+from trainer.telemetry.meter import StepClock
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=auto", "trainer.determin
 
 def test_laps_are_device_time_and_a_mark_leaves_a_pause_out() -> None:
     x = torch.randn(4096, 4096, device="cuda")
-    clock = CudaClock()
+    clock = StepClock(torch.device("cuda"))
     clock.mark()
     for _ in range(20):
         x = (x @ x).clamp(-1, 1)

@@ -13,7 +13,7 @@ from scripts.doctor.devices import ask_torch, devices
 from scripts.doctor.finding import ERROR, OK
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.telemetry.profile_page import profile_page
+from trainer.telemetry.facts import profile_page
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu

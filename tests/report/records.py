@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 VERSIONS = {
     "python": "3.12.3",
@@ -129,7 +128,7 @@ def static(*, rounds: int = 3, noise: float = 0.01) -> list[RunRecord]:
                 )
                 one.start, one.round, one.seed = start, turn, 0
                 one.first_step_seconds = 0.3 * warmup
-                one.rehearsal_seconds = 0.6 * warmup if one.graphs else None
+                one.preflight_seconds = 0.6 * warmup if one.graphs else None
                 one.peak_device_memory_gib = gib
                 one.joules_per_sample = 700 * step / 32
                 one.cache = start if one.graphs else None

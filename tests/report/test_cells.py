@@ -9,9 +9,9 @@ import pytest
 
 from tasks.micro.task import DEFAULTS, Micro
 from tests.report.records import record
-from trainer.described import described
 from trainer.report.runs import Run, group
 from trainer.settings import Config
+from trainer.sweep.environment import described
 from trainer.telemetry.record import RunRecord
 
 

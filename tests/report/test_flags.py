@@ -10,8 +10,7 @@ import pytest
 from tests.report.records import record
 from trainer.report.comparison import WorkloadComparison, compare
 from trainer.report.runs import Run
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 
 def against_eager(*records: RunRecord) -> WorkloadComparison:

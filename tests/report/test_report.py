@@ -19,8 +19,7 @@ from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare
 from trainer.report.pictures import PICTURES
 from trainer.report.runs import find
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 LOADS = ("src", "href", "srcset", "data", "action", "poster", "background")

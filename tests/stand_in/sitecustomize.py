@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep import code_version
+from trainer.sweep import environment as code_version
 
 FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 """Seeds of runs that do not simply finish."""
@@ -22,7 +22,7 @@ FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 
 def run(config: Any, *, run_dir: Path, command: list[str]) -> Any:
     """Do what the seed says, and leave a record as a real run would."""
-    from trainer.described import described
+    from trainer.sweep.environment import described
 
     if config.seed == REFUSED:
         raise ValueError("task.data.root='' must name a folder")

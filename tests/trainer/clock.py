@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-MEASURING = (
-    "trainer.guards.slowdown",
-    *(f"trainer.telemetry.{name}" for name in ("clock", "data_wait", "marks", "telemetry")),
-)
+MEASURING = ("trainer.guards.slowdown", *(f"trainer.telemetry.{name}" for name in ("meter", "telemetry")))
 """Modules that time steps, pauses and waits; compile seconds stay those of the real clock."""
 
 

@@ -16,6 +16,7 @@ from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, Losses, fit
 from trainer.callback import Compile
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
 
@@ -94,14 +95,14 @@ def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are
 ) -> None:
     # torch raises it from a signal handler, wherever the main thread is.
     deaths = [RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Terminated.") for pid in (1, 2)]
-    figures = Telemetry.figures
+    fill = Telemetry.fill
 
-    def dying(self: Telemetry, **named: bool) -> dict[str, object]:
+    def dying(self: Telemetry, record: RunRecord, *, together: bool) -> None:
         if deaths:
             raise deaths.pop(0)
-        return figures(self, **named)
+        fill(self, record, together=together)
 
-    monkeypatch.setattr(Telemetry, "figures", dying)
+    monkeypatch.setattr(Telemetry, "fill", dying)
     compile_ = Compile(warmup_steps=1)
     with pytest.raises(RuntimeError, match="pid 1"):
         fit(Blocks(), tmp_path, [compile_])

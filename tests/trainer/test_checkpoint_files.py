@@ -21,9 +21,9 @@ import torch
 from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 from trainer import checkpoints as checkpoints_module
-from trainer.atomic import written_whole
 from trainer.checkpoints import AtomicCheckpointIO, Checkpoints, find_checkpoint, random_states, restore_own, step_of
 from trainer.process import StopRequest
+from trainer.telemetry.files import written_whole
 from trainer.telemetry.record import RunRecord
 
 

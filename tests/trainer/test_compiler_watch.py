@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry.compiler import CompilerMonitor
 
 HERE = str(Path(__file__).resolve())
 
 
 @pytest.fixture
-def watch() -> Iterator[CompilerWatch]:
+def watch() -> Iterator[CompilerMonitor]:
     """A watch at step 3."""
-    watch = CompilerWatch()
+    watch = CompilerMonitor()
     watch.start()
     watch.step = 3
     yield watch
@@ -50,7 +50,7 @@ def doubles(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("function", "text"), [(prints, "print("), (branches, "if x.sum()")])
 def test_a_graph_break_names_its_reason_and_its_line(
-    watch: CompilerWatch, function: Callable[[Tensor], Tensor], text: str
+    watch: CompilerMonitor, function: Callable[[Tensor], Tensor], text: str
 ) -> None:
     torch.compile(function, backend="eager")(torch.ones(3))
     new = watch.collect()
@@ -58,11 +58,11 @@ def test_a_graph_break_names_its_reason_and_its_line(
     assert event.location == f"{HERE}:{line_of(function, text)} {function.__name__}"
     assert event.reason
     assert event.step == 3
-    assert watch.figures()["graph_breaks"] == 1
-    assert watch.figures()["graphs"] >= 1
+    assert watch.figures().graph_breaks == 1
+    assert watch.figures().graphs >= 1
 
 
-def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: CompilerWatch) -> None:
+def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: CompilerMonitor) -> None:
     compiled = torch.compile(doubles, backend="eager", dynamic=False)
     compiled(torch.ones(3))
     assert watch.collect() == []
@@ -73,10 +73,10 @@ def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: Compile
     assert "size mismatch at index 0. expected 3, actual 4" in event.reason
     assert event.location == f"{HERE}:{line_of(doubles, 'def doubles')} doubles"
     assert event.step == 9
-    assert (watch.figures()["recompiles"], watch.figures()["graphs"]) == (1, 2)
+    assert (watch.figures().recompiles, watch.figures().graphs) == (1, 2)
 
 
-def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerWatch) -> None:
+def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerMonitor) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         compiled = torch.compile(doubles, backend="eager", dynamic=False)
         for size in range(3, 7):
@@ -88,21 +88,21 @@ def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerWatch) -> None
     assert HERE in fallbacks[0].location
 
 
-def test_compilations_and_their_seconds_are_counted(watch: CompilerWatch) -> None:
-    assert watch.figures()["compile_seconds"] is None, "nothing was compiled yet"
+def test_compilations_and_their_seconds_are_counted(watch: CompilerMonitor) -> None:
+    assert watch.figures().compile_seconds is None, "nothing was compiled yet"
     compiled = torch.compile(doubles, backend="aot_eager")
     compiled(torch.ones(3, requires_grad=True)).sum().backward()
     first = watch.compilations
     assert first >= 1
     assert watch.compiling_seconds is None
     figures = watch.figures()
-    assert figures["compile_seconds"] > 0
-    assert figures["compile_phases_seconds"]["dynamo"] >= figures["compile_phases_seconds"]["aot_autograd"] > 0
+    assert figures.compile_seconds > 0
+    assert figures.compile_phases_seconds["dynamo"] >= figures.compile_phases_seconds["aot_autograd"] > 0
     compiled(torch.ones(3, requires_grad=True)).sum().backward()
     assert watch.compilations == first
 
 
-def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: CompilerWatch) -> None:
+def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: CompilerMonitor) -> None:
     asked: list[float | None] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -114,35 +114,35 @@ def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: Compil
     assert asked[0] >= 0
 
 
-def test_a_cache_that_was_not_asked_has_no_hits_and_no_misses(watch: CompilerWatch) -> None:
+def test_a_cache_that_was_not_asked_has_no_hits_and_no_misses(watch: CompilerMonitor) -> None:
     torch.compile(doubles, backend="aot_eager")(torch.ones(3))
     figures = watch.figures()
-    assert (figures["cache"], figures["cache_hits"], figures["cache_misses"]) == (None, None, None)
+    assert (figures.cache, figures.cache_hits, figures.cache_misses) == (None, None, None)
 
 
-def test_figures_count_from_the_start_of_the_watch(watch: CompilerWatch) -> None:
+def test_figures_count_from_the_start_of_the_watch(watch: CompilerMonitor) -> None:
     torch.compile(branches, backend="eager")(torch.ones(3))
     watch.collect()
-    later = CompilerWatch()
+    later = CompilerMonitor()
     later.start()
     figures = later.figures()
     later.stop()
-    assert (figures["graphs"], figures["graph_breaks"], figures["recompiles"]) == (0, 0, 0)
+    assert (figures.graphs, figures.graph_breaks, figures.recompiles) == (0, 0, 0)
     assert later.events == []
 
 
-def test_a_watch_that_was_stopped_counts_no_more(watch: CompilerWatch) -> None:
+def test_a_watch_that_was_stopped_counts_no_more(watch: CompilerMonitor) -> None:
     watch.stop()
     torch.compile(doubles, backend="eager")(torch.ones(3))
     assert watch.compilations == 0
 
 
-def test_stopping_after_the_compiler_was_reset_does_no_harm(watch: CompilerWatch) -> None:
+def test_stopping_after_the_compiler_was_reset_does_no_harm(watch: CompilerMonitor) -> None:
     torch._dynamo.reset()
     watch.stop()
 
 
-def test_compiled_code_is_told_from_code_that_stayed_eager(watch: CompilerWatch) -> None:
+def test_compiled_code_is_told_from_code_that_stayed_eager(watch: CompilerMonitor) -> None:
     class Doubling(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return doubles(x)

@@ -228,7 +228,7 @@ def test_events_say_why_and_where(task: str, strategy: str, trained: Trained) ->
         assert event.location is not None
         assert ".py:" in event.location
         # The gate compares in eval mode; without it, it is the validation after the third step.
-        assert event.step in (3, 4) or event.phase in ("rehearsing", "comparing with eager")
+        assert event.step in (3, 4) or event.phase in ("preflight", "comparing with eager")
 
 
 @EVERY_ARM

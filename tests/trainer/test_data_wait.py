@@ -14,7 +14,7 @@ from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.telemetry.data_wait import DataWait
+from trainer.telemetry.meter import DataWait
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("clock")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.telemetry import energy
-from trainer.telemetry.energy import PAUSES, PhaseEnergy
+from trainer.telemetry import machine as energy
+from trainer.telemetry.machine import PAUSES, PhaseEnergy
 from trainer.telemetry.record import RunRecord
 
 
@@ -42,7 +42,7 @@ def test_each_phase_gets_what_passed_in_it(board: Board) -> None:
 
 def test_short_phases_mean_nothing(board: Board) -> None:
     phases = PhaseEnergy(board.joules)
-    phases.enter("rehearsal")
+    phases.enter("preflight")
     board.seconds += 1.9
     phases.enter(None)
     assert phases.figures() == {}

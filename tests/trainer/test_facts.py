@@ -81,10 +81,10 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     assert "compiled step" in said["watchdog"]
     assert "training 2 x 32" in said["warming"]
     assert "parity" not in said, "it has a row of its own"
-    assert record.rehearsal_seconds is not None
-    assert said["warm-up"].endswith(f"rehearsal {record.rehearsal_seconds:.2f} s of it")
+    assert record.preflight_seconds is not None
+    assert said["warm-up"].endswith(f"preflight {record.preflight_seconds:.2f} s of it")
     events = events_of(tmp_path / "run")
-    assert events.Scalars("final/rehearsal_seconds")[-1].value == pytest.approx(record.rehearsal_seconds)
+    assert events.Scalars("final/preflight_seconds")[-1].value == pytest.approx(record.preflight_seconds)
     page = events.Tensors("run/strategies/text_summary")[-1].tensor_proto.string_val[0].decode()
     for row in ("| buckets | edges | 16, 32 |", "| optimizer | chunks | ", "| cached | state | idle |"):
         assert row in page

@@ -21,7 +21,7 @@ from trainer.console import summary
 from trainer.report.comparison import compare
 from trainer.report.runs import Run
 from trainer.telemetry import machine
-from trainer.telemetry.machine import MachineFacts, MachineWatch
+from trainer.telemetry.machine import MachineFacts, MachineMonitor
 from trainer.telemetry.record import RunRecord
 
 SPIN = "import time; end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
@@ -66,7 +66,7 @@ def test_processes_of_others_are_seen() -> None:
     count = len(os.sched_getaffinity(0)) + 1
     for _ in range(count):  # orphans: no children of this process
         subprocess.run(["sh", "-c", '"$0" -c "$1" &', sys.executable, SPIN], check=True)
-    watch = MachineWatch()
+    watch = MachineMonitor()
     watch.begin()
     spin(1.2)
     found = watch.facts()
@@ -98,7 +98,7 @@ def test_workers_of_the_run_are_not_others(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "PROC", tmp_path)
-    watch = MachineWatch()
+    watch = MachineMonitor()
     assert watch.facts() is None, "never begun"
     watch.begin()
     assert watch.facts() is None, "too short"
@@ -109,7 +109,7 @@ def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.Mon
 
 
 def test_a_run_records_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MachineWatch, "facts", lambda watch: facts(seconds=time.monotonic() - watch._began))
+    monkeypatch.setattr(MachineMonitor, "facts", lambda watch: facts(seconds=time.monotonic() - watch._began))
     record = train(tmp_path, "trainer.max_steps=4", strategy="eager")
     assert record.machine is not None
     assert 0 < record.machine.seconds < 30

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy
 import pytest
+import torch
 
 from tests.trainer.clock import Clock
-from trainer.telemetry.clock import HostClock
-from trainer.telemetry.meter import Meter, Step, Totals, percentile, quantiles
+from trainer.telemetry.meter import Meter, Rates, Step, StepClock, Totals, percentile, quantiles
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
@@ -19,14 +21,14 @@ def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> N
     seconds = [5.0, 0.3, 0.1, 7.0, 0.2, 0.3]
     steady = [meter.add(step(number, value, compiled=number == 4)) for number, value in enumerate(seconds, start=1)]
     assert steady == [False, False, True, False, True, True]
-    figures = meter.figures()
-    assert figures["first_step_seconds"] == 5.0
-    assert figures["warmup_seconds"] == pytest.approx(5.0 + 0.3 + 7.0)
-    assert (figures["warmup_steps"], figures["steady_steps"]) == (3, 3)
-    assert figures["steady_step_seconds_mean"] == pytest.approx(0.2)
-    assert figures["steady_step_seconds_median"] == pytest.approx(0.2)
-    assert figures["steady_step_seconds_deviation"] == pytest.approx(numpy.std([0.1, 0.2, 0.3], ddof=1))
-    assert meter.steady.rates()["steady_steps_per_second"] == pytest.approx(3 / 0.6)
+    figures = meter.times()
+    assert figures.first_step_seconds == 5.0
+    assert figures.warmup_seconds == pytest.approx(5.0 + 0.3 + 7.0)
+    assert (figures.warmup_steps, figures.steady_steps) == (3, 3)
+    assert figures.steady_step_seconds_mean == pytest.approx(0.2)
+    assert figures.steady_step_seconds_median == pytest.approx(0.2)
+    assert figures.steady_step_seconds_deviation == pytest.approx(numpy.std([0.1, 0.2, 0.3], ddof=1))
+    assert meter.steady.rates().steady_steps_per_second == pytest.approx(3 / 0.6)
 
 
 def test_it_is_warm_when_the_warm_up_steps_are_over_whether_they_were_timed_or_not() -> None:
@@ -41,17 +43,17 @@ def test_without_warm_up_every_step_that_compiled_nothing_is_steady() -> None:
     meter = Meter(warmup_steps=0)
     assert meter.warm
     assert meter.add(step(1))
-    assert meter.figures()["warmup_seconds"] is None
+    assert meter.times().warmup_seconds is None
 
 
 def test_a_run_without_a_steady_step_has_no_steady_figures() -> None:
     meter = Meter(warmup_steps=5)
     meter.add(step(1))
-    figures = meter.figures()
-    assert figures["steady_steps"] == 0
+    figures = meter.times()
+    assert figures.steady_steps == 0
     for name in ("mean", "median", "p95", "deviation"):
-        assert figures[f"steady_step_seconds_{name}"] is None
-    assert meter.steady.rates() == {}
+        assert getattr(figures, f"steady_step_seconds_{name}") is None
+    assert meter.steady.rates() == Rates()
 
 
 @pytest.mark.parametrize("count", [21, 22, 40, 1000])
@@ -80,7 +82,7 @@ def test_rates_are_sums_over_time() -> None:
     totals = Totals()
     totals.add(step(1, 0.5, samples=4, tokens=40, useful_tokens=30, flops=10**12))
     totals.add(step(2, 1.5, samples=4, tokens=60, useful_tokens=60, flops=10**12))
-    assert totals.rates() == {
+    assert dataclasses.asdict(totals.rates()) == {
         "steady_steps_per_second": 1.0,
         "samples_per_second": 4.0,
         "tokens_per_second": 50.0,
@@ -95,9 +97,9 @@ def test_a_task_without_tokens_has_no_token_rates() -> None:
     totals = Totals()
     totals.add(step(1, samples=4))
     rates = totals.rates()
-    assert rates["samples_per_second"] == pytest.approx(40.0)
+    assert rates.samples_per_second == pytest.approx(40.0)
     for name in ("tokens_per_second", "useful_tokens_per_second", "padded_share", "teraflops_per_second"):
-        assert rates[name] is None
+        assert getattr(rates, name) is None
 
 
 @pytest.mark.parametrize("missing_first", [True, False])
@@ -108,7 +110,7 @@ def test_a_figure_that_one_step_lacks_is_not_guessed_from_the_others(missing_fir
         totals.add(one)
     rates = totals.rates()
     for name in ("tokens_per_second", "useful_tokens_per_second", "padded_share", "teraflops_per_second"):
-        assert rates[name] is None, name
+        assert getattr(rates, name) is None, name
 
 
 def test_micro_batches_add_up_to_a_step() -> None:
@@ -119,7 +121,7 @@ def test_micro_batches_add_up_to_a_step() -> None:
 
 
 def test_a_lap_excludes_what_was_before_the_mark(clock: Clock) -> None:
-    laps = HostClock()
+    laps = StepClock(torch.device("cpu"))
     clock.sleep(0.2)
     laps.mark()
     laps.lap()

@@ -10,7 +10,7 @@ import torch
 from tests.trainer.inferences import infer
 from tests.trainer.runs import curve, train
 from trainer.console import summary
-from trainer.telemetry.peak import datasheet_teraflops, find_peak, matrix_kind, measured_teraflops
+from trainer.telemetry.hardware import datasheet_teraflops, find_peak, matrix_kind, measured_teraflops
 from trainer.telemetry.record import RunRecord
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from trainer.callback import Compile
 from trainer.config import compose
 from trainer.console import summary
 from trainer.telemetry import profile
-from trainer.telemetry.profile_page import profile_line, profile_page, with_idle_share
+from trainer.telemetry.facts import profile_line, profile_page, with_idle_share
 from trainer.telemetry.record import RunRecord
 
 
@@ -191,4 +191,4 @@ def test_replayed_kernels_are_said_to_have_no_launches() -> None:
 def test_compiled_code_has_a_name_that_can_be_read() -> None:
     name = "## Call CompiledFxGraph fqbae67dd24d3aheudxebgmnqgsfoc277ific4khaqqt6xq2iirq ##"
     assert profile.readable(name) == "compiled graph fqbae67d"
-    assert len(profile.readable("void " + "x" * 300)) == profile.LONGEST_NAME
+    assert len(profile.readable("void " + "x" * 300)) == profile.MAX_NAME

@@ -31,7 +31,7 @@ def test_a_training_with_rehearsal_is_to_the_last_bit_the_one_without(options: d
     losses = fit(rehearsed, tmp_path, [compile_], **options)
     assert losses == without
     assert compile_.record.report["parity"]["verdict"] == "passed"
-    assert compile_.record.rehearsal_seconds
+    assert compile_.record.preflight_seconds
     ends = state(plain)
     for name, tensor in state(rehearsed).items():
         assert torch.equal(tensor, ends[name]), name
@@ -145,14 +145,14 @@ def test_lightnings_counters_know_nothing_of_it(tmp_path: Path) -> None:
 def test_eager_rehearses_nothing(tmp_path: Path) -> None:
     compile_ = Compile(parity="strict", on_compile_error="eager", on_slower="eager")
     fit(Blocks(), tmp_path, [compile_])
-    assert compile_.record.rehearsal_seconds is None
+    assert compile_.record.preflight_seconds is None
     assert compile_.record.report == {}
 
 
 def test_nothing_is_rehearsed_when_nothing_is_asked_for(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="aot_eager")], parity="off")
     fit(Blocks(), tmp_path, [compile_])
-    assert compile_.record.rehearsal_seconds is None
+    assert compile_.record.preflight_seconds is None
 
 
 class Hesitant(Blocks):
@@ -212,5 +212,5 @@ def test_a_run_of_the_command_line_is_compared_and_recorded(tmp_path: Path) -> N
     assert facts["loss"]["difference"] <= facts["loss"]["tolerance"]
     assert facts["weights"]["tensors"] == facts["gradients"]["tensors"] > 10
     assert record.warmup_seconds is not None
-    assert record.rehearsal_seconds is not None
-    assert record.warmup_seconds >= record.rehearsal_seconds
+    assert record.preflight_seconds is not None
+    assert record.warmup_seconds >= record.preflight_seconds

@@ -14,11 +14,10 @@ from tests.trainer.clock import CLOCK, stop_time
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.telemetry.events import Event, SlowStep
-from trainer.telemetry.marks import SeenShapes, shape_of
-from trainer.telemetry.meter import Step
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.slow_steps import MOST_LISTED, Allocations, SlowSteps, cause_of, sentence, slow_steps_table
+from trainer.telemetry.curves import MAX_LISTED, Allocations, SlowSteps, cause_of
+from trainer.telemetry.facts import sentence, slow_steps_table
+from trainer.telemetry.meter import SeenShapes, Step, shape_of
+from trainer.telemetry.record import Event, RunRecord, SlowStep
 
 LONG = 0.4
 QUIET = Allocations()
@@ -51,7 +50,7 @@ def test_the_surest_cause_is_named(marks: dict[str, Any], during: Allocations, c
 
 def judged(seconds: list[float], *, warmup_steps: int = 2, window: int = 4) -> tuple[SlowSteps, list[SlowStep]]:
     told: list[SlowStep] = []
-    slow = SlowSteps(warmup_steps=warmup_steps, tell=told.append)
+    slow = SlowSteps(warmup_steps=warmup_steps, report=told.append)
     steps = [Step(number, seconds=taken) for number, taken in enumerate(seconds, 1)]
     for first in range(0, len(steps), window):
         part = steps[first : first + window]
@@ -62,7 +61,7 @@ def judged(seconds: list[float], *, warmup_steps: int = 2, window: int = 4) -> t
 def test_ten_times_the_median_is_slow_and_less_is_not() -> None:
     slow, told = judged([5.0, 5.0, *[0.01] * 5, 0.099, *[0.01] * 5, 0.101, 0.01])
     assert [(step.step, step.seconds, step.median_seconds) for step in told] == [(14, 0.101, 0.01)]
-    assert slow.figures()["slow_step_causes"] == {"unknown": 1}
+    assert slow.causes == {"unknown": 1}
     assert slow.count == 1
 
 
@@ -75,10 +74,9 @@ def test_steps_before_there_is_a_median_are_judged_once_there_is_one() -> None:
 
 
 def test_what_is_listed_is_bounded_and_all_are_counted() -> None:
-    slow, _ = judged([0.01] * 900 + [1.0] * (MOST_LISTED + 20))
-    figures = slow.figures()
-    assert (len(figures["slow_steps"]), figures["slow_step_count"]) == (MOST_LISTED, MOST_LISTED + 20)
-    assert "20 more are counted" in slow_steps_table(figures["slow_steps"], slow.count)
+    slow, _ = judged([0.01] * 900 + [1.0] * (MAX_LISTED + 20))
+    assert (len(slow.listed), slow.count) == (MAX_LISTED, MAX_LISTED + 20)
+    assert "20 more are counted" in slow_steps_table(slow.listed, slow.count)
 
 
 def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:
@@ -192,7 +190,7 @@ def test_the_summary_counts_them(disturbed: RunRecord) -> None:
 
 
 def test_the_collector_is_watched_during_a_run_only(disturbed: RunRecord) -> None:
-    assert not [callback for callback in gc.callbacks if "CollectorWatch" in repr(callback)]
+    assert not [callback for callback in gc.callbacks if "GarbageMonitor" in repr(callback)]
 
 
 def test_a_slow_step_is_one_sentence() -> None:

@@ -16,8 +16,8 @@ from strategies import Regional, Whole
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.console import ProgressView
-from trainer.telemetry.events import Event, SlowStep
-from trainer.telemetry.telling import MOST_LINES, MOST_SHAPES, Teller, line_about
+from trainer.telemetry.compiler import MAX_LINES, MAX_SHAPES, EventReporter, line_about
+from trainer.telemetry.record import Event, SlowStep
 
 HERE = str(Path(__file__).resolve())
 
@@ -82,15 +82,15 @@ def test_a_recompile_is_told_after_the_warmup_only(
 
 
 def test_what_is_told_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    teller = Teller()
-    teller.events([recompile(), recompile(reason="0/2: size")], warm=True)
-    teller.events([recompile(location="other.py:1 f"), Event(kind="cudagraph_skip", reason="x")], warm=False)
-    teller.events([recompile(location="third.py:1 f", phase="validating")], warm=True)
+    reporter = EventReporter()
+    reporter.events([recompile(), recompile(reason="0/2: size")], warm=True)
+    reporter.events([recompile(location="other.py:1 f"), Event(kind="cudagraph_skip", reason="x")], warm=False)
+    reporter.events([recompile(location="third.py:1 f", phase="validating")], warm=True)
     assert lines(capsys) == ["compile: compiled again in step 9 at model.py:3 forward: 0/1: size"]
-    teller.recompiles = False
-    teller.events([recompile(location="fourth.py:1 f"), Event(kind="fallback", reason="limit\nmore")], warm=True)
+    reporter.recompiles = False
+    reporter.events([recompile(location="fourth.py:1 f"), Event(kind="fallback", reason="limit\nmore")], warm=True)
     assert lines(capsys) == ["compile: runs eager: limit"]
-    Teller(aloud=False).events([Event(kind="fallback", reason="limit")], warm=True)
+    EventReporter(enabled=False).events([Event(kind="fallback", reason="limit")], warm=True)
     assert lines(capsys) == []
 
 
@@ -98,22 +98,22 @@ def test_slow_steps_are_told_once_for_each_cause_and_for_a_few_shapes(capsys: py
     def slow(step: int, cause: str, detail: str | None = None, seconds: float = 1.0) -> SlowStep:
         return SlowStep(step=step, seconds=seconds, median_seconds=0.01, cause=cause, detail=detail)
 
-    teller = Teller()
+    reporter = EventReporter()
     for each in (slow(1, "data_wait", "1 s"), slow(2, "data_wait", "2 s"), slow(3, "unknown", seconds=0.09)):
-        teller.slow(each)
-    teller.slow(slow(4, "recompile", "model.py:3 forward"))
-    for number in range(MOST_SHAPES + 2):
-        teller.slow(slow(10 + number, "first_of_shape", f"{number}x8"))
+        reporter.slow(each)
+    reporter.slow(slow(4, "recompile", "model.py:3 forward"))
+    for number in range(MAX_SHAPES + 2):
+        reporter.slow(slow(10 + number, "first_of_shape", f"{number}x8"))
     said = lines(capsys)
     assert said[0] == "step 1 took 1 s, 100 times the median: waited for the data loader (1 s)"
     assert [line.split()[1] for line in said[1:]] == ["10", "11", "12"]
 
 
 def test_a_run_that_says_too_much_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    teller = Teller()
-    teller.events([recompile(location=f"model.py:{line} f") for line in range(2 * MOST_LINES)], warm=True)
+    reporter = EventReporter()
+    reporter.events([recompile(location=f"model.py:{line} f") for line in range(2 * MAX_LINES)], warm=True)
     said = lines(capsys)
-    assert len(said) == MOST_LINES
+    assert len(said) == MAX_LINES
     assert said[-1].endswith("(more of the like is in the record and on TensorBoard's pages only)")
 
 
@@ -137,7 +137,7 @@ def test_a_live_display_lets_the_line_through() -> None:
         units=("step", "steps"),
     )
     with ProgressView(console, style="live", total=3, telemetry=lambda: telemetry):
-        Teller().events([recompile()], warm=True)
+        EventReporter().events([recompile()], warm=True)
     assert isinstance(console.file, io.StringIO)
     assert "compile: compiled again in step 9" in console.file.getvalue()
 

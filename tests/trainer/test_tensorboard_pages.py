@@ -12,10 +12,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tests.strategies import backends
 from tests.trainer.runs import MODULE_STRATEGIES, STEPS, events_of, train
 from tests.trainer.test_resume_exactness import send_in_step
-from trainer.telemetry.events import Event
-from trainer.telemetry.keys import FINAL, SCALARS, TEXTS
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.tensorboard import TensorBoardPages, events_table, strategies_table
+from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.tensorboard import FINAL, SCALARS, TEXTS, TensorBoardPages, events_table, strategies_table
 
 OF_THE_TASK = ("val/", "captions/")
 LIGHTNINGS = {"epoch"}
@@ -144,7 +142,7 @@ def test_what_strategies_found_is_a_table_that_no_text_can_break() -> None:
     header, _, *rows = strategies_table(RunRecord(task="captioning", report=report)).splitlines()
     assert rows == ["| ours | tables.rows_read | 3 |", "| ours | tables.reason | a \\| b<br>c |"]
     assert all(row.replace("\\|", "").count("|") == header.count("|") for row in rows)
-    assert strategies_table(RunRecord(task="captioning")) == "Nothing to tell."
+    assert strategies_table(RunRecord(task="captioning")) == "Nothing to report."
 
 
 def test_pages_that_cannot_be_written_at_the_end_do_not_take_the_record_with_them(

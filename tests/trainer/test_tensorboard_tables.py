@@ -11,15 +11,14 @@ from tensorboard.plugins.hparams.api_pb2 import DATA_TYPE_FLOAT64
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from tests.report.records import record
-from trainer.telemetry import hparams
-from trainer.telemetry.keys import FINAL, SCALARS
-from trainer.telemetry.layout import CHARTS, layout
+from trainer.telemetry import tensorboard
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.tensorboard import CHARTS, FINAL, SCALARS, layout
 
 
 def columns_and_values(one: RunRecord) -> tuple[HParamsPluginData, dict[str, Any]]:
     experiment, start = (
-        HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in hparams.begin(one)
+        HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in tensorboard.row_begins(one)
     )
     values = {
         name: getattr(value, str(value.WhichOneof("kind"))) for name, value in start.session_start_info.hparams.items()
@@ -38,7 +37,7 @@ def test_every_run_has_the_same_columns_whatever_it_knows() -> None:
 def test_numbers_are_numbers_and_options_those_that_are_no_defaults() -> None:
     told, values = columns_and_values(record("whole mode=reduce-overhead", start="warm", round=2, batch_size=128))
     assert (values["batch_size"], values["round"]) == (128.0, 2.0)
-    assert {info.name for info in told.experiment.hparam_infos if info.type == DATA_TYPE_FLOAT64} == hparams.NUMBERS
+    assert {info.name for info in told.experiment.hparam_infos if info.type == DATA_TYPE_FLOAT64} == tensorboard.NUMBERS
     assert (values["compile"], values["options"], values["start"]) == ("whole", "whole.mode=reduce-overhead", "warm")
     assert columns_and_values(record("regional"))[1]["options"] == ""
 
@@ -47,7 +46,7 @@ def test_the_columns_that_tell_strategies_apart_are_the_five_that_tensorboard_sh
     told, _ = columns_and_values(record("regional"))
     # TensorBoard's own order: those that differ, then by name.
     order = sorted(told.experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
-    assert {info.name for info in order[:5]} == hparams.FIRST
+    assert {info.name for info in order[:5]} == tensorboard.FIRST
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_the_columns_that_tell_strategies_apart_are_the_five_that_tensorboard_sh
     ],
 )
 def test_batch_size_is_found_where_tasks_have_it(config: dict[str, Any], size: int | None) -> None:
-    assert hparams.batch_size(RunRecord(task="toy", config=config)) == size
+    assert tensorboard.batch_size(RunRecord(task="toy", config=config)) == size
 
 
 def test_each_chart_shows_keys_that_runs_write() -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from strategies import Program
 from strategies.toolchain import cache_directories
 from tasks.resources import cache_folder
-from trainer.atomic import finite, written_whole
 from trainer.auto.estimates import Estimates
+from trainer.telemetry.files import finite, written_whole
 
 FORMAT = 3
 """Raised when the meaning of what is kept changes; files of another format count as none."""

@@ -27,7 +27,7 @@ from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
-from trainer.telemetry import memory
+from trainer.telemetry import hardware as memory
 from trainer.telemetry.telemetry import Telemetry
 
 NO_MEMORY = "it needs more memory than there is"
@@ -183,7 +183,7 @@ class Trials:
             return
         module.spent = True
         compiling = float(self._trainer.strategy.broadcast(max(0.0, spent - 2 * module.step_seconds)))
-        estimates.warm = self._telemetry.compiler.figures()["cache"] == "warm"
+        estimates.warm = self._telemetry.compiler.figures().cache == "warm"
         if estimates.warm:
             module.warm_seconds = compiling
         else:

@@ -38,8 +38,8 @@ from trainer.guards.schedule import Schedule
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.guards.state import UpdateSample
 from trainer.loops.lightning import replaced
-from trainer.telemetry import memory
-from trainer.telemetry.events import AuditDifference, AuditFacts
+from trainer.telemetry import hardware as memory
+from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 

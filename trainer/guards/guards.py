@@ -19,9 +19,8 @@ from trainer.guards.compare import ParityError
 from trainer.guards.preflight import Guarding, Lock, Preflight
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, Slowdown
-from trainer.telemetry.events import Event
 from trainer.telemetry.facts import number
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
 CHANCES = 10
@@ -76,7 +75,7 @@ class Guards:
             self._begun, self._waits = True, False
             if not preflight.wanted:
                 return
-            with self._telemetry.rehearsal():
+            with self._telemetry.preflight():
                 self._rollback = self._run_preflight(batch) or self._rollback
             if preflight.sample is not None:
                 self._slowdown = Slowdown(self._loop, self._telemetry, preflight.sample)
@@ -105,7 +104,7 @@ class Guards:
             self._stepped = True
             if self._lock is not None:
                 self._lock.close()
-                self._telemetry.teller.recompiles = False
+                self._telemetry.reporter.recompiles = False
         elif self._lock is not None:
             self._lock.check(f"in training step {self._loop.steps_done}")
         if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:  # the telemetry reads its clock

@@ -37,7 +37,7 @@ from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in
 from trainer.guards.forward import Evaluation
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 from trainer.guards.state import StateComparison
-from trainer.telemetry import memory
+from trainer.telemetry import hardware as memory
 
 STEPS = 3
 SHAKE = 0.25

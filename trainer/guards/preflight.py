@@ -29,8 +29,8 @@ from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, take_sample
 from trainer.guards.snapshot import Snapshot
-from trainer.telemetry import memory
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry import hardware as memory
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.telemetry import Telemetry
 
 Value = TypeVar("Value")
@@ -252,7 +252,7 @@ class Lock:
     """After warming and the first optimizer step, whatever is compiled is an error or a warning, as the strategy says
     that asked for ``padding``."""
 
-    def __init__(self, padding: Padding, program: Program, watch: CompilerWatch) -> None:
+    def __init__(self, padding: Padding, program: Program, watch: CompilerMonitor) -> None:
         self._padding, self._program, self._watch = padding, program, watch
         self._compilations: int | None = None
         self._known = 0
@@ -298,7 +298,7 @@ class Findings:
         batch: Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
     """
 
-    def __init__(self, program: Program, watch: CompilerWatch, batch: Any) -> None:
+    def __init__(self, program: Program, watch: CompilerMonitor, batch: Any) -> None:
         self._program, self._watch, self._shapes = program, watch, shapes_of(batch)
 
     def of_earlier_runs(self, loop: Loop) -> dict[str, Any] | None:

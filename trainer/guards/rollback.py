@@ -28,9 +28,9 @@ from strategies.errors import is_double_backward, is_out_of_memory, is_recompile
 from strategies.loop import Loop
 from strategies.optimizer.step import installed, uninstall
 from strategies.regions import compiled_only, give_up, guard_calls
-from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.events import Event
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.recompiles import FIXES, change_of, guard_of
+from trainer.telemetry.record import Event
 
 if TYPE_CHECKING:
     from trainer.settings import Config
@@ -49,7 +49,7 @@ class Rollback:
         mode: ``fail`` (the error ends the run) or ``eager`` (the part at fault continues in eager).
     """
 
-    def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerWatch) -> None:
+    def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerMonitor) -> None:
         self._mode, self._loop, self._program, self._watch = mode, loop, program, watch
         self._optimizer_compiled = any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies)
         self._trying = False

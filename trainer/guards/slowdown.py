@@ -94,7 +94,7 @@ class Slowdown:
 
     def steady_seconds(self) -> float:
         """Median of the steady steps so far."""
-        return float(self._telemetry.meter.figures()["steady_step_seconds_median"])
+        return self._telemetry.meter.median_seconds or 0.0
 
 
 def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:

@@ -25,7 +25,7 @@ from strategies.optimizer.formulas import formula_of, numbers_of
 from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import ATTRIBUTE, UNSCALES, GenericUpdate, installed
 from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, perturb, worst_of
-from trainer.telemetry.events import AuditDifference
+from trainer.telemetry.record import AuditDifference
 
 EXACT, ROUGH = 5e-5, TENSOR_FLOOR
 """Relative tolerance of an update in single precision: by torch's formulas, or by unknown ones, which may work in a

@@ -21,11 +21,10 @@ from trainer.inference.loop import InferenceLoop, loader_name
 from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import Config, Inference
-from trainer.telemetry.events import AuditFacts
+from trainer.telemetry.curves import added_up
+from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.inference import InferenceTelemetry
-from trainer.telemetry.profile_page import with_idle_share
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.scalars import added_up
+from trainer.telemetry.record import AuditFacts, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 

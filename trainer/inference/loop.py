@@ -37,11 +37,11 @@ from trainer.guards.snapshot import drew_random_numbers, random_state, set_rando
 from trainer.loops.lightning import LightningLoop
 from trainer.process import StopRequest
 from trainer.settings import Inference
-from trainer.telemetry import memory
-from trainer.telemetry.data_wait import DataWait
-from trainer.telemetry.events import Event
+from trainer.telemetry import hardware as memory
 from trainer.telemetry.facts import number
-from trainer.telemetry.profile_steps import profile_calls
+from trainer.telemetry.meter import DataWait
+from trainer.telemetry.profile import profile_calls
+from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class InferenceLoop:
     def _go_eager(self, line: str) -> None:
         give_up(self._program, list(self._program.regions), line)
         self._program.notes.append(line)
-        self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, phase="rehearsing"))
+        self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, phase="preflight"))
 
     @contextlib.contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

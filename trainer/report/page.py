@@ -14,8 +14,7 @@ from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, Picture, arm_colours, style
 from trainer.report.statistics import FASTER
 from trainer.report.tables import TEXT_COLUMNS, footnotes, tables_of
-from trainer.telemetry.events import Event
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 MAX_EVENTS = 40
 """Different events of a workload that are listed."""

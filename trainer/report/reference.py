@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.atomic import written_whole
 from trainer.printable import printable
 from trainer.report.comparison import Row, WorkloadComparison, compare
 from trainer.report.flags import BUSY, DECISIVE_VERSIONS
 from trainer.report.runs import LOOSE, SILENT, Run
 from trainer.report.statistics import Estimate, Ratio
+from trainer.telemetry.files import written_whole
 from trainer.telemetry.record import RunRecord
 
 SCHEMA = 1

@@ -1,20 +1,23 @@
-"""Ledger: ``sweep.json``, what a sweep planned and how far it got, so that a sweep that was killed goes on."""
+"""Ledger: ``sweep.json``, what a sweep planned and how far it got, so that a sweep that was killed continues.
+
+``python -m trainer -m sweep=DIR`` stands for the command that the sweep was started with.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from trainer.atomic import finite, written_whole
-from trainer.sweep.plan import Key, PlannedCell
-from trainer.telemetry import typed
+from trainer.sweep.environment import ROOT
+from trainer.sweep.plan import Key, PlannedCell, quoted
+from trainer.telemetry.files import build, read_json, write_json
 
 FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"
@@ -54,7 +57,6 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """See ``PlannedCell.key``."""
         return (tuple(self.overrides), self.round, self.copy)
 
 
@@ -88,11 +90,11 @@ class Ledger:
         file = directory / FILE_NAME
         if not file.is_file():
             return None
-        values = typed.read(file, "a sweep of ours")
+        values = read_json(file, "a sweep of ours")
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
-            contents = typed.build(Contents, values)
+            contents = build(Contents, values)
             for entry in contents.cells:  # what lies in a cell's folder is moved and removed
                 if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
                     raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
@@ -115,8 +117,7 @@ class Ledger:
             state=self.state,
             cells=list(self.entries.values()),
         )
-        with written_whole(self.directory / FILE_NAME, "w") as file:
-            json.dump(finite(asdict(contents)), file, indent=1, allow_nan=False)
+        write_json(self.directory / FILE_NAME, asdict(contents))
 
     @property
     def of_peers(self) -> bool:
@@ -124,7 +125,7 @@ class Ledger:
         return any(word.startswith("--out") for word in self.arguments)
 
     def go_on_with(self) -> str:
-        """The line that goes on with these runs, for the shell."""
+        """The shell's line that continues these runs."""
         if self.of_peers:
             return shlex.join(["python", "-m", "scripts.benchmark_peers", *self.arguments])
         again = filter(names_code, whole(self.arguments))
@@ -188,14 +189,87 @@ def alone(directory: Path) -> Iterator[None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_NAME).open("w") as lock:
-        _lock(lock, directory)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"hydra.sweep.dir={directory}: another process is running this sweep") from error
+        except OSError:
+            pass  # a file system without locks
         yield
 
 
-def _lock(file: IO[str], directory: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"hydra.sweep.dir={directory}: another process is running this sweep") from error
-    except OSError:
-        return  # a file system without locks
+OPTION = "sweep="
+SWEEP_DIRECTORY = "hydra.sweep.dir"
+"""What the option is to Hydra."""
+MULTIRUN = ("-m", "--multirun")
+
+
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with ``sweep=DIR`` replaced by the command that ``DIR/sweep.json`` holds; further ones come after
+    it, and win. A directory without a sweep becomes the directory of a new one, when there is anything else to run.
+
+    Goes to the working directory of the sweep, which its paths are relative to. Raises ValueError for a directory
+    without a sweep where nothing else is given, or with the runs of something else, and for a command that names code
+    to run which is not given again.
+    """
+    chosen = [argument for argument in arguments if argument.startswith(OPTION)]
+    if not chosen:
+        return list(arguments)
+    directory = Path(chosen[-1].removeprefix(OPTION)).expanduser()
+    others = [argument for argument in arguments if argument not in (*chosen, *MULTIRUN)]
+    ledger = Ledger.load(directory)
+    if ledger is None:
+        if not others:
+            raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
+        return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]
+    if ledger.of_peers:
+        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; continue with: {ledger.go_on_with()}")
+    directory = directory.resolve()
+    working_directory = Path(ledger.working_directory)
+    if not working_directory.is_dir():
+        raise ValueError(f"{chosen[-1]}: its working directory {working_directory} is no more")
+    before = [_from(working_directory, word) for word in whole(ledger.arguments) if word not in MULTIRUN]
+    given = [_from(Path.cwd(), word) for word in whole(others)]
+    _require_word(chosen[-1], before, given, working_directory)
+    os.chdir(working_directory)
+    if directory.is_relative_to(Path.cwd()):
+        directory = directory.relative_to(Path.cwd())
+    return ["-m", *_merged([*before, *given, f"{SWEEP_DIRECTORY}={quoted(directory)}"])]
+
+
+def _require_word(sweep: str, before: Sequence[str], given: Sequence[str], working_directory: Path) -> None:
+    """Raise ValueError for what would run code that ``sweep.json`` alone names: a file can be anyone's.
+
+    Whoever gives such an option again, or works in the sweep's working directory, means it.
+    """
+    names = {_name(argument) for argument in given}
+    unconfirmed = [argument for argument in before if names_code(argument) and _name(argument) not in names]
+    if unconfirmed:
+        plugins = [Path(argument.partition("=")[2], "plugin.py") for argument in unconfirmed if argument[0] == "-"]
+        runs = "".join(f" (runs {plugin})" for plugin in plugins if plugin.is_file())
+        raise ValueError(
+            f"{sweep}: its {FILE_NAME} names what can run code{runs}; if you trust it, say so by giving it again: "
+            f"{sweep} {shlex.join(unconfirmed)}"
+        )
+    importable = [*working_directory.glob("*.py"), *working_directory.glob("*/__init__.py")]
+    if importable and working_directory.resolve() not in (Path.cwd(), ROOT):
+        raise ValueError(
+            f"{sweep}: it ran in {working_directory}, whose Python files can be imported; if you trust them, go there "
+            "first"
+        )
+
+
+def _from(folder: Path, argument: str) -> str:
+    """An argument that was given in ``folder``: ``--config-dir`` with an absolute path, others as they are."""
+    name, _, value = argument.partition("=")
+    return f"{CONFIG_DIR[0]}={folder / Path(value).expanduser()}" if name in CONFIG_DIR and value else argument
+
+
+def _merged(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those that a later one of the same name replaces."""
+    last = {_name(argument): index for index, argument in enumerate(arguments)}
+    return [argument for index, argument in enumerate(arguments) if last[_name(argument)] == index]
+
+
+def _name(argument: str) -> str:
+    return argument.lstrip("+").partition("=")[0]

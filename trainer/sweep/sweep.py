@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from trainer.report.sweep import Cell
-from trainer.sweep.cell_process import CellEnd, CellProcess, goes_on
-from trainer.sweep.code_version import code_version, difference
+from trainer.report.tables import NOT_SURE
+from trainer.sweep.environment import code_version, difference
 from trainer.sweep.ledger import Ledger
-from trainer.sweep.options import SweepOptions
-from trainer.sweep.orphans import host, wait_for
-from trainer.sweep.plan import PlannedCell
-from trainer.sweep.view import SweepView
+from trainer.sweep.plan import PlannedCell, SweepOptions
+from trainer.sweep.processes import CellEnd, CellProcess, goes_on, host, wait_for
 from trainer.telemetry.record import RunRecord
 
 
@@ -44,27 +47,25 @@ class Sweep:
         return self._ends.get(cell.number)
 
     def is_done(self, cell: PlannedCell) -> bool:
-        """Whether a cell had finished before."""
         return cell.number in self._done
 
     def wants(self, cell: PlannedCell) -> bool:
-        """Whether a cell is to be run now; a warm one whose cold twin failed is not, and fails."""
+        """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
         if self.is_done(cell):
             return False
         if cell.start != "warm":
             return True
-        twin = self._ends.get(self._twin(cell).number)
-        if twin is not None and twin.exit_code == 0:
+        cold = self._ends.get(self._cold(cell).number)
+        if cold is not None and cold.exit_code == 0:
             return True
         record = cell.described
         record.status, record.command = "failed", list(cell.overrides)
-        record.reason = f"not run: its cold twin {twin.outcome if twin is not None else 'did not run'}"
+        record.reason = f"not run: its cold cell {cold.outcome if cold is not None else 'did not run'}"
         record.save(cell.directory)
         self.ended(cell, CellEnd(exit_code=1, record=record, seconds=0.0))
         return False
 
     def process_of(self, cell: PlannedCell, *, variables: dict[str, str], to_file: bool) -> CellProcess:
-        """The process that will run a cell."""
         return CellProcess(
             cell=cell,
             timeout_seconds=self._options.timeout_seconds,
@@ -74,12 +75,10 @@ class Sweep:
         )
 
     def starts(self, cell: PlannedCell) -> None:
-        """Note that a cell is about to run."""
         self.note(cell, state="running", host=host(), code=self._code, exit_code=None, reason=None)
         self.view.started(cell)
 
     def note(self, cell: PlannedCell, **changes: object) -> None:
-        """Write down what is new about a cell."""
         self._ledger.note(cell, **changes)
 
     def ended(self, cell: PlannedCell, end: CellEnd) -> None:
@@ -102,7 +101,6 @@ class Sweep:
                 shutil.rmtree(cell.caches, ignore_errors=True)
 
     def close(self, *, stopped: bool) -> None:
-        """Write how the sweep ended."""
         failed = any(result.exit_code != 0 for result in self.results)
         self._ledger.state = "stopped" if stopped else "failed" if failed else "finished"
         self._ledger.save()
@@ -112,35 +110,35 @@ class Sweep:
         for cell in self.cells:
             entry = self._ledger.entries[cell.key]
             if entry.state == "running":
-                wait_for(entry, self.view.say)
+                wait_for(entry, self.view.print)
             record = _finished(cell)
             changed = difference(entry.code, self._code)
             if changed and record is None and goes_on(cell):
-                self.view.say(f"goes on from a checkpoint of other code: {cell.title} ({changed})")
+                self.view.print(f"continues from a checkpoint of other code: {cell.title} ({changed})")
             if record is None or entry.state == "planned":
                 continue
             if changed:
-                self.view.say(f"runs again, because the code has changed since: {cell.title} ({changed})")
+                self.view.print(f"runs again, because the code has changed since: {cell.title} ({changed})")
                 continue
             self._done.add(cell.number)
             self._ends[cell.number] = _result(cell, 0, record)
-        self._repeat_cold_twins()
+        self._repeat_cold()
         for cell in self.cells:
             if cell.number in self._done:
                 self.note(cell, state="finished", exit_code=0, reason=None, pid=None, job_id=None)
         self.view.skipped(self._ends)
 
-    def _repeat_cold_twins(self) -> None:
-        """A warm cell that has to run needs the caches of its cold twin; where they are gone the twin runs again."""
+    def _repeat_cold(self) -> None:
+        """A warm cell that has to run needs the caches of the cold one; where they are gone that one runs again."""
         for cell in self.cells:
             if cell.start == "warm" and cell.number not in self._done and not (cell.caches and cell.caches.is_dir()):
-                twin = self._twin(cell)
-                if twin.number in self._done:
-                    self._done.discard(twin.number)
-                    del self._ends[twin.number]
-                    self.view.say(f"runs again, because {cell.title} needs its compile caches: {twin.title}")
+                cold = self._cold(cell)
+                if cold.number in self._done:
+                    self._done.discard(cold.number)
+                    del self._ends[cold.number]
+                    self.view.print(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
 
-    def _twin(self, cell: PlannedCell) -> PlannedCell:
+    def _cold(self, cell: PlannedCell) -> PlannedCell:
         return next(each for each in self.cells if each.pair == cell.pair and each.start == "cold")
 
 
@@ -155,3 +153,155 @@ def _finished(cell: PlannedCell) -> RunRecord | None:
 
 def _result(cell: PlannedCell, exit_code: int, record: RunRecord) -> Cell:
     return Cell(overrides=cell.chosen, directory=cell.directory, exit_code=exit_code, record=record)
+
+
+REFRESH_SECONDS = 0.5
+PLAIN_SECONDS = 60.0
+"""Between two lines where nothing live can be drawn."""
+
+
+class SweepView:
+    """Progress over all cells of a sweep.
+
+    Args:
+        cells: All that are planned.
+        parallel: How many of them run at once.
+        live: Whether lower lines are drawn; None = on a terminal.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[PlannedCell],
+        *,
+        parallel: int,
+        live: bool | None = None,
+    ) -> None:
+        self._console = Console(highlight=False)
+        self._cells, self._parallel = {cell.number: cell for cell in cells}, parallel
+        self._began = time.monotonic()
+        self._started: dict[int, float] = {}
+        self._over: dict[int, Cell] = {}
+        self._seconds: list[tuple[PlannedCell, float]] = []
+        self._drawn = self._began
+        self._wide = live if live is not None else self._console.is_terminal
+        self._live: Live | None = None
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def skipped(self, results: Mapping[int, Cell]) -> None:
+        """Cells that had finished before, by number."""
+        self._over.update(results)
+        if results:
+            self.print(f"finished before, not run again: {len(results)} of {len(self._cells)} cells")
+            for result in results.values():
+                self.print(f"  {' '.join(result.overrides) or 'one cell'}")
+
+    def started(self, cell: PlannedCell) -> None:
+        self._started[cell.number] = time.monotonic()
+        if not self._wide:
+            self.print(f"{self._place(cell)} {cell.title} -> {cell.directory}")
+
+    def ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
+        """A cell has ended: its figures, or why it has none."""
+        self._started.pop(cell.number, None)
+        self._over[cell.number] = result
+        if result.exit_code == 0:
+            self._seconds.append((cell, seconds))
+        parts = [result.outcome, *self._figures(cell, result.record), _span(seconds)]
+        if result.exit_code != 0 and result.record is not None and result.record.reason:
+            parts.append(result.record.reason.splitlines()[0])
+        line = f"{self._place(cell)} {cell.title}: {' · '.join(parts)}"
+        if not self._wide and len(self._over) < len(self._cells):
+            line += f" ({self._left()})"
+        self.print(line)
+
+    def show(self, running: Mapping[int, Callable[[], str]], stopping: int | None) -> None:
+        """Bring what is live up to date; ``running`` gives the last line of output for each number of a cell."""
+        now = time.monotonic()
+        if now - self._drawn < (REFRESH_SECONDS if self._wide else PLAIN_SECONDS):
+            return
+        self._drawn = now
+        lines = [self._status(stopping)]
+        for number, last_line in running.items():
+            elapsed = now - self._started.get(number, now)
+            lines.append(f"  {self._cells[number].title} · {_span(elapsed)} · {last_line()}")
+        if not self._wide:
+            self.print("\n".join(lines))
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(Text("\n".join(lines), overflow="ellipsis", no_wrap=True), refresh=True)
+
+    def _status(self, stopping: int | None) -> str:
+        failed = sum(result.exit_code != 0 for result in self._over.values())
+        parts = [f"sweep {len(self._over)}/{len(self._cells)}", f"{len(self._started)} running"]
+        if failed:
+            parts.append(f"{failed} failed")
+        if stopping is not None:
+            parts.append("stopping: what runs ends first; once more stops it at once")
+        return " · ".join([*parts, f"{_span(time.monotonic() - self._began)} so far", self._left()])
+
+    def _left(self) -> str:
+        left = [cell for number, cell in self._cells.items() if number not in self._over]
+        seconds = self._left_seconds(left)
+        return f"{len(left)} left" + ("" if seconds is None or not left else f", about {_span(seconds)}")
+
+    def _left_seconds(self, left: Sequence[PlannedCell]) -> float | None:
+        """From the mean time of finished cells that differ in seed and round alone; None before there is one for each:
+        another strategy compiles for longer."""
+        total = 0.0
+        for cell in left:
+            alike = [seconds for each, seconds in self._seconds if _kind(each) == _kind(cell)]
+            if not alike:
+                return None
+            spent = time.monotonic() - self._started[cell.number] if cell.number in self._started else 0.0
+            total += max(0.0, sum(alike) / len(alike) - spent)
+        return total / min(self._parallel, max(1, len(left)))
+
+    def _figures(self, cell: PlannedCell, record: RunRecord | None) -> list[str]:
+        """Speed, and its ratio to eager's in the same round under the same settings, where that has run: of two single
+        runs, which show no difference."""
+        speed = _speed(record)
+        if record is None or not speed:
+            return []
+        parts = [f"{speed:.2f} {'batches' if record.run == 'inference' else 'steps'}/s"]
+        eager = next((found for found in map(_speed, self._eager_pairs(cell)) if found), None)
+        return [*parts, f"{NOT_SURE}{speed / eager:.2f}x eager"] if eager and record.label != "eager" else parts
+
+    def _eager_pairs(self, cell: PlannedCell) -> list[RunRecord]:
+        found = []
+        for number, result in self._over.items():
+            other, record = self._cells[number], result.record
+            same = (other.shared, other.round) == (cell.shared, cell.round)
+            if same and record is not None and record.label == "eager" and record.run == cell.described.run:
+                found.append(record)
+        return found
+
+    def _place(self, cell: PlannedCell) -> str:
+        return f"[{list(self._cells).index(cell.number) + 1}/{len(self._cells)}]"
+
+
+def _kind(cell: PlannedCell) -> tuple[object, ...]:
+    return (cell.arm, cell.start, [override for override in cell.shared if not override.startswith("seed=")])
+
+
+def _speed(record: RunRecord | None) -> float | None:
+    if record is None:
+        return None
+    return record.batches_per_second if record.run == "inference" else record.steady_steps_per_second
+
+
+def _span(seconds: float) -> str:
+    """A time for people: ``42 s``, ``3:05 min``, ``1:02:00 h``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"

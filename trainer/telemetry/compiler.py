@@ -1,15 +1,22 @@
 """What the compiler did during a run, read from torch's own counters, metrics and callbacks (never from logs).
 
+What is otherwise silent (graph breaks, recompiles, slow steps) is reported in one line, once, while the run lasts.
+
 Everything under ``torch._dynamo.utils`` and ``torch._dynamo.callback`` is private to torch; this is the only module of
 the trainer that reads it, and the tests run it on the oldest and the newest torch that the project supports.
 """
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import os
+import re
 import sys
 import time
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch._dynamo.callback as dynamo_callback
@@ -17,8 +24,19 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
-from trainer.telemetry.events import Event
+from trainer.telemetry.facts import sentence
+from trainer.telemetry.record import Event, SlowStep
+from trainer.telemetry.source import shown
 
+MAX_LINES = 20
+MAX_SHAPES = 3
+MIN_SECONDS = 0.1
+"""A slow step that is shorter is in the record alone."""
+MAX_REASON = 160
+MAX_CODE = 80
+RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
+"""What Dynamo calls the rest of a function behind a graph break."""
+KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback": "runs eager"}
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
 
@@ -31,13 +49,33 @@ PHASES = {
     "backward": "backward_cumulative_compile_time_us",
 }
 """Phase names in the record and the metric fields they add up; phases nest."""
+COUNTERS = {
+    "stats": ("unique_graphs",),
+    "inductor": ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass", "cudagraph_skips"),
+}
+"""Torch's counters that are read, by group."""
 _COMPILED_UNDER: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 """Classes of regions under whose calls this process compiled code, their own or what they call; modules of one class
 share it, also with those of a later training."""
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
-class CompilerWatch:
+@dataclass(kw_only=True, slots=True)
+class CompilerFigures:
+    """Fields of the record about the compiler."""
+
+    compile_seconds: float | None
+    compile_phases_seconds: dict[str, float]
+    graphs: int
+    graph_breaks: int
+    recompiles: int
+    cudagraph_skips: int
+    cache_hits: int | None
+    cache_misses: int | None
+    cache: str | None
+
+
+class CompilerMonitor:
     """Counts what the compiler does between ``start`` and ``stop`` and tags each event with the step it fell in."""
 
     def __init__(self) -> None:
@@ -50,7 +88,7 @@ class CompilerWatch:
         self.compile_seconds = 0.0
         """Wall seconds of the compilations that ended."""
         self.events: list[Event] = []
-        self._untold: list[Event] = []
+        self._unreported: list[Event] = []
         self._began: float | None = None
         self._seen_metrics = 0
         self._seen_breaks = 0
@@ -103,39 +141,36 @@ class CompilerWatch:
             new.append(self._event("graph_break", reason.reason, where))
         self._seen_breaks = len(breaks)
         self.events.extend(new)
-        self._untold.extend(new)
+        self._unreported.extend(new)
         return new
 
-    def untold(self) -> list[Event]:
-        """What ``collect`` has read since the last call; what others have added to ``events`` they tell themselves."""
-        untold, self._untold = self._untold, []
-        return untold
+    def unreported(self) -> list[Event]:
+        """What ``collect`` has read since the last call; others report what they add to ``events``."""
+        unreported, self._unreported = self._unreported, []
+        return unreported
 
-    def figures(self) -> dict[str, Any]:
-        """The record's compiler fields for everything since ``start``; what was never asked of torch is None."""
+    def figures(self) -> CompilerFigures:
+        """Everything since ``start``; what was never asked of torch is None."""
         metrics = dynamo_utils.get_compilation_metrics()[self._first_metric :]
         now = self._read_counters()
         delta = {name: value - self._counters[name] for name, value in now.items()}
-        asked = delta["fxgraph_cache_hit"] + delta["fxgraph_cache_miss"] > 0
+        hits, misses = delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"]
         phases = {
             phase: sum(getattr(metric, name, None) or 0 for metric in metrics) / 1e6 for phase, name in PHASES.items()
         }
-        return {
-            "compile_seconds": self.compile_seconds if self.compilations else None,
-            "compile_phases_seconds": {phase: round(value, 4) for phase, value in phases.items() if value},
-            "graphs": delta["unique_graphs"],
-            "graph_breaks": self.count("graph_break"),
-            "recompiles": self.count("recompile"),
-            "cudagraph_skips": delta["cudagraph_skips"],
-            "cache_hits": delta["fxgraph_cache_hit"] if asked else None,
-            "cache_misses": delta["fxgraph_cache_miss"] if asked else None,
-            "cache": _cache_word(
-                delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"] + delta["fxgraph_cache_bypass"]
-            ),
-        }
+        return CompilerFigures(
+            compile_seconds=self.compile_seconds if self.compilations else None,
+            compile_phases_seconds={phase: round(value, 4) for phase, value in phases.items() if value},
+            graphs=delta["unique_graphs"],
+            graph_breaks=self.count("graph_break"),
+            recompiles=self.count("recompile"),
+            cudagraph_skips=delta["cudagraph_skips"],
+            cache_hits=hits if hits + misses else None,
+            cache_misses=misses if hits + misses else None,
+            cache=_cache_word(hits, misses + delta["fxgraph_cache_bypass"]),
+        )
 
     def count(self, kind: str) -> int:
-        """Number of events of one kind so far."""
         return sum(event.kind == kind for event in self.events)
 
     @staticmethod
@@ -186,14 +221,7 @@ class CompilerWatch:
 
     @staticmethod
     def _read_counters() -> dict[str, int]:
-        counters = dynamo_utils.counters
-        return {
-            "unique_graphs": counters["stats"]["unique_graphs"],
-            "fxgraph_cache_hit": counters["inductor"]["fxgraph_cache_hit"],
-            "fxgraph_cache_miss": counters["inductor"]["fxgraph_cache_miss"],
-            "fxgraph_cache_bypass": counters["inductor"]["fxgraph_cache_bypass"],
-            "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
-        }
+        return {name: dynamo_utils.counters[group][name] for group, names in COUNTERS.items() for name in names}
 
 
 def _frame(compile_id: Any) -> str:
@@ -216,3 +244,85 @@ def _cache_word(hits: int, misses: int) -> str | None:
     if hits and misses:
         return "mixed"
     return "warm" if hits else "cold" if misses else None
+
+
+class EventReporter:
+    """Reports each thing once, in a line on stderr, which a live display lets through and a file keeps. The record and
+    TensorBoard have every case.
+
+    Args:
+        enabled: Whether this process reports at all.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._left = MAX_LINES if enabled else 0
+        self._reported: set[tuple[str, str]] = set()
+        self._shapes = 0
+        self.recompiles = True
+        """Whether recompiles are reported here; False where a strategy's own lock reports them."""
+
+    def events(self, events: Iterable[Event], *, warm: bool) -> None:
+        """Report breaks and fallbacks whenever they come, recompiles of a training that is ``warm``: before, they are
+        how the compiler finds out which dimensions vary, and validation has graphs of its own."""
+        for event in events:
+            if event.kind not in KINDS:
+                continue
+            if event.kind == "recompile" and not (self.recompiles and warm and event.phase == "training"):
+                continue
+            self._print(event.kind, event.location or event.reason, line_about(event))
+
+    def slow(self, slow: SlowStep) -> None:
+        """Report a slow step: once for each cause, for a few shapes, and no recompile that was reported already."""
+        if slow.seconds < MIN_SECONDS or (slow.cause == "recompile" and slow.detail):
+            return
+        what = slow.cause
+        if slow.cause == "first_of_shape":
+            self._shapes += 1
+            if self._shapes > MAX_SHAPES:
+                return
+            what = slow.detail or ""
+        self._print("slow", what, sentence(slow))
+
+    def _print(self, kind: str, what: str, line: str) -> None:
+        if (kind, what) in self._reported or not self._left:
+            return
+        self._reported.add((kind, what))
+        self._left -= 1
+        if not self._left:
+            line += " (more of the like is in the record and on TensorBoard's pages only)"
+        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+            # Looked up at each call: a live display puts itself in the place of stderr while it lasts.
+            print(line, file=sys.stderr, flush=True)
+
+
+def line_about(event: Event) -> str:
+    when = f" in step {event.step}" if event.step is not None and event.phase == "training" else ""
+    parts = [f"compile: {KINDS[event.kind]}{when}"]
+    if event.location:
+        parts.append(f" at {shortened(event.location)}")
+        if event.kind != "recompile" and (code := code_at(event.location)):  # whose line is the function's first
+            parts.append(f" `{code}`")
+    return "".join(parts) + f": {_cut(reason(event.reason), MAX_REASON)}"
+
+
+def reason(text: str) -> str:
+    """The most telling of the compiler's words: the explanation below a title, else the first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines[1:2] if line.startswith("Explanation: ")]
+    return (explained or lines or ["no reason given"])[0]
+
+
+def shortened(location: str) -> str:
+    """``location`` from the site-packages or working directory on, its function by the name that it has in the code."""
+    return shown(RESUMED.sub(r"\1", location))
+
+
+def code_at(location: str) -> str | None:
+    """The line of code that ``file:line function`` names, if it can be read."""
+    found = re.match(r"(.+):(\d+)(?: |$)", location)
+    line = linecache.getline(found[1], int(found[2])).strip() if found else ""
+    return _cut(line.split("  #")[0], MAX_CODE) or None
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

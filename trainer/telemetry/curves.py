@@ -1,24 +1,199 @@
-"""Curves: reads the clocks of each window once its steps are through, sorts them and writes the window's points."""
+"""Curves: reads the clocks of each window once its steps are through, sorts them and writes the window's points.
+
+A window is the steps between two points of a curve. Its losses travel to the host while the next window is filled, so
+that nothing waits. Slow steps are judged here too: which ones took ten times the median or more, and why, as far as the
+marks tell that the hot path left on them.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from trainer.telemetry.clock import StepClock
-from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.data_wait import DataWait
-from trainer.telemetry.energy import EnergyMeter
-from trainer.telemetry.events import SlowStep
-from trainer.telemetry.meter import Meter, NonFinite, Step, Totals, first_nonfinite
-from trainer.telemetry.peak import Peak
-from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
-from trainer.telemetry.slow_steps import SlowSteps
+from trainer.telemetry import hardware
+from trainer.telemetry.compiler import CompilerMonitor
+from trainer.telemetry.facts import TIMES_MEDIAN, number, shape_text
+from trainer.telemetry.hardware import Peak
+from trainer.telemetry.machine import EnergyMeter
+from trainer.telemetry.meter import (
+    DataWait,
+    Meter,
+    NonFinite,
+    Rates,
+    Step,
+    StepClock,
+    Totals,
+    first_nonfinite,
+    percentile,
+)
+from trainer.telemetry.record import Event, SlowStep
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.telemetry.windows import Window, Windows
+
+MIN_STEADY = 10
+"""Steady steps without which there is no median to speak of."""
+RECENT = 512
+"""Steady steps that the median is taken over."""
+MAX_LISTED = 100
+AFTER = {"validating": "validation", "saving": "checkpoint"}
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What the device allocator did during a window."""
+
+    retries: int = 0
+    """Times it freed what it kept and asked again."""
+    segments: int = 0
+    """Times it asked the driver for memory."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Steps between two flushes."""
+
+    steps: list[Step]
+    losses: torch.Tensor | None
+    """Losses of all micro-batches in order, in host memory once ``copied`` has happened."""
+    copied: torch.cuda.Event | None
+    allocations: Allocations
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the losses can be read without waiting."""
+        return self.copied is None or self.copied.query()
+
+    def read(self) -> list[float]:
+        """Losses of all micro-batches in order. Waits for those that have not arrived."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return [] if self.losses is None else self.losses.tolist()
+
+
+class Windows:
+    """Windows in order; each one is read while the next one is being filled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: deque[Window] = deque()
+        self._steps: list[Step] = []
+        self._counted = hardware.allocator_counts(device)
+
+    def add(self, step: Step) -> None:
+        self._steps.append(step)
+
+    def close(self) -> None:
+        """End the open window and send its losses to the host."""
+        if self._steps:
+            before, self._counted = self._counted, hardware.allocator_counts(self._device)
+            allocations = Allocations(*(now - then for now, then in zip(self._counted, before, strict=True)))
+            self._waiting.append(Window(self._steps, *self._sent(), allocations))
+            self._steps = []
+
+    def readable(self, *, everything: bool) -> Iterator[Window]:
+        """Closed windows, oldest first: those that have arrived and all but the newest, or ``everything``."""
+        while self._waiting and (everything or len(self._waiting) > 1 or self._waiting[0].arrived):
+            yield self._waiting.popleft()
+
+    def read_now(self) -> tuple[list[Step], list[float]]:
+        """The steps that are not read yet, those of the open window too, and their losses; waits for the device."""
+        steps = [*(step for window in self._waiting for step in window.steps), *self._steps]
+        losses = [loss for step in steps for loss in step.losses]
+        return steps, _stacked(losses).tolist() if losses else []
+
+    def _sent(self) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
+        losses = [loss for step in self._steps for loss in step.losses]
+        if not losses:
+            return None, None
+        stacked = _stacked(losses)
+        if self._device.type != "cuda":
+            return stacked, None
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return host, copied
+
+
+def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
+    """In single precision or better: half of it may be infinite for what double precision holds."""
+    stacked = torch.stack(losses)
+    return stacked if stacked.dtype == torch.float64 else stacked.float()
+
+
+class SlowSteps:
+    """Judges the steps of one run.
+
+    Args:
+        warmup_steps: First steps, which are expected to be slow.
+        report: Called with each slow step as it is found.
+    """
+
+    def __init__(self, *, warmup_steps: int, report: Callable[[SlowStep], None]) -> None:
+        self._warmup_left = warmup_steps
+        self._report = report
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._waiting: deque[tuple[Step, Allocations]] = deque(maxlen=10 * RECENT)
+        self.causes: Counter[str] = Counter()
+        self.listed: list[SlowStep] = []
+        self._known = False
+
+    @property
+    def count(self) -> int | None:
+        """Slow steps so far; None while there is no median."""
+        return self.causes.total() if self._known else None
+
+    def look(
+        self, steps: Iterable[Step], steady: Sequence[float], allocations: Allocations, events: Sequence[Event]
+    ) -> None:
+        """Judge a window of timed ``steps``, of which ``steady`` are the seconds of the steady ones."""
+        for step in steps:
+            step.losses = []  # read by now; a step that waits here must not hold device memory
+            if self._warmup_left:
+                self._warmup_left -= 1
+            elif not step.profiled:
+                self._waiting.append((step, allocations))
+        self._recent.extend(steady)
+        if len(self._recent) < MIN_STEADY:
+            return
+        self._known = True
+        median = statistics.median(self._recent)
+        while self._waiting:
+            step, during = self._waiting.popleft()
+            if step.seconds >= TIMES_MEDIAN * median:
+                self._add(step, median, *cause_of(step, median, during, events))
+
+    def _add(self, step: Step, median: float, cause: str, detail: str | None) -> None:
+        slow = SlowStep(step=step.number, seconds=step.seconds, median_seconds=median, cause=cause, detail=detail)
+        self.causes[cause] += 1
+        if len(self.listed) < MAX_LISTED:
+            self.listed.append(slow)
+        self._report(slow)
+
+
+def cause_of(step: Step, median: float, during: Allocations, events: Sequence[Event]) -> tuple[str, str | None]:
+    """Name of the surest cause, and what is known of it."""
+    half = (step.seconds - median) / 2
+    """A cause that explains less than half of what the step took too long does not count."""
+    if step.recompiled:
+        found = [event for event in events if event.step == step.number and event.phase == "training"]
+        return "recompile", found[0].location if found else None
+    if step.compiled:
+        return "capture", None
+    if step.waited_seconds >= half:
+        return "data_wait", f"{number(step.waited_seconds)} s"
+    if step.collected_seconds >= half:
+        return "garbage_collection", f"{number(step.collected_seconds)} s"
+    if step.new_shape is not None:
+        return "first_of_shape", shape_text(step.new_shape)
+    if during.retries or during.segments:
+        asked = f"{during.segments} allocations by the driver"
+        return "allocator", f"{during.retries} retries, {asked} in this window" if during.retries else asked
+    if step.after is not None:
+        return AFTER.get(step.after, "pause"), None if step.after in AFTER else step.after
+    return "unknown", None
 
 
 class Curves:
@@ -26,7 +201,7 @@ class Curves:
 
     Args:
         clock, wait: Read in the order of the steps, a window at a time.
-        tell: Called with each slow step.
+        report: Called with each slow step.
     """
 
     def __init__(
@@ -39,63 +214,93 @@ class Curves:
         meter: Meter,
         peak: Peak,
         energy: EnergyMeter,
-        compiler: CompilerWatch,
-        tell: Callable[[SlowStep], None],
+        compiler: CompilerMonitor,
+        report: Callable[[SlowStep], None],
     ) -> None:
         self._device, self._pages, self._clock, self._wait = device, pages, clock, wait
         self._meter, self._peak, self._energy, self._compiler = meter, peak, energy, compiler
-        self._windows = Windows(device)
-        self._slow = SlowSteps(warmup_steps=meter.warmup_steps, tell=tell)
+        self.windows = Windows(device)
+        self.slow = SlowSteps(warmup_steps=meter.warmup_steps, report=report)
         self.last_loss: float | None = None
         """Mean loss of the newest window read back."""
         self.nonfinite: NonFinite | None = None
-        """The first step, of those read so far, whose loss was no finite number."""
+        """The first step, of those read so far, whose loss was not a finite number."""
         self.steps_per_second: float | None = None
 
-    def add(self, step: Step) -> None:
-        """Add a step that is over."""
-        self._windows.add(step)
-
-    def flush(self, *, everything: bool, rehearsal_seconds: float, learning_rate: float | None) -> None:
+    def flush(self, *, everything: bool, preflight_seconds: float, learning_rate: float | None) -> None:
         """Close the open window; write those that have arrived, or ``everything``."""
-        self._windows.close()
-        for window in self._windows.readable(everything=everything):
+        self.windows.close()
+        for window in self.windows.readable(everything=everything):
             rates, seconds = self._read(window)
             points = {
                 "train/loss": self.last_loss,
                 "train/learning_rate": learning_rate,
-                "throughput/steps_per_second": rates.get("steady_steps_per_second"),
+                "throughput/steps_per_second": rates.steady_steps_per_second,
                 **rate_scalars(rates, self._peak),
                 **time_scalars("step", seconds),
                 "time/first_step_seconds": self._meter.first_step_seconds,
-                "time/warmup_seconds": self._meter.warmup_seconds + rehearsal_seconds,
-                "time/slow_steps": self._slow.count,
+                "time/warmup_seconds": self._meter.warmup_seconds + preflight_seconds,
+                "time/slow_steps": self.slow.count,
                 **cost_scalars(self._compiler, self._energy, self._device),
             }
             self._pages.scalars(points, window.steps[-1].number)
 
-    def figures(self) -> dict[str, Any]:
-        """The record's fields that are found here."""
-        finite = self.last_loss is not None and math.isfinite(self.last_loss)
-        return {**self._slow.figures(), "final_loss": self.last_loss if finite else None}
-
     def look(self) -> None:
         """Read the losses of all steps so far; waits for the device."""
-        self.nonfinite = self.nonfinite or first_nonfinite(*self._windows.read_now())
+        self.nonfinite = self.nonfinite or first_nonfinite(*self.windows.read_now())
 
-    def _read(self, window: Window) -> tuple[dict[str, float | None], list[float]]:
+    def _read(self, window: Window) -> tuple[Rates, list[float]]:
         """Rates and seconds of the window's steady steps."""
-        steady, seconds = Totals(), []
-        for step in window.steps:
-            step.seconds = sum(self._clock.take() for _ in range(step.laps))
-            step.waited_seconds = sum(self._wait.take() for _ in range(step.fetches))
-            if self._meter.add(step):
-                steady.add(step)
-                seconds.append(step.seconds)
+        totals, seconds = read_clocks(window.steps, self._clock, self._wait, self._meter)
         losses = window.read()
         self.last_loss = sum(losses) / len(window.steps) if losses else self.last_loss
         self.nonfinite = self.nonfinite or first_nonfinite(window.steps, losses)
-        self._slow.look(window.steps, seconds, window.allocations, self._compiler.events)
-        rates = steady.rates()
-        self.steps_per_second = rates.get("steady_steps_per_second") or self.steps_per_second
+        self.slow.look(window.steps, seconds, window.allocations, self._compiler.events)
+        rates = totals.rates()
+        self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
         return rates, seconds
+
+
+def read_clocks(steps: Iterable[Step], clock: StepClock, wait: DataWait, meter: Meter) -> tuple[Totals, list[float]]:
+    """Time ``steps`` and add them to ``meter``: totals and seconds of the steady ones."""
+    totals, seconds = Totals(), []
+    for step in steps:
+        step.seconds = sum(clock.take() for _ in range(step.laps))
+        step.waited_seconds = sum(wait.take() for _ in range(step.fetches))
+        if meter.add(step):
+            totals.add(step)
+            seconds.append(step.seconds)
+    return totals, seconds
+
+
+def rate_scalars(rates: Rates, peak: Peak) -> dict[str, float | None]:
+    shares = peak.figures(rates.teraflops_per_second)
+    return {
+        "throughput/samples_per_second": rates.samples_per_second,
+        "throughput/tokens_per_second": rates.tokens_per_second,
+        "throughput/useful_tokens_per_second": rates.useful_tokens_per_second,
+        "throughput/padded_share": rates.padded_share,
+        "throughput/teraflops_per_second": rates.teraflops_per_second,
+        "throughput/model_flops_utilization": shares.model_flops_utilization,
+        "throughput/model_flops_utilization_measured_peak": shares.model_flops_utilization_measured_peak,
+        "data/wait_share": rates.data_wait_share,
+    }
+
+
+def time_scalars(unit: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
+    return {
+        f"time/{unit}_milliseconds_median": None if median is None else median * 1e3,
+        f"time/{unit}_milliseconds_p95": None if p95 is None else p95 * 1e3,
+    }
+
+
+def cost_scalars(monitor: CompilerMonitor, energy: EnergyMeter, device: torch.device) -> dict[str, float | None]:
+    names = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
+    figures = monitor.figures() if monitor.compilations else None
+    return {
+        **{f"compile/{name.removeprefix('compile_')}": getattr(figures, name, None) for name in names},
+        "memory/peak_device_gib": hardware.peak_device_gib(device),
+        "memory/peak_process_gib": hardware.peak_process_gib(),
+        "energy/joules_per_sample": energy.joules_per_sample(),
+    }

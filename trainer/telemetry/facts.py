@@ -1,6 +1,6 @@
-"""What strategies found and did, for people: a short line for each of them, and every fact with its unit.
+"""Facts in words: what strategies found and did, a profile and slow steps, as lines, tables and pages.
 
-Facts come from ``RunRecord.report``; their names say what they are (``_share``, ``_seconds``, ``bytes_``), which is how
+Facts come from ``RunRecord.report``; their names hold their units (``_share``, ``_seconds``, ``bytes_``), which is how
 a strategy of someone else's is shown too. Imports neither torch nor Lightning.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from trainer.telemetry.record import SlowStep
 
 HEADLINES: dict[str, tuple[str, ...]] = {
     "auto": ("chosen", "reason", "planned_steps", "tried", "probe_seconds", "remembered"),
@@ -46,17 +48,32 @@ ITEMS = 6
 CHARACTERS = 120
 """Longest text that is shown whole."""
 MIB = 1 << 20
+TIMES_MEDIAN = 10.0
+"""Of a slow step, at least."""
+CAUSES: dict[str, str] = {
+    "recompile": "the compiler ran",
+    "capture": "a CUDA graph was captured",
+    "data_wait": "waited for the data loader",
+    "garbage_collection": "Python's garbage collector ran",
+    "first_of_shape": "the first batch of its shape",
+    "allocator": "the device allocator went to the driver for memory",
+    "validation": "the first step after a validation",
+    "checkpoint": "the first step after a checkpoint",
+    "pause": "the first step after another pause",
+    "unknown": "nothing was seen that explains it",
+}
+"""Of slow steps, from the surest to the least sure: the first one that holds is the cause."""
 
 
 def headlines(report: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One line for each name in ``report`` that has something to say."""
+    """One line for each name in ``report`` that has facts."""
     lines = {}
     for name, facts in report.items():
         every = dict(flat(facts))
         chosen = [fact for fact in HEADLINES[name] if fact in every] if name in HEADLINES else []
-        said = [f"{_words(fact)} {shown(fact, every[fact])}" for fact in chosen or every]
-        if said:
-            lines[name] = " · ".join(said)
+        parts = [f"{_words(fact)} {shown(fact, every[fact])}" for fact in chosen or every]
+        if parts:
+            lines[name] = " · ".join(parts)
     return lines
 
 
@@ -78,7 +95,7 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def number(value: float, decimals: int | None = None) -> str:
     """``value`` without an exponent, thousands apart: with three digits, or with so many ``decimals`` and, where it is
-    below one, two digits that say something."""
+    below one, two significant digits."""
     text = f"{value:.3g}"
     if not math.isfinite(value) or (decimals is None and "e" not in text):
         return text
@@ -89,7 +106,7 @@ def number(value: float, decimals: int | None = None) -> str:
 
 
 def shown(fact: str, value: Any) -> str:
-    """``value`` with the unit that the name of its fact says."""
+    """``value`` with the unit that is in the name of its fact."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -119,3 +136,95 @@ def _words(fact: str) -> str:
     for unit in ("_milliseconds", "_seconds"):
         name = name.removesuffix(unit)
     return name.replace("_", " ")
+
+
+SHOWN = 3
+"""Kernels or operators in the summary."""
+
+
+def with_idle_share(facts: Mapping[str, Any], steady_seconds: float | None) -> dict[str, Any]:
+    """``facts`` with the device's idle share of a steady step, which no profiler slowed down: its host work makes small
+    steps look idler than they are. None where steps vary so much that one has less time than the kernels took."""
+    busy = facts.get("busy_seconds_per_step")
+    if busy is None:
+        return dict(facts)
+    share = 1 - busy / steady_seconds if steady_seconds else None
+    return {"idle_share": share if share is not None and share >= 0 else None, **facts}
+
+
+def profile_line(facts: Mapping[str, Any]) -> str:
+    if "reason" in facts:
+        return f"none: {facts['reason']}"
+    parts = [facts["not_seen"]] if "not_seen" in facts else []
+    if (share := _idle(facts)) is not None:
+        parts.append(f"GPU idle {share:.0%} of the time")
+    listed = facts.get("kernels") or facts.get("operators") or []
+    parts.append(", ".join(f"{row['name'][:40]} {row['share']:.0%}" for row in listed[:SHOWN]))
+    return " · ".join([*parts, facts.get("trace", "")]).strip(" ·")
+
+
+def profile_page(facts: Mapping[str, Any]) -> str:
+    if "reason" in facts:
+        return f"No profile: {facts['reason']}"
+    span = f"{facts['steps']} steps" + (f" from step {facts['first_step']} on" if facts.get("first_step") else "")
+    lines = [f"{span}, {facts['seconds']:.3g} s while profiled.", ""]
+    for name, form, meaning in (
+        ("not_seen", "{}", "device"),
+        ("idle_share", "{:.1%}", "device idle, of a steady step"),
+        ("idle_share_while_profiled", "{:.1%}", "device idle while profiled, which slows the host"),
+        ("kernels_per_step", "{:,.1f}", "kernels and copies in a step"),
+        ("launches_per_step", "{:,.1f}", "launches by the host in a step (a CUDA graph is one launch)"),
+    ):
+        if facts.get(name) is not None:
+            lines.append(f"- {meaning}: {form.format(facts[name])}")
+    if _replayed(facts):
+        lines.append("- kernels come from CUDA graphs: in the trace they stand without launches of their own")
+    for title, rows in (("Kernels", facts.get("kernels")), ("Operators on the host", facts.get("operators"))):
+        if rows:
+            lines += ["", f"**{title}**", "", "| name | share | ms a step | calls a step |", "|---|---|---|---|"]
+            lines += [_row(row) for row in rows]
+    if "trace" in facts:
+        lines += ["", f"Open `{facts['trace']}` of the run's folder at https://ui.perfetto.dev"]
+    return "\n".join(lines)
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    name = row["name"].replace("|", "\\|")
+    return f"| {name} | {row['share']:.1%} | {row['milliseconds_per_step']:.3f} | {row['calls_per_step']:.1f} |"
+
+
+def _idle(facts: Mapping[str, Any]) -> float | None:
+    share = facts.get("idle_share")
+    return share if share is not None else facts.get("idle_share_while_profiled")
+
+
+def _replayed(facts: Mapping[str, Any]) -> bool:
+    """Fewer than half as many launches as kernels: the rest were replayed."""
+    return "kernels_per_step" in facts and facts["launches_per_step"] < facts["kernels_per_step"] / 2
+
+
+def shape_text(shape: Any) -> str:
+    """A batch's shape as a person writes it: ``32x3x224x224 32x58``."""
+    return " ".join("x".join(map(str, each)) or "scalar" for each in shape)
+
+
+def sentence(slow: SlowStep) -> str:
+    line = (
+        f"step {slow.step} took {number(slow.seconds)} s, {slow.seconds / slow.median_seconds:.0f} times the median: "
+    )
+    return line + CAUSES[slow.cause] + (f" ({slow.detail})" if slow.detail else "")
+
+
+def slow_steps_table(steps: Sequence[SlowStep], count: int | None) -> str:
+    if count is None:
+        return "Too few steady steps to know a median."
+    if not steps:
+        return f"No step took {TIMES_MEDIAN:g} times the median or more."
+    lines = ["| step | seconds | times the median | cause | detail |", "|---|---|---|---|---|"]
+    for slow in steps:
+        times = f"{slow.seconds / slow.median_seconds:.0f}"
+        detail = (slow.detail or "").replace("|", "\\|")
+        lines.append(f"| {slow.step} | {slow.seconds:.4g} | {times} | {CAUSES[slow.cause]} | {detail} |")
+    if count > len(steps):
+        lines.append(f"\n{count - len(steps)} more are counted in the record, not listed.")
+    return "\n".join(lines)

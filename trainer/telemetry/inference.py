@@ -6,33 +6,23 @@ issues them without waiting in between, and where it is too slow for the device,
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
+import lightning as L
 
-from trainer.telemetry import hardware, memory
-from trainer.telemetry.clock import StepClock, step_clock
-from trainer.telemetry.compiler import CompilerWatch
-from trainer.telemetry.data_wait import DataWait
-from trainer.telemetry.energy import EnergyMeter
-from trainer.telemetry.machine import MachineWatch
-from trainer.telemetry.marks import SeenShapes
-from trainer.telemetry.meter import Meter, Step, Totals
-from trainer.telemetry.peak import Peak, find_peak
-from trainer.telemetry.scalars import cost_scalars, rate_scalars, time_scalars
-from trainer.telemetry.telemetry import BatchCounter
-from trainer.telemetry.telling import Teller
+from trainer.telemetry import hardware
+from trainer.telemetry.curves import cost_scalars, rate_scalars, read_clocks, time_scalars
+from trainer.telemetry.meter import Meter, Rates, Step
+from trainer.telemetry.record import RunRecord
+from trainer.telemetry.telemetry import BaseTelemetry, BatchCounter
 from trainer.telemetry.tensorboard import TensorBoardPages
 
-OF_WARMUP = ("first_step_seconds", "warmup_seconds", "warmup_steps", "new_shape_steps")
-"""Fields of the record that a training has too; here a step is a batch."""
-OF_LATENCY = ("mean", "median", "p95", "deviation", "quantiles")
 
-
-class InferenceTelemetry:
+class InferenceTelemetry(BaseTelemetry):
     """Measures one inference; the owner calls the methods named after its moments."""
 
     units = ("batch", "batches")
@@ -40,35 +30,19 @@ class InferenceTelemetry:
     """There is none; the progress view asks."""
 
     def __init__(self, *, count: BatchCounter | None, measure_peak: bool | None) -> None:
-        self.compiler = CompilerWatch()
-        self.phase = "starting"
-        """What is going on, in a word for the progress view."""
-        self.steps_done = 0
-        """Timed batches done; read by the progress view from another thread."""
+        super().__init__(count=count, measure_peak=measure_peak)
         self.steps_per_second: float | None = None
-        self.ready_seconds: float | None = None
-        """Age of the process when the first batch was there."""
-        self.teller = Teller(aloud=False)
-        self.count, self._measure_peak = count, measure_peak
         self._meter = Meter(warmup_steps=0)
         self._open: list[Step] = []
         self._samples_per_second: list[float] = []
-        self._shapes = SeenShapes()
         self._runs = 0
         self._number = 0
 
-    def start(self, device: torch.device, precision: str, pages: TensorBoardPages, *, aloud: bool = True) -> None:
-        """Model and data are in place; ``aloud`` on the process that tells what is otherwise silent."""
-        self.teller = Teller(aloud=aloud)
-        self._device, self._pages = device, pages
-        self._clock: StepClock = step_clock(device)
-        self._energy = EnergyMeter(device)
-        self._machine = MachineWatch(self._energy.handle)
-        self._peak: Peak = find_peak(device, precision, measure=self._measure_peak)
-        self.wait = DataWait(device)
-        memory.reset_peaks(device)
+    def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
+        self._start(trainer)
+        self._pages = pages
 
-    @contextmanager
+    @contextlib.contextmanager
     def warmup(self, batches: int) -> Iterator[None]:
         """The batches that run inside are warm-up, ``batches`` of them."""
         self.ready_seconds = hardware.process_age_seconds()
@@ -77,14 +51,13 @@ class InferenceTelemetry:
         self._begin()
         yield
         self._read()
-        self._collect()
+        self._collect(warm=False)
 
-    @contextmanager
+    @contextlib.contextmanager
     def timed_run(self) -> Iterator[None]:
-        """One timed run of batches."""
         self.phase = "measuring"
         if not self._runs:
-            memory.reset_peaks(self._device)  # what compiling and comparing with eager took is not the model's
+            hardware.reset_peaks(self._device)  # what compiling and comparing with eager took is not the model's
         self._begin()
         self._machine.begin()
         self._energy.begin()
@@ -92,12 +65,11 @@ class InferenceTelemetry:
             yield
         finally:
             self._machine.look()
-            self._wait()
+            self._wait_for_device()
             self._energy.end()
             self._write(*self._read())
 
     def batch_start(self) -> None:
-        """A batch is asked for."""
         self._compilations = self.compiler.compilations
         self.compiler.step = self._number
 
@@ -112,68 +84,48 @@ class InferenceTelemetry:
         self._number += 1
         self._open.append(step)
         if step.disturbed:
-            self._collect()
+            self._collect(warm=self.phase == "measuring")
             self._energy.discard()
         elif self.phase == "measuring":
             self.steps_done += 1
             self._energy.add(step.samples or 0)
             self._energy.begin()
 
-    def figures(self) -> dict[str, Any]:
-        """The record's fields that this object measures, of this process."""
-        steady, rates = self._meter.figures(), self._meter.steady.rates()
-        median = statistics.median(self._samples_per_second) if self._samples_per_second else None
-        spread = max(self._samples_per_second) - min(self._samples_per_second) if median else 0.0
-        return {
-            **{name: steady[name] for name in OF_WARMUP},
-            **{f"latency_seconds_{name}": steady[f"steady_step_seconds_{name}"] for name in OF_LATENCY},
-            "batches": steady["steady_steps"],
-            "repeats": self._runs,
-            "batches_per_second": rates.pop("steady_steps_per_second", None),
-            **rates,
-            "repeat_samples_per_second": list(self._samples_per_second),
-            "repeat_spread": spread / median if median and len(self._samples_per_second) > 1 else None,
-            **self._peak.figures(rates.get("teraflops_per_second")),
-            "peak_device_memory_gib": memory.peak_device_gib(self._device),
-            "peak_process_memory_gib": memory.peak_process_gib(),
-            "joules_per_sample": self._energy.joules_per_sample(),
-            "machine": self._machine.facts(),
-        }
-
-    def _collect(self) -> None:
-        """Read what the compiler did, and tell of it what is silent."""
-        self.compiler.collect()
-        self.teller.events(self.compiler.untold(), warm=self.phase == "measuring")
+    def fill(self, record: RunRecord, *, together: bool) -> None:
+        """Write what was measured into ``record``; ``together`` as for a training."""
+        rates, times = self._meter.steady.rates(), self._meter.times()
+        record.batches_per_second = rates.steady_steps_per_second
+        self._fill(record, dataclasses.replace(rates, steady_steps_per_second=None), together=together)
+        record.first_step_seconds, record.new_shape_steps = times.first_step_seconds, times.new_shape_steps
+        record.warmup_seconds, record.warmup_steps = times.warmup_seconds, times.warmup_steps
+        record.latency_seconds_mean = times.steady_step_seconds_mean
+        record.latency_seconds_median = times.steady_step_seconds_median
+        record.latency_seconds_p95 = times.steady_step_seconds_p95
+        record.latency_seconds_deviation = times.steady_step_seconds_deviation
+        record.latency_seconds_quantiles = times.steady_step_seconds_quantiles
+        record.batches, record.repeats = times.steady_steps, self._runs
+        speeds = record.repeat_samples_per_second = list(self._samples_per_second)
+        if len(speeds) > 1:
+            record.repeat_spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
 
     def _begin(self) -> None:
-        self._wait()
+        self._wait_for_device()
         self.wait.forget()
         self._clock.mark()
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _read(self) -> tuple[Rates, list[float]]:
+        """Rates and seconds of the open batches, of the steady ones."""
+        opened, self._open = self._open, []
+        totals, seconds = read_clocks(opened, self._clock, self.wait, self._meter)
+        return totals.rates(), seconds
 
-    def _read(self) -> tuple[Totals, list[float]]:
-        """Read the clock of the open batches: their totals and seconds, of the steady ones."""
-        totals, seconds = Totals(), []
-        for step in self._open:
-            step.seconds = self._clock.take()
-            step.waited_seconds = sum(self.wait.take() for _ in range(step.fetches))
-            if self._meter.add(step):
-                totals.add(step)
-                seconds.append(step.seconds)
-        self._open = []
-        return totals, seconds
-
-    def _write(self, totals: Totals, seconds: list[float]) -> None:
-        rates = totals.rates()
-        if not rates:  # stopped before its first batch, or every one of them compiled something
+    def _write(self, rates: Rates, seconds: list[float]) -> None:
+        if not seconds:  # stopped before its first batch, or every one of them compiled something
             return
         self._runs += 1
-        if (samples := rates["samples_per_second"]) is not None:
-            self._samples_per_second.append(samples)
-        self.steps_per_second = rates["steady_steps_per_second"]
+        if rates.samples_per_second is not None:
+            self._samples_per_second.append(rates.samples_per_second)
+        self.steps_per_second = rates.steady_steps_per_second
         points = {
             **rate_scalars(rates, self._peak),
             **time_scalars("batch", seconds),

@@ -1,29 +1,41 @@
 """Machine: what else ran on it while steps were timed, by the kernel's account and NVML's. Imports no torch.
 
+Energy of the board is NVML's total-energy counter, which refreshes every 20 to 100 ms and covers other processes too:
+windows under ``MIN_ENERGY_SECONDS`` in total are worth nothing, and give None.
+
 Processor time of others is all that the processors spent less what this process and its descendants spent: data and
 compile workers make load too. Others do harm where a thread of this process waited for a processor meanwhile.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import platform
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 PROC = Path("/proc")
-SHORTEST_SECONDS = 1.0
+MIN_SECONDS = 1.0
 """The kernel counts processor time in steps of 10 ms; a shorter look tells nothing."""
 MANY_PROCESSORS, MUCH_TIME = 0.5, 0.1
 """Processors that others use, and their share of those there are, from which on they count: the smaller of the two."""
 LONG_WAIT = 0.05
 """Share of the time that a thread of this process waited for a processor, from which on others did harm."""
-MOST_TIME = 0.25
+MAX_TIME = 0.25
 """Share of the processors that others may use where nobody knows how long this process waited."""
 MUCH_USE = 0.05
 """Share of the time that others may compute on the GPU."""
+MIN_ENERGY_SECONDS = 2.0
+PAUSES = {"validating": "validation", "saving": "checkpoint", "profiling": "profile", "finishing": None}
+"""Phase of ``PhaseEnergy`` by the telemetry's word for a pause; after the last one nothing is counted."""
 THROTTLED = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 """NVML's reasons for a low clock that a steady machine does not have; the power cap is met under any full load."""
 
@@ -60,21 +72,21 @@ class MachineFacts:
     @property
     def busy(self) -> str | None:
         """Why figures taken meanwhile cannot be trusted, ``load 10 on 2 cores, ...``; None where nothing was seen."""
-        said = []
+        reasons = []
         others = self.other_processors
         if others is not None and others >= min(MANY_PROCESSORS, MUCH_TIME * self.processors):
             waited, share = self.waited_share, others / self.processors
-            if share >= MOST_TIME if waited is None else waited >= LONG_WAIT:
+            if share >= MAX_TIME if waited is None else waited >= LONG_WAIT:
                 load = "" if self.load_average is None else f"load {self.load_average:.2g} on {self.processors} cores, "
-                said.append(f"{load}others took {share:.0%} of the processor time")
+                reasons.append(f"{load}others took {share:.0%} of the processor time")
         if self.gpu_other_share is not None and self.gpu_other_share >= MUCH_USE:
-            said.append(f"others used the GPU {self.gpu_other_share:.0%} of the time")
+            reasons.append(f"others used the GPU {self.gpu_other_share:.0%} of the time")
         if self.gpu_throttled:
-            said.append(f"the GPU was throttled ({', '.join(self.gpu_throttled)})")
-        return "; ".join(said) or None
+            reasons.append(f"the GPU was throttled ({', '.join(self.gpu_throttled)})")
+        return "; ".join(reasons) or None
 
 
-class MachineWatch:
+class MachineMonitor:
     """Looks at the machine from ``begin`` on; every reading is None where the system does not tell.
 
     Args:
@@ -112,7 +124,7 @@ class MachineWatch:
         except Exception:  # what a board, a container or an older pynvml does not tell stays None
             return
 
-    def facts(self, *, shortest: float = SHORTEST_SECONDS) -> MachineFacts | None:
+    def facts(self, *, shortest: float = MIN_SECONDS) -> MachineFacts | None:
         """What was seen since ``begin``; None where that is less than ``shortest`` seconds ago."""
         if self._began is None or (seconds := time.monotonic() - self._began) < shortest:
             return None
@@ -201,4 +213,133 @@ def _pressure() -> int | None:
         some = (PROC / "pressure" / "cpu").read_text(encoding="utf-8").splitlines()[0]
         return int(some.rpartition("total=")[2])
     except (OSError, ValueError, IndexError):
+        return None
+
+
+def processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+class GarbageMonitor:
+    """Seconds in Python's garbage collector, which stops every thread."""
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+
+    def start(self) -> None:
+        gc.callbacks.append(self._called)
+
+    def stop(self) -> None:
+        if self._called in gc.callbacks:
+            gc.callbacks.remove(self._called)
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _called(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._seconds += time.perf_counter() - self._began
+
+
+class EnergyMeter:
+    """Adds up joules and samples of windows; absent NVML makes it a meter that reads None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = _nvml_handle(device) if device.type == "cuda" else None
+        """NVML's of the board; None without NVML."""
+        self._window: tuple[float, float] | None = None
+        self._window_samples = 0
+        self._joules = 0.0
+        self._seconds = 0.0
+        self._samples = 0
+
+    @property
+    def reader(self) -> Callable[[], float] | None:
+        """Reads the board's joules so far; None without NVML."""
+        return self._read_joules if self.handle is not None else None
+
+    def begin(self) -> None:
+        """Open a window, unless one is open."""
+        if self.handle is not None and self._window is None:
+            self._window, self._window_samples = (self._read_joules(), time.perf_counter()), 0
+
+    def add(self, samples: int) -> None:
+        self._window_samples += samples
+
+    def end(self) -> None:
+        """Close the window and add it up."""
+        if self._window is not None:
+            joules, began = self._window
+            self._joules += self._read_joules() - joules
+            self._seconds += time.perf_counter() - began
+            self._samples += self._window_samples
+            self._window = None
+
+    def discard(self) -> None:
+        """Close the window and forget it: something that is not a steady step happened in it."""
+        self._window = None
+
+    def joules_per_sample(self) -> float | None:
+        """Joules for each sample; None without NVML or when the windows together are too short to mean anything."""
+        if self.handle is None or not self._samples or self._seconds < MIN_ENERGY_SECONDS:
+            return None
+        return self._joules / self._samples
+
+    def _read_joules(self) -> float:
+        import pynvml
+
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)) / 1e3
+
+
+class PhaseEnergy:
+    """Joules of each phase of a run. Read when the host changes phase, which a device that lags behind has not yet.
+
+    Args:
+        read: Joules of the board so far; None = there is no counter.
+    """
+
+    def __init__(self, read: Callable[[], float] | None) -> None:
+        self._read = read
+        self._phase: str | None = None
+        self._began = (0.0, 0.0)
+        self._joules: defaultdict[str, float] = defaultdict(float)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, phase: str | None) -> None:
+        """``phase`` begins and the one before it ends; None ends it alone."""
+        if self._read is None or phase == self._phase:
+            return
+        joules, now = self._read(), time.perf_counter()
+        if self._phase is not None:
+            self._joules[self._phase] += joules - self._began[0]
+            self._seconds[self._phase] += now - self._began[1]
+        self._phase, self._began = phase, (joules, now)
+
+    def figures(self) -> dict[str, float]:
+        """Joules by phase, of those that are long enough for the counter."""
+        return {name: joules for name, joules in self._joules.items() if self._seconds[name] >= MIN_ENERGY_SECONDS}
+
+
+def _nvml_handle(device: torch.device) -> Any | None:
+    try:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        # By UUID, because NVML numbers all boards and ignores CUDA_VISIBLE_DEVICES.
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # older boards refuse
+        return handle
+    except Exception:  # NVML raises classes of its own for each of its errors; any of them means: no energy figure
         return None

@@ -1,22 +1,37 @@
-"""The meter: sorts optimizer steps into warm-up and steady state, and turns the steady ones into rates.
+"""The meter: times optimizer steps, sorts them into warm-up and steady state, and turns the steady ones into rates.
 
 A step is steady when it comes after the first ``warmup_steps``, nothing was compiled or captured during it, and its
 batches have shapes that were there before: libraries plan, and allocators ask for memory, once for each (cuDNN's
 attention takes 0.4 s). Both kinds are kept: the steady ones make the throughput, the others ``warmup_seconds``.
+
+Clocks never wait for the device while it trains. On CUDA, events bracket each step, so that the time is the device's
+own, idle gaps between launches included; they are read later. Elsewhere the host's monotonic clock serves.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 QUANTILES = 21
 """Points of a distribution of step times that a record keeps: 0%, 5%, ... 100%."""
+MAX_SHAPES = 10_000
+"""Shapes remembered; a run with more has no shape that is worth a report."""
+FEW_SHAPES, MAX_NEW = 16, 4
+"""Shapes, and new ones for each batch of one that was seen, from which on a new shape is the rule."""
+MAX_TENSORS = 8
+"""Tensors of a batch that are looked at."""
 
+COUNTED = ("samples", "tokens", "useful_tokens", "flops")
+"""What a step may count."""
 
 NonFinite = tuple[int, str]
 """A step, and where and how its loss or weights were not finite."""
@@ -44,7 +59,7 @@ class Step:
     new_shape: Any = None
     """Shapes of the first of its batches whose like had not been seen; None when all had."""
     unsettled: bool = False
-    """Whether such a shape is no steady state, because others come again."""
+    """Whether such a shape is not steady, because others come again."""
     collected_seconds: float = 0.0
     """Host time in Python's garbage collector."""
     batches: int = 0
@@ -55,7 +70,7 @@ class Step:
     tokens: int | None = None
     useful_tokens: int | None = None
     flops: int | None = None
-    """Forward and backward operations; None when the task does not tell."""
+    """Forward and backward operations; None when the task does not count them."""
     seconds: float = 0.0
     """Duration, set when the clock has been read."""
     fetches: int = 0
@@ -86,6 +101,35 @@ class Step:
         self.flops = _sum(self.flops, flops)
 
 
+@dataclass(kw_only=True, slots=True)
+class Rates:
+    """Fields of the record that are over the time of steady steps; None where there is nothing to divide."""
+
+    steady_steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    useful_tokens_per_second: float | None = None
+    padded_share: float | None = None
+    teraflops_per_second: float | None = None
+    data_wait_share: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class StepTimes:
+    """Fields of the record about the times of single steps of this process."""
+
+    first_step_seconds: float | None
+    warmup_seconds: float | None
+    warmup_steps: int
+    new_shape_steps: int
+    steady_steps: int
+    steady_step_seconds_mean: float | None
+    steady_step_seconds_median: float | None
+    steady_step_seconds_p95: float | None
+    steady_step_seconds_deviation: float | None
+    steady_step_seconds_quantiles: list[float]
+
+
 @dataclass(slots=True)
 class Totals:
     """Sums over a set of steps; a figure that any step lacks stays None."""
@@ -100,30 +144,24 @@ class Totals:
     flops: int | None = 0
 
     def add(self, step: Step) -> None:
-        """Add one timed step."""
-        self.seconds += step.seconds
         self.steps += 1
-        self.fetches += step.fetches
-        self.waited_seconds += step.waited_seconds
-        self.samples = _sum(self.samples, step.samples)
-        self.tokens = _sum(self.tokens, step.tokens)
-        self.useful_tokens = _sum(self.useful_tokens, step.useful_tokens)
-        self.flops = _sum(self.flops, step.flops)
+        for name in ("seconds", "fetches", "waited_seconds", *COUNTED):
+            setattr(self, name, _sum(getattr(self, name), getattr(step, name)))
 
-    def rates(self) -> dict[str, float | None]:
-        """Per-second figures by their record field; None where there is nothing to divide."""
-        if not self.seconds:
-            return {}
+    def rates(self) -> Rates:
+        seconds = self.seconds
+        if not seconds:
+            return Rates()
         padding = None if self.tokens is None or self.useful_tokens is None else self.tokens - self.useful_tokens
-        return {
-            "steady_steps_per_second": self.steps / self.seconds,
-            "samples_per_second": None if self.samples is None else self.samples / self.seconds,
-            "tokens_per_second": None if self.tokens is None else self.tokens / self.seconds,
-            "useful_tokens_per_second": None if self.useful_tokens is None else self.useful_tokens / self.seconds,
-            "padded_share": padding / self.tokens if padding is not None and self.tokens else None,
-            "teraflops_per_second": None if self.flops is None else self.flops / self.seconds / 1e12,
-            "data_wait_share": min(1.0, self.waited_seconds / self.seconds) if self.fetches else None,
-        }
+        return Rates(
+            steady_steps_per_second=self.steps / seconds,
+            samples_per_second=None if self.samples is None else self.samples / seconds,
+            tokens_per_second=None if self.tokens is None else self.tokens / seconds,
+            useful_tokens_per_second=None if self.useful_tokens is None else self.useful_tokens / seconds,
+            padded_share=padding / self.tokens if padding is not None and self.tokens else None,
+            teraflops_per_second=None if self.flops is None else self.flops / seconds / 1e12,
+            data_wait_share=min(1.0, self.waited_seconds / seconds) if self.fetches else None,
+        )
 
 
 class Meter:
@@ -143,8 +181,12 @@ class Meter:
 
     @property
     def warm(self) -> bool:
-        """Whether the warm-up steps are over."""
         return self.ended >= self.warmup_steps
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Of the steady steps; None while there is none."""
+        return statistics.median(self._steady_seconds) if self._steady_seconds else None
 
     def add(self, step: Step) -> bool:
         """Add a timed step; returns whether it is steady."""
@@ -162,33 +204,33 @@ class Meter:
         self._steady_seconds.append(step.seconds)
         return True
 
-    def figures(self) -> dict[str, Any]:
-        """The record's step-time fields of this process (rates are summed over processes by the owner)."""
+    def times(self) -> StepTimes:
         seconds = self._steady_seconds
-        return {
-            "first_step_seconds": self.first_step_seconds,
-            "warmup_seconds": self.warmup_seconds if self.warmup_step_count else None,
-            "warmup_steps": self.warmup_step_count,
-            "new_shape_steps": self.new_shape_steps,
-            "steady_steps": len(seconds),
-            "steady_step_seconds_mean": statistics.fmean(seconds) if seconds else None,
-            "steady_step_seconds_median": statistics.median(seconds) if seconds else None,
-            "steady_step_seconds_p95": percentile(seconds, 0.95),
-            "steady_step_seconds_deviation": statistics.stdev(seconds) if len(seconds) > 1 else None,
-            "steady_step_seconds_quantiles": quantiles(seconds),
-        }
+        return StepTimes(
+            first_step_seconds=self.first_step_seconds,
+            warmup_seconds=self.warmup_seconds if self.warmup_step_count else None,
+            warmup_steps=self.warmup_step_count,
+            new_shape_steps=self.new_shape_steps,
+            steady_steps=len(seconds),
+            steady_step_seconds_mean=statistics.fmean(seconds) if seconds else None,
+            steady_step_seconds_median=self.median_seconds,
+            steady_step_seconds_p95=percentile(seconds, 0.95),
+            steady_step_seconds_deviation=statistics.stdev(seconds) if len(seconds) > 1 else None,
+            steady_step_seconds_quantiles=quantiles(seconds),
+        )
 
 
 def first_nonfinite(steps: Sequence[Step], losses: Sequence[float]) -> NonFinite | None:
-    """The first step of which one of its ``losses``, those of all micro-batches in order, is no finite number."""
+    """The first step of which one of its ``losses``, those of all micro-batches in order, is not a finite number."""
     place = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if place is None:
         return None
+    loss = losses[place]
     for step in steps:
         if place < len(step.losses):
             break
         place -= len(step.losses)
-    return step.place(f"the loss is {next(loss for loss in losses if not math.isfinite(loss))}", place)
+    return step.place(f"the loss is {loss}", place)
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -200,12 +242,145 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 def quantiles(values: Sequence[float], *, count: int = QUANTILES) -> list[float]:
     """``count`` evenly spaced quantiles from the least to the greatest value, linear between neighbours; empty for
-    fewer values than that, of which they would tell nothing new."""
+    fewer values than that, of which they would add nothing new."""
     if len(values) < count:
         return []
     inner = statistics.quantiles(values, n=count - 1, method="inclusive")
     return [min(values), *inner, max(values)]
 
 
-def _sum(left: int | None, right: int | None) -> int | None:
+def _sum(left: Any, right: Any) -> Any:
     return None if left is None or right is None else left + right
+
+
+class _Marks:
+    """Points in time of a device: CUDA events, which are used again, or readings of the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._pool: list[torch.cuda.Event] = []
+
+    def now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        return not self._on_cuda or mark.query()
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Between two marks; waits for the device where it is not yet that far."""
+        if not self._on_cuda:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended) / 1e3)
+
+    def reuse(self, *marks: Any) -> None:
+        if self._on_cuda:
+            self._pool.extend(marks)
+
+
+class StepClock:
+    """Laps of ``device``, in order; only ``take`` may wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._marks = _Marks(device)
+        self._laps: deque[tuple[Any, Any]] = deque()
+        self._last = self._marks.now()
+
+    def mark(self) -> None:
+        """Begin a lap here; what went on since the last one (validation, a checkpoint) belongs to no lap."""
+        self._last = self._marks.now()
+
+    def lap(self) -> None:
+        now = self._marks.now()
+        self._laps.append((self._last, now))
+        self._last = now
+
+    def ready(self) -> int:
+        """Number of laps that can be read without waiting."""
+        return next((n for n, (_, end) in enumerate(self._laps) if not self._marks.passed(end)), len(self._laps))
+
+    def take(self) -> float:
+        """Seconds of the oldest lap not yet taken."""
+        began, ended = self._laps.popleft()
+        seconds = self._marks.seconds(began, ended)
+        self._marks.reuse(began)  # laps are read in order, so no later lap begins with this mark
+        return seconds
+
+
+class DataWait:
+    """Seconds lost to each fetch of a batch, oldest first: what the device does not do meanwhile.
+
+    On CUDA the host runs ahead, so that it may wait for the loader while the device still has work: marks before and
+    after the fetch are that far apart on the device only when it had nothing else to do. Elsewhere the host's own wait
+    is lost. Copying a batch to the device is not part of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._marks = _Marks(device)
+        self._waits: deque[tuple[Any, Any]] = deque()
+        self._began: Any = None
+        self._pending = 0
+
+    def begin(self) -> None:
+        self._began = self._marks.now()
+
+    def end(self) -> None:
+        if self._began is not None:
+            self._waits.append((self._began, self._marks.now()))
+            self._pending += 1
+            self._began = None
+
+    def claim(self) -> int:
+        """Number of fetches since the last ``claim`` or ``forget``, to be read by as many calls of ``take``."""
+        pending, self._pending = self._pending, 0
+        return pending
+
+    def forget(self) -> None:
+        """Leave the fetches since the last ``claim`` out: they belong to no step."""
+        for _ in range(self.claim()):
+            self._marks.reuse(*self._waits.pop())
+
+    def take(self) -> float:
+        """Seconds lost to the oldest claimed fetch; waits for the device where it is not yet that far."""
+        wait = self._waits.popleft()
+        seconds = self._marks.seconds(*wait)
+        self._marks.reuse(*wait)
+        return seconds
+
+
+class SeenShapes:
+    """Tells batches of a new shape from those whose like has been."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+        self._again = 0
+
+    def new(self, batch: Any) -> Any:
+        """The shapes of ``batch`` when they are new, else None."""
+        shape = shape_of(batch)
+        if shape in self._seen or len(self._seen) >= MAX_SHAPES:
+            self._again += 1
+            return None
+        self._seen.add(shape)
+        return shape
+
+    @property
+    def settle(self) -> bool:
+        """Whether shapes come again, so that one that is new costs once what a steady step does not; false for
+        the very first, which the warm-up leaves out, and where most batches have a shape of their own."""
+        return 1 < len(self._seen) <= FEW_SHAPES + MAX_NEW * self._again
+
+
+def shape_of(batch: Any) -> tuple[Any, ...]:
+    """Shapes of the first tensors of a batch: a tensor, or a sequence, mapping or object of tensors."""
+    if not isinstance(batch, (tuple, list)):
+        if hasattr(batch, "shape"):
+            return (batch.shape,)
+        batch = list(batch.values() if hasattr(batch, "values") else getattr(batch, "__dict__", {}).values())
+    # Not by isinstance: of anything but a tensor, torch's own check for its class takes most of a microsecond.
+    shapes = [getattr(part, "shape", None) for part in batch[:MAX_TENSORS]]
+    return tuple([shape for shape in shapes if shape is not None])

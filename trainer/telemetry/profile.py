@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.telemetry.meter import Step
+
 DIRECTORY = "profile"
 TRACE = "trace.json.gz"
 TOP = 10
 """Kernels or operators that are kept."""
-LONGEST_NAME = 80
+MAX_NAME = 80
 LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
 COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
 SETTINGS = {
@@ -56,7 +58,7 @@ class Profile:
         self._began = time.perf_counter()
 
     def stop(self, steps: int) -> dict[str, Any]:
-        """End the recording of ``steps`` steps, write the trace; returns what it says, for the record. Of none, nothing
+        """End the recording of ``steps`` steps, write the trace; returns its facts, for the record. Of none, nothing
         is kept."""
         self._synchronize()
         seconds = time.perf_counter() - self._began
@@ -149,8 +151,100 @@ def top_operators(averages: Iterable[Any], steps: int) -> list[dict[str, Any]]:
 
 
 def readable(name: str) -> str:
-    """A kernel's or operator's name for people: what is compiled says so, and templates are cut."""
+    """A kernel's or operator's name for people: what is compiled is named so, and templates are cut."""
     if found := COMPILED.match(name):
         return f"compiled graph {found[1]}"
     short = name.removeprefix("void ")
-    return short if len(short) <= LONGEST_NAME else f"{short[: LONGEST_NAME - 3]}..."
+    return short if len(short) <= MAX_NAME else f"{short[: MAX_NAME - 3]}..."
+
+
+QUIET_STEPS = 3
+"""Steady steps in a row before the recording."""
+
+
+class StepProfiler:
+    """Decides, after each step, whether the recording begins or ends. What breaks in it never breaks the training."""
+
+    def __init__(self, steps: int, device: torch.device, directory: Path | None) -> None:
+        self._wanted, self._done, self._quiet, self._first = steps, 0, 0, 0
+        self.recording = False
+        self.facts: dict[str, Any] = {}
+        """For the record, once the recording has ended."""
+        self._over = False
+        self._profile: Profile | None = None
+        try:
+            self._profile = Profile(device, directory)
+        except Exception as error:  # the tracing library's own
+            self._give_up(error)
+
+    @property
+    def full(self) -> bool:
+        return self.recording and self._done >= self._wanted
+
+    def due(self, step: Step, *, warm: bool) -> bool:
+        """Count ``step``, which is over; returns whether ``start`` is due."""
+        if self._over:
+            return False
+        if self.recording:
+            step.profiled = True
+            self._first = self._first or step.number
+            self.count()
+            return False
+        self._quiet = self._quiet + 1 if warm and not step.compiled else 0
+        return self._quiet >= QUIET_STEPS
+
+    def count(self) -> None:
+        self._done += 1
+
+    def start(self) -> None:
+        if self._profile is None:  # it has failed
+            return
+        try:
+            self._profile.start()
+            self.recording = True
+        except Exception as error:  # the tracing library's own
+            self._give_up(error)
+
+    def stop(self) -> None:
+        """End the recording, between two steps; without a whole step in it, it is begun again later."""
+        if self._profile is None or not self.recording:
+            return
+        self.recording = False
+        try:
+            facts = self._profile.stop(self._done)
+        except Exception as error:  # the tracing library's own
+            self._give_up(error)
+            return
+        if facts:
+            self.facts = {"first_step": self._first or None, **facts}
+            self._close()
+        self._quiet = 0
+
+    def finish(self) -> None:
+        """Training is over: note why there is no profile, if there is none."""
+        if not self.facts:
+            self.facts = {"reason": f"the run ended before {QUIET_STEPS} steady steps and a profiled one"}
+        self._close()
+
+    def _give_up(self, error: Exception) -> None:
+        self.facts = {"reason": f"the profiler failed: {type(error).__name__}: {error}".splitlines()[0]}
+        self._close()
+
+    def _close(self) -> None:
+        self._over = True
+        if self._profile is not None:
+            self._profile.close()
+            self._profile = None
+
+
+def profile_calls(call: Callable[[], None], times: int, device: torch.device, directory: Path | None) -> dict[str, Any]:
+    profiled = StepProfiler(times, device, directory)
+    profiled.start()
+    try:
+        for _ in range(times):
+            call()
+            profiled.count()
+    finally:
+        profiled.stop()
+        profiled.finish()
+    return profiled.facts

@@ -6,20 +6,94 @@ Absent figures are ``None``, never 0 and never a guess. This module imports neit
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.atomic import finite, written_whole
-from trainer.telemetry import typed
-from trainer.telemetry.events import AuditFacts, Event, SlowStep
+from trainer.telemetry.files import build, read_json, write_json
 from trainer.telemetry.machine import MachineFacts
 
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
+RENAMED = {"rehearsal_seconds": "preflight_seconds"}
+"""Fields by the name that they have in older records."""
+RENAMED_PHASES = {"rehearsal": "preflight", "rehearsing": "preflight"}
+"""The same of phases."""
 EXIT_CODES = {"finished": 0, "failed": 1}
+
+
+@dataclass(kw_only=True, slots=True)
+class Event:
+    """A graph break, a recompile, a fallback or a skip that the compiler reported."""
+
+    kind: str
+    """``graph_break``, ``recompile``, ``fallback`` or ``cudagraph_skip``."""
+    reason: str
+    """The compiler's own words."""
+    location: str | None = None
+    """``file:line function`` of the user's code."""
+    step: int | None = None
+    """Optimizer step during which, or after which, it happened; None before the first step."""
+    phase: str = "training"
+    """``preflight``, ``training`` or ``validating``: validation has graphs of its own, which torch counts as
+    recompiles."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SlowStep:
+    """An optimizer step that took ten times the median or more."""
+
+    step: int
+    seconds: float
+    median_seconds: float
+    """Median of the steady steps around it."""
+    cause: str
+    """A name of ``trainer.telemetry.facts.CAUSES``: ``recompile``, ``data_wait``, ..., or ``unknown``."""
+    detail: str | None = None
+    """What is known of it: line of code, shape, seconds."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AuditDifference:
+    """How far a step was from eager's in one respect, relative to eager's."""
+
+    what: str
+    """``loss``, or the name of a parameter, of its state or of a buffer."""
+    difference: float
+    tolerance: float
+    step: int | None = None
+    """Optimizer step that was audited."""
+
+    @property
+    def share(self) -> float:
+        """The difference over its tolerance; beyond 1 the step is not eager's, and no number is beyond."""
+        if not self.difference:
+            return 0.0
+        return self.difference / self.tolerance if self.difference == self.difference and self.tolerance else math.inf
+
+
+@dataclass(kw_only=True, slots=True)
+class AuditFacts:
+    """What the audits of a training found."""
+
+    verdict: str
+    """``clean``, ``failed``, ``went eager`` (a step differed and the rest of the run was eager) or ``not audited``."""
+    reason: str | None = None
+    """Why nothing was audited, or what differed."""
+    steps: list[int] = field(default_factory=list)
+    """Optimizer steps that were audited."""
+    last_clean_step: int | None = None
+    """The last of them that agreed with eager in all that was compared."""
+    seconds: float = 0.0
+    """Spent on them; part of no step."""
+    worst: dict[str, AuditDifference] = field(default_factory=dict)
+    """By kind (``loss``, ``update``, ``buffers``): the difference that came nearest to its tolerance, or beyond it."""
+    not_compared: dict[str, str] = field(default_factory=dict)
+    """By kind: why it was left out of the last audit."""
+    unrepeated_steps: list[int] = field(default_factory=list)
+    """Audited steps with a difference that was gone when the step was repeated."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +108,7 @@ class RunRecord:
     chosen_strategies: list[dict[str, Any]] = field(default_factory=list)
     """What ``auto`` chose, in the same form; empty for eager, and without ``auto``."""
     run: str = "train"
-    """``train`` or ``inference``; where nothing is trained, what is said of optimizer steps is said of batches."""
+    """``train`` or ``inference``; in inference a step is a batch."""
     label: str = "eager"
     """The strategies' names joined by ``+``."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +117,7 @@ class RunRecord:
     """Command-line overrides of this run."""
     seed: int = 0
     resumed_from: str | None = None
-    """Checkpoint that the run went on from."""
+    """Checkpoint that the run continued from."""
     status: str = "running"
     """``running`` (or killed while it was), ``finished``, ``interrupted`` or ``failed``."""
     reason: str | None = None
@@ -67,10 +141,10 @@ class RunRecord:
     git_commit: str | None = None
     """Commit of the code that ran, with ``+dirty`` when files differed; None outside a checkout."""
     start: str | None = None
-    """Compile caches that the process began with: ``cold`` (empty ones), ``warm`` (those of its cold twin); None when
-    nobody saw to it, see ``repeat``."""
+    """Compile caches that the process began with: ``cold`` (empty ones) or ``warm`` (those of the cold run before it);
+    None where they were left as they were, see ``repeat``."""
     round: int | None = None
-    """Turn of the run's cell in a sweep that runs its cells several times, from 1; None in other runs."""
+    """Of a sweep that runs its cells several times, from 1; None in other runs."""
 
     # Start-up and compilation
     import_seconds: float | None = None
@@ -79,13 +153,13 @@ class RunRecord:
     """Building data, module and trainer, up to the first training batch."""
     preparation_seconds: float | None = None
     """Of the setup, what importing Inductor and starting its workers in the background cost: waited for, or taken from
-    the main thread; at most, see ``strategies.prepare``. None without; under ``auto`` it is part of the rehearsal."""
+    the main thread; at most, see ``strategies.prepare``. None without; under ``auto`` it is part of the preflight."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
-    rehearsal_seconds: float | None = None
+    preflight_seconds: float | None = None
     """Passes before the first step that leave no trace: shapes warmed, losses compared with eager's; None without."""
     warmup_seconds: float | None = None
-    """The rehearsal and all optimizer steps that are not steady: the first ones, those during which something
+    """The preflight and all optimizer steps that are not steady: the first ones, those during which something
     compiled, and those of a batch of a new shape, unless most batches have a new one."""
     warmup_steps: int | None = None
     """Number of those steps."""
@@ -119,7 +193,7 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     """Each break, recompile, fallback and skip with reason and source line."""
     notes: list[str] = field(default_factory=list)
-    """What the strategies or the run had to say to the user."""
+    """What the strategies or the run report to the user."""
 
     # The ruler: steady state
     steps: int | None = None
@@ -176,7 +250,7 @@ class RunRecord:
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
     joules_by_phase: dict[str, float] = field(default_factory=dict)
-    """Board energy (NVML) of ``rehearsal``, ``warmup``, ``steady`` (from the first steady step on), ``validation``,
+    """Board energy (NVML) of ``preflight``, ``warmup``, ``steady`` (from the first steady step on), ``validation``,
     ``checkpoint``, ``profile`` and ``other`` pauses; phases under two seconds in all are left out."""
 
     # Inference, timed runs of batches
@@ -216,29 +290,33 @@ class RunRecord:
             return 128 + (self.signal or 2)
         return EXIT_CODES.get(self.status, 1)
 
+    def take(self, *facts: Any) -> None:
+        """Copy every field of dataclasses whose fields are fields of the record as well."""
+        for each in facts:
+            for one in dataclasses.fields(each):
+                setattr(self, one.name, getattr(each, one.name))
+
     def save(self, directory: Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         # Not above: the command line reads sweep.json first, and then makes sure that this package is ours.
         from strategies.credentials import without_credentials
 
-        target = directory / FILE_NAME
-        with written_whole(target, "w") as file:
-            json.dump(
-                finite(without_credentials(dataclasses.asdict(self))), file, indent=1, default=str, allow_nan=False
-            )
-        return target
+        return write_json(directory / FILE_NAME, without_credentials(dataclasses.asdict(self)), default=str)
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
-        values = typed.read(file, "a run record")
+        values = {RENAMED.get(name, name): value for name, value in read_json(file, "a run record").items()}
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
-            record = typed.build(cls, values)
+            record = build(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
+        for event in record.events:
+            event.phase = RENAMED_PHASES.get(event.phase, event.phase)
+        record.joules_by_phase = {RENAMED_PHASES.get(name, name): one for name, one in record.joules_by_phase.items()}
         return record

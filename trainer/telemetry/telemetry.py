@@ -1,4 +1,4 @@
-"""Telemetry of one training run: clock, compiler, memory and energy brought together at step boundaries.
+"""Telemetry of one run: clock, compiler, memory and energy brought together at step boundaries.
 
 The hot path (``batch_start``, ``batch_end``) keeps Python numbers and references to device scalars; nothing in it waits
 for the device. Everything else happens in ``flush``, once every ``log_every_n_steps`` optimizer steps, and there too
@@ -8,6 +8,8 @@ the losses of a window are copied asynchronously and read one window later.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,27 +18,132 @@ from typing import Any
 import lightning as L
 import torch
 
-from trainer.telemetry import hardware, memory
-from trainer.telemetry.clock import StepClock, step_clock
-from trainer.telemetry.compiler import CompilerWatch
+from trainer.telemetry import hardware
+from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves
-from trainer.telemetry.data_wait import DataWait
-from trainer.telemetry.energy import PAUSES, EnergyMeter, PhaseEnergy
-from trainer.telemetry.machine import MachineWatch
-from trainer.telemetry.marks import CollectorWatch, SeenShapes
-from trainer.telemetry.meter import Meter, NonFinite, Step
-from trainer.telemetry.peak import Peak, find_peak
-from trainer.telemetry.profile_page import with_idle_share
-from trainer.telemetry.profile_steps import ProfiledSteps
-from trainer.telemetry.scalars import added_up
-from trainer.telemetry.telling import Teller
+from trainer.telemetry.facts import with_idle_share
+from trainer.telemetry.hardware import find_peak
+from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy
+from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
+from trainer.telemetry.profile import StepProfiler
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
+FETCH_HOOKS = ("_on_before_fetch", "_on_after_fetch")
+"""Methods of Lightning's loops that it hands to its data fetcher, which calls them around each ``next`` of the loader.
+https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py"""
 
 
-class Telemetry:
+class TrainerLoop:
+    """All that telemetry reads of the training loop, here of Lightning's; the names are those of a ``Loop``."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self.device: torch.device = trainer.strategy.root_device
+        self.precision = str(trainer.precision)
+        self.is_first_process = trainer.is_global_zero
+        self.directory = trainer.default_root_dir
+        self.world_size = trainer.world_size
+
+    @property
+    def steps_done(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """A module may keep its own to itself: Lightning then has a mock of one."""
+        return self._trainer.optimizers
+
+    def reduced(self, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """``tensor`` over all processes; every one of them has to call this."""
+        reduced = self._trainer.strategy.reduce(tensor, reduce_op=how)
+        assert isinstance(reduced, torch.Tensor)
+        return reduced
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Call ``before`` and ``after`` each fetch of a batch, from the next epoch on; returns what undoes it."""
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
+            theirs = getattr(type(loop), hook).__get__(loop)
+            setattr(loop, hook, lambda theirs=theirs, ours=ours: (theirs(), ours()))
+
+        def undo() -> None:
+            for hook in FETCH_HOOKS:
+                loop.__dict__.pop(hook, None)
+
+        return undo
+
+
+def added_up(rates: Rates, loop: TrainerLoop) -> Rates:
+    """``rates`` with those that count things added up over all processes, None where one of them has none; every
+    process has to call this."""
+    if loop.world_size == 1:
+        return rates
+    mine = [rates.samples_per_second, rates.tokens_per_second, rates.useful_tokens_per_second]
+    known = torch.tensor([math.nan if rate is None else rate for rate in mine], device=loop.device)
+    samples, tokens, useful = (None if math.isnan(rate) else rate for rate in loop.reduced(known).tolist())
+    return dataclasses.replace(
+        rates, samples_per_second=samples, tokens_per_second=tokens, useful_tokens_per_second=useful
+    )
+
+
+class BaseTelemetry:
+    """What a training and an inference measure alike."""
+
+    def __init__(self, *, count: BatchCounter | None, measure_peak: bool | None) -> None:
+        self.compiler = CompilerMonitor()
+        self.reporter = EventReporter(enabled=False)
+        self.phase = "starting"
+        """What is going on, in a word for the progress view."""
+        self.steps_done = 0
+        """Optimizer steps, or timed batches, done; read by the progress view from another thread."""
+        self.ready_seconds: float | None = None
+        """Age of the process when the first batch was on the device."""
+        self.count, self._measure_peak = count, measure_peak
+        self._shapes = SeenShapes()
+
+    def _start(self, trainer: L.Trainer) -> TrainerLoop:
+        loop = self._loop = TrainerLoop(trainer)
+        self._device = loop.device
+        self.reporter = EventReporter(enabled=loop.is_first_process)
+        self._clock = StepClock(self._device)
+        self._energy = EnergyMeter(self._device)
+        self._machine = MachineMonitor(self._energy.handle)
+        self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
+        self.wait = DataWait(self._device)
+        hardware.reset_peaks(self._device)
+        return loop
+
+    def _collect(self, *, warm: bool) -> None:
+        """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
+        self.compiler.collect()
+        self.reporter.events(self.compiler.unreported(), warm=warm)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _fill(self, record: RunRecord, rates: Rates, *, together: bool) -> None:
+        """Write what both have into ``record``; ``together`` adds the rates of all processes up, for which every one of
+        them must call this: after an error on one of them that would hang."""
+        if together:
+            rates = added_up(rates, self._loop)
+        record.take(rates, self._peak.figures(rates.teraflops_per_second))
+        record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
+        record.peak_process_memory_gib = hardware.peak_process_gib()
+        record.joules_per_sample = self._energy.joules_per_sample()
+        record.machine = self._machine.facts()
+        if self.ready_seconds is not None and record.import_seconds is not None:
+            record.setup_seconds = self.ready_seconds - record.import_seconds
+
+
+class Telemetry(BaseTelemetry):
     """Measures one fit; the owner calls the methods named after the moments of the loop."""
 
     units = ("step", "steps")
@@ -50,23 +157,15 @@ class Telemetry:
         measure_peak: bool | None = None,
         profile_steps: int | None = None,
     ) -> None:
-        self.compiler = CompilerWatch()
+        super().__init__(count=count, measure_peak=measure_peak)
         self.meter = Meter(warmup_steps=warmup_steps)
-        self.steps_done = 0
-        """Optimizer steps done; read by the progress view from another thread."""
         self.pause_seconds = 0.0
-        self.rehearsal_seconds: float | None = None
+        self.preflight_seconds: float | None = None
         self.audit_seconds = 0.0
-        self.ready_seconds: float | None = None
-        """Age of the process when the first batch was on the device."""
-        self.phase = "starting"
-        """What the loop is doing, in a word for the progress view."""
-        self._count = count
         self._every = log_every_n_steps
-        self._measure_peak = measure_peak
         self._profile_steps = profile_steps
-        self._profiled: ProfiledSteps | None = None
-        self._collector, self._shapes, self.teller = CollectorWatch(), SeenShapes(), Teller(aloud=False)
+        self._profiler: StepProfiler | None = None
+        self._garbage = GarbageMonitor()
         self._curves: Curves | None = None
         self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
@@ -79,38 +178,29 @@ class Telemetry:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steady optimizer steps of that window."""
         return None if self._curves is None else self._curves.steps_per_second
 
     def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
         """Training is about to begin: model and optimizer are on their device."""
-        self._trainer = trainer
-        self._device = trainer.strategy.root_device
-        self._clock: StepClock = step_clock(self._device)
-        self._energy = EnergyMeter(self._device)
-        self._machine = MachineWatch(self._energy.handle)
-        self._peak: Peak = find_peak(self._device, str(trainer.precision), measure=self._measure_peak)
-        self._wait = DataWait(self._device)
-        self._wait.watch(trainer.fit_loop.epoch_loop)
+        loop = self._start(trainer)
+        self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
         self._phases = PhaseEnergy(self._energy.reader)
-        self.teller = Teller(aloud=trainer.is_global_zero)
         self._curves = Curves(
             device=self._device,
             pages=pages,
             clock=self._clock,
-            wait=self._wait,
+            wait=self.wait,
             meter=self.meter,
             peak=self._peak,
             energy=self._energy,
             compiler=self.compiler,
-            tell=self.teller.slow,
+            report=self.reporter.slow,
         )
-        self._collector.start()
+        self._garbage.start()
         if self._profile_steps is not None:
-            directory = Path(trainer.default_root_dir) if trainer.is_global_zero else None
-            self._profiled = ProfiledSteps(self._profile_steps, self._device, directory)
-        memory.reset_peaks(self._device)
-        self.steps_done = trainer.global_step
+            directory = Path(loop.directory) if loop.is_first_process else None
+            self._profiler = StepProfiler(self._profile_steps, self._device, directory)
+        self.steps_done = loop.steps_done
         self.last_step = Step(self.steps_done)
         self._begin_step()
         self._paused, self._paused_at = True, time.perf_counter()
@@ -126,30 +216,25 @@ class Telemetry:
             self._collect(warm=self.meter.warm)
             self.compiler.phase = phase
 
-    def _collect(self, *, warm: bool) -> None:
-        """Read what the compiler did, and tell of it what is silent; ``warm`` as for ``Teller.events``."""
-        self.compiler.collect()
-        self.teller.events(self.compiler.untold(), warm=warm)
-
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def preflight(self) -> Iterator[None]:
         """What runs inside, with the first batch on the device, comes before the first step: it is warm-up."""
         if self.ready_seconds is None:
             self.ready_seconds = hardware.process_age_seconds()
-        self.phase = "rehearsing"
-        self._compiler_phase("rehearsing")
-        self._phases.enter("rehearsal")
+        self.phase = "preflight"
+        self._compiler_phase("preflight")
+        self._phases.enter("preflight")
         self.compiler.step = None
         began = time.perf_counter()
         try:
             yield
         finally:
             self._wait_for_device()
-            self.rehearsal_seconds = (self.rehearsal_seconds or 0.0) + time.perf_counter() - began
+            self.preflight_seconds = (self.preflight_seconds or 0.0) + time.perf_counter() - began
             self._collect(warm=False)
             self.compiler.step = self._step.number
             self._paused_at = time.perf_counter()
-            memory.reset_peaks(self._device)  # an eager pass for comparison is not the run's own memory
+            hardware.reset_peaks(self._device)  # an eager pass for comparison is not the run's own memory
 
     def batch_start(self) -> None:
         """A batch is on the device and its step begins."""
@@ -161,46 +246,46 @@ class Telemetry:
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += time.perf_counter() - self._paused_at
             self._clock.mark()
-            self._wait.forget()  # before the lap began
-            self._collector.take()
+            self.wait.forget()  # before the lap began
+            self._garbage.take()
             self._step.after, self._after = self._after, None
             self._phases.enter("steady" if self.meter.warm else "warmup")
             if self.meter.warm:
                 self._machine.begin()
-            self.phase = "profiling" if self._profiled is not None and self._profiled.recording else "training"
-        self._step.fetches += self._wait.claim()
+            self.phase = "profiling" if self._profiler is not None and self._profiler.recording else "training"
+        self._step.fetches += self.wait.claim()
         if not self._step.batches:
-            self._step.epoch, self._step.batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+            self._step.epoch, self._step.batch_idx = self._loop.position
             rate = self._learning_rate
             self._step.learning_rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
     def disturb(self) -> None:
-        """The step under way is no steady one: something was prepared in it that later steps will not need."""
+        """The step under way is not a steady one: something was prepared in it that later steps will not need."""
         self._step.compiled = True
 
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
         """A batch is through; returns whether it completed an optimizer step."""
         step = self._step
         step.batches += 1
-        if self._count is not None:
-            step.add(*self._count(batch))
+        if self.count is not None:
+            step.add(*self.count(batch))
         if (shape := self._shapes.new(batch)) is not None:
             step.new_shape, step.unsettled = shape, step.unsettled or self._shapes.settle
         if loss is not None:
             step.losses.append(loss)
-        done = self._trainer.global_step
+        done = self._loop.steps_done
         if done == self.steps_done:
             return False
         self._clock.lap()
         step.laps += 1
-        step.collected_seconds = self._collector.take()
+        step.collected_seconds = self._garbage.take()
         self.steps_done = done
         was_warm = self.meter.warm
         self.meter.ended += 1
         if self.compiler.compilations != self._compilations:
             step.compiled = step.recompiled = True
             self._collect(warm=was_warm)
-        starts = self._profiled is not None and self._profiled.due(step, warm=was_warm)
+        starts = self._profiler is not None and self._profiler.due(step, warm=was_warm)
         if step.disturbed or step.profiled:
             self._energy.discard()
         elif self.meter.warm:
@@ -210,15 +295,15 @@ class Telemetry:
             self._phases.enter("steady")
             self._machine.begin()
         assert self._curves is not None
-        self._curves.add(step)
+        self._curves.windows.add(step)
         self.last_step = step
         self._begin_step()
         if done % self._every == 0:
             self.flush()
-        if self._profiled is not None and (starts or self._profiled.full):
+        if self._profiler is not None and (starts or self._profiler.full):
             self.pause("profiling")
             if starts:
-                self._profiled.start()
+                self._profiler.start()
         return True
 
     @contextlib.contextmanager
@@ -239,10 +324,6 @@ class Telemetry:
             self.audit_seconds += time.perf_counter() - began
             self.batch_start()
 
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def pause(self, phase: str, *, within_step: bool = False) -> None:
         """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
         if not self._running:
@@ -253,16 +334,15 @@ class Telemetry:
         self._energy.end()
         self._phases.enter(PAUSES.get(phase, "other"))
         self._after = phase
+        within_step = within_step or self._step.batches > 0
         if not self._paused:
             self._paused, self._paused_at = True, time.perf_counter()
-            if (
-                within_step or self._step.batches
-            ):  # inside an accumulation: what was done of the step so far is a lap of its own
+            if within_step:  # inside an accumulation: what was done of the step so far is a lap of its own
                 self._clock.lap()
                 self._step.laps += 1
-        if self._profiled is not None and self._profiled.recording:  # what a pause does is no part of a step
-            self._step.profiled = within_step or self._step.batches > 0  # recorded in part: no steady one either
-            self._profiled.stop()
+        if self._profiler is not None and self._profiler.recording:  # what a pause does is no part of a step
+            self._step.profiled = within_step  # recorded in part: not a steady one either
+            self._profiler.stop()
 
     def flush(self, *, everything: bool = False) -> None:
         """Send the open window's losses to the host and write the windows that have arrived."""
@@ -272,14 +352,13 @@ class Telemetry:
         rate = self._learning_rate
         self._curves.flush(
             everything=everything,
-            rehearsal_seconds=self.rehearsal_seconds or 0.0,
+            preflight_seconds=self.preflight_seconds or 0.0,
             learning_rate=None if rate is None else float(rate),
         )
 
     @property
     def _learning_rate(self) -> Any:
-        """Of the first group; None for optimizers that a module keeps to itself: Lightning then has a mock of one."""
-        return next((group["lr"] for each in self._trainer.optimizers for group in each.param_groups), None)
+        return next((group["lr"] for each in self._loop.optimizers for group in each.param_groups), None)
 
     def nonfinite(self, *, everything: bool) -> NonFinite | None:
         """The first step whose loss was not finite, of those read so far; of ``everything``, waiting for the device."""
@@ -292,40 +371,30 @@ class Telemetry:
     def finish(self) -> None:
         """Training is over, one way or another: read everything that is still on its way."""
         self.pause("finishing")
-        self._wait.unwatch()
-        self._collector.stop()
-        if self._profiled is not None:
-            self._profiled.finish()
+        self._unwatch_fetches()
+        self._garbage.stop()
+        if self._profiler is not None:
+            self._profiler.finish()
         self.flush(everything=True)
 
-    def figures(self, *, together: bool) -> dict[str, Any]:
-        """The record's fields that this object measures.
-
-        ``together`` adds the rates of all processes up, for which every one of them must call this; after an error on
-        one of them that would hang.
-        """
-        rates = self.meter.steady.rates()
-        rates |= added_up(rates, self._trainer) if together else {}
-        meter = self.meter.figures()
-        if self.rehearsal_seconds is not None:
-            meter["warmup_seconds"] = (meter["warmup_seconds"] or 0.0) + self.rehearsal_seconds
-        return {
-            **meter,
-            **rates,
-            "rehearsal_seconds": self.rehearsal_seconds,
-            "steps": self.steps_done,
-            **self._peak.figures(rates.get("teraflops_per_second")),
-            "peak_device_memory_gib": memory.peak_device_gib(self._device),
-            "peak_process_memory_gib": memory.peak_process_gib(),
-            "joules_per_sample": self._energy.joules_per_sample(),
-            "joules_by_phase": self._phases.figures(),
-            "machine": self._machine.facts(),
-            **(self._curves.figures() if self._curves is not None else {}),
-            "pause_seconds": self.pause_seconds,
-        }
+    def fill(self, record: RunRecord, *, together: bool) -> None:
+        """Write what was measured into ``record``; ``together`` as for ``_fill``."""
+        self._fill(record, self.meter.steady.rates(), together=together)
+        record.take(self.meter.times())
+        if self.preflight_seconds is not None:
+            record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
+        record.preflight_seconds = self.preflight_seconds
+        record.steps = self.steps_done
+        record.pause_seconds = self.pause_seconds
+        record.joules_by_phase = self._phases.figures()
+        if self._curves is not None:
+            slow, loss = self._curves.slow, self._curves.last_loss
+            record.slow_steps, record.slow_step_count = list(slow.listed), slow.count
+            record.slow_step_causes = dict(slow.causes)
+            record.final_loss = loss if loss is not None and math.isfinite(loss) else None
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
-        if self._profiled is None:
+        if self._profiler is None:
             return None
-        return with_idle_share(self._profiled.facts, self.meter.figures()["steady_step_seconds_median"])
+        return with_idle_share(self._profiler.facts, self.meter.median_seconds)

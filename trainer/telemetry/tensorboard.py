@@ -1,30 +1,151 @@
-"""What a run writes to TensorBoard beside its scalars: HParams, the compiler's events and the configuration as text."""
+"""TensorBoard: the keys of every run, its row in the table of runs, its pages, and charts with all runs on them.
+
+Needs neither torch nor Lightning until a run writes.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as charts_metadata
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import (
+    DATA_TYPE_FLOAT64,
+    DATA_TYPE_STRING,
+    STATUS_SUCCESS,
+    Experiment,
+    HParamInfo,
+    MetricInfo,
+    MetricName,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from strategies.credentials import hidden
-from trainer.atomic import finite
-from trainer.telemetry import hparams
-from trainer.telemetry.events import Event
+from trainer.report.runs import set_parameters
+from trainer.telemetry.facts import profile_page, slow_steps_table
 from trainer.telemetry.facts import rows as facts_in
-from trainer.telemetry.keys import FINAL
-from trainer.telemetry.layout import layout
-from trainer.telemetry.profile_page import profile_page
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.slow_steps import slow_steps_table
+from trainer.telemetry.files import finite
+from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source import shown
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+
+SCALARS: dict[str, tuple[str, str]] = {
+    "train/loss": ("task's own", "training loss, mean of the optimizer steps since the last point"),
+    "train/learning_rate": ("1", "learning rate of the first parameter group"),
+    "throughput/steps_per_second": ("1/s", "steady optimizer steps since the last point"),
+    "throughput/samples_per_second": ("1/s", "samples of those steps, this process"),
+    "throughput/tokens_per_second": ("1/s", "token positions computed, padding included"),
+    "throughput/useful_tokens_per_second": ("1/s", "token positions without padding"),
+    "throughput/padded_share": ("1", "padding over all token positions"),
+    "throughput/teraflops_per_second": ("TFLOP/s", "the task's forward and backward operations"),
+    "throughput/model_flops_utilization": (
+        "1",
+        "the same over the datasheet's dense peak; absent when that is unknown",
+    ),
+    "throughput/model_flops_utilization_measured_peak": ("1", "the same over the peak measured when the run began"),
+    "data/wait_share": (
+        "1",
+        "share of those steps lost to waiting for the data loader; above 0.05 the summary says so",
+    ),
+    "time/step_milliseconds_median": ("ms", "median steady step since the last point"),
+    "time/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
+    "time/batch_milliseconds_median": ("ms", "inference: median latency of a batch in one timed run, a point a run"),
+    "time/batch_milliseconds_p95": ("ms", "inference: 95th percentile of the same batches"),
+    "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
+    "time/warmup_seconds": ("s", "the preflight and all steps that are not steady, so far"),
+    "time/slow_steps": ("count", "steps so far that took ten times the median or more, page `run/slow_steps`"),
+    "audit/worst_of_tolerance": (
+        "1",
+        "largest difference from eager in an audited step over its tolerance; above 1 the run ends",
+    ),
+    "audit/seconds": ("s", "time spent on audits so far, at most 0.5% of the run"),
+    "compile/seconds": ("s", "wall time inside the compiler so far"),
+    "compile/graphs": ("count", "graphs compiled so far"),
+    "compile/graph_breaks": ("count", "graph breaks so far"),
+    "compile/recompiles": ("count", "recompiles so far, validation's own graphs included"),
+    "compile/cache_hits": ("count", "graphs taken from Inductor's cache so far"),
+    "compile/cache_misses": ("count", "graphs that were not there"),
+    "memory/peak_device_gib": ("GiB", "highest allocation on the accelerator so far; absent on a CPU"),
+    "memory/peak_process_gib": ("GiB", "highest resident memory of the process so far"),
+    "energy/joules_per_sample": ("J", "board energy over steady steps so far; absent without NVML"),
+}
+"""Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written."""
+
+FINAL: dict[str, str] = {
+    "final/steps_per_second": "steady_steps_per_second",
+    "final/useful_tokens_per_second": "useful_tokens_per_second",
+    "final/step_milliseconds_p95": "steady_step_seconds_p95",
+    "final/compile_seconds": "compile_seconds",
+    "final/loss": "final_loss",
+    "final/samples_per_second": "samples_per_second",
+    "final/first_step_seconds": "first_step_seconds",
+    "final/warmup_seconds": "warmup_seconds",
+    "final/peak_device_gib": "peak_device_memory_gib",
+    "final/preflight_seconds": "preflight_seconds",
+    "final/latency_milliseconds_median": "latency_seconds_median",
+    "final/latency_milliseconds_p95": "latency_seconds_p95",
+}
+"""Metric columns of the HParams table and the record field behind each, written when a run finishes.
+TensorBoard shows the first five of them before it is asked for more."""
+
+TEXTS: dict[str, str] = {
+    "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",
+    "run/strategies": "what each strategy found and did: bucket edges, graphs captured, artifacts loaded",
+    "run/slow_steps": "steps that took ten times the median or more, with their cause",
+    "run/profile": "profile=on: share of device idle time, top kernels or operators",
+    "run/config": "the whole configuration as YAML-like text",
+    "run/summary": "the summary table of the run",
+}
+"""Text summaries."""
+
+CHARTS: dict[str, dict[str, str]] = {
+    "speed": {
+        "optimizer steps per second": r"^throughput/steps_per_second$",
+        "samples per second": r"^throughput/samples_per_second$",
+        "useful tokens per second": r"^throughput/useful_tokens_per_second$",
+        "median step or batch, milliseconds": r"^time/(step|batch)_milliseconds_median$",
+        "p95 step or batch, milliseconds": r"^time/(step|batch)_milliseconds_p95$",
+    },
+    "cost": {
+        "seconds in the compiler so far": r"^compile/seconds$",
+        "warm-up seconds so far": r"^time/warmup_seconds$",
+        "recompiles so far": r"^compile/recompiles$",
+        "peak memory of the device, GiB": r"^memory/peak_device_gib$",
+        "peak memory of the process, GiB": r"^memory/peak_process_gib$",
+        "joules per sample": r"^energy/joules_per_sample$",
+    },
+    "learning": {
+        "training loss": r"^train/loss$",
+        "validation loss": r"^val/loss$",
+    },
+}
+"""Charts by category, and the keys on each. TensorBoard puts every chosen run on each chart."""
+
+NUMBERS = frozenset({"batch_size", "round"})
+"""Columns that are sorted as numbers. The seed is not: as a number it would be shown as ``0.0000``."""
+
+FIRST = frozenset({"batch_size", "compile", "options", "start", "task"})
+"""Columns that are shown before one asks for more: TensorBoard puts those that differ between runs first, then goes by
+name, and shows five."""
 
 
 class TensorBoardPages:
     """Writes the scalars and pages of one run through its TensorBoardLogger; another logger gets the scalars alone."""
 
     def __init__(self, logger: Logger | None) -> None:
+        from lightning.pytorch.loggers import TensorBoardLogger
+
         self._logger = logger if isinstance(logger, TensorBoardLogger) else None
         self._other = logger if self._logger is None else None
 
@@ -34,7 +155,7 @@ class TensorBoardPages:
         if self._logger is None:
             return
         writer = self._logger.experiment._get_file_writer()
-        writer.add_summary(Summary(value=[*hparams.begin(record), layout()]))
+        writer.add_summary(Summary(value=[*row_begins(record), layout()]))
         config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
         self._logger.experiment.add_text("run/config", _fenced(config), 0)
         self._logger.experiment.flush()
@@ -50,7 +171,6 @@ class TensorBoardPages:
             self._other.log_metrics(present, step)
 
     def events(self, events: Iterable[Event], step: int) -> None:
-        """Write the table of the compiler's events so far."""
         if self._logger is not None:
             self._logger.experiment.add_text("compile/events", events_table(events), step)
 
@@ -74,12 +194,11 @@ class TensorBoardPages:
                 if "_milliseconds" in key and values[key] is not None:
                     values[key] *= 1e3
             self.scalars(values, step)
-            self._logger.experiment._get_file_writer().add_summary(Summary(value=[hparams.end()]))
+            self._logger.experiment._get_file_writer().add_summary(Summary(value=[row_ends()]))
         self._logger.experiment.flush()
 
 
 def events_table(events: Iterable[Event]) -> str:
-    """Markdown table of the compiler's events, equal ones counted once."""
     counted: dict[tuple[str, str, str, str], list[int | None]] = {}
     for event in events:
         counted.setdefault((event.kind, event.phase, event.reason, event.location or ""), []).append(event.step)
@@ -93,10 +212,9 @@ def events_table(events: Iterable[Event]) -> str:
 
 
 def strategies_table(record: RunRecord) -> str:
-    """Markdown table of what each strategy, and the checks beside them, found."""
     report = {name: facts for name, facts in record.report.items() if name != "profile"}  # which has its own page
     lines = [f"| {_cell(name)} | {_cell(fact)} | {_cell(value)} |" for name, fact, value in facts_in(report)]
-    return "\n".join(["| strategy | fact | value |", "|---|---|---|", *lines]) if lines else "Nothing to tell."
+    return "\n".join(["| strategy | fact | value |", "|---|---|---|", *lines]) if lines else "Nothing to report."
 
 
 def _shortened(location: str) -> str:
@@ -111,3 +229,89 @@ def _cell(text: str) -> str:
 
 def _fenced(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def hyperparameters(record: RunRecord) -> dict[str, str | int | None]:
+    """Columns that tell runs apart, the same in every run: TensorBoard takes the list of columns from any one of them.
+
+    None = the run has no such thing; its field of the table stays blank.
+    """
+    return {
+        "compile": record.label,
+        "options": " ".join(f"{name}={value}" for name, value in set_parameters(record).items()),
+        "task": record.task,
+        "run": record.run,
+        "batch_size": batch_size(record),
+        "start": record.start,
+        "round": record.round,
+        "seed": str(record.seed),
+        "device": record.device,
+        "precision": record.precision,
+    }
+
+
+def batch_size(record: RunRecord) -> int | None:
+    """Samples of a batch, as configured; None for a task that does not name them so."""
+    task = record.config.get("task", {})
+    for section in (task.get("data"), task):
+        value = section.get("batch_size") if isinstance(section, dict) else None
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def row_begins(record: RunRecord) -> list[Summary.Value]:
+    """What opens the run's row: the columns of the table, and the run's values."""
+    given = hyperparameters(record)
+    experiment = Experiment(
+        hparam_infos=[
+            HParamInfo(
+                name=name, type=DATA_TYPE_FLOAT64 if name in NUMBERS else DATA_TYPE_STRING, differs=name in FIRST
+            )
+            for name in given
+        ],
+        metric_infos=[MetricInfo(name=MetricName(tag=tag)) for tag in FINAL],
+    )
+    start = SessionStartInfo(start_time_secs=time.time())
+    for name, value in given.items():
+        if isinstance(value, int):
+            start.hparams[name].number_value = value
+        elif value is not None:
+            start.hparams[name].string_value = value
+    return [
+        _value(metadata.EXPERIMENT_TAG, experiment=experiment),
+        _value(metadata.SESSION_START_INFO_TAG, session_start_info=start),
+    ]
+
+
+def row_ends() -> Summary.Value:
+    """What closes the row of a run that finished."""
+    info = SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=time.time())
+    return _value(metadata.SESSION_END_INFO_TAG, session_end_info=info)
+
+
+def _value(tag: str, **content: Any) -> Summary.Value:
+    data = HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **content)
+    return Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
+
+
+def layout() -> Summary.Value:
+    """The layout as an event; TensorBoard merges those of all runs, which are alike."""
+    charts = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=category,
+                chart=[
+                    layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[keys]))
+                    for title, keys in titles.items()
+                ],
+            )
+            for category, titles in CHARTS.items()
+        ]
+    )
+    tensor = TensorProto(
+        dtype=DT_STRING, string_val=[charts.SerializeToString()], tensor_shape=TensorShapeProto(dim=[])
+    )
+    return Summary.Value(
+        tag=charts_metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=charts_metadata.create_summary_metadata()
+    )

@@ -1,23 +1,31 @@
-"""Cell process: starts one cell of a sweep, watches its time, and sees to it that it leaves a record.
+"""Processes of a sweep: start its cells, watch their time, and see to it that each leaves a record.
 
 Everything here can be pickled or runs in the process that starts the cell: this one, or a job's on a cluster.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, TYPE_CHECKING
 
-from trainer.sweep.cell_environment import CellEnvironment, cache_variables
-from trainer.sweep.plan import PlannedCell
-from trainer.sweep.quoting import quoted
+from trainer.process import present_handlers
+from trainer.sweep.environment import CELL_VARIABLE, CellEnvironment, cache_variables
+from trainer.sweep.ledger import Entry
+from trainer.sweep.plan import PlannedCell, quoted
 from trainer.telemetry.record import RunRecord
+
+if TYPE_CHECKING:
+    from trainer.sweep.sweep import Sweep
 
 OUTPUT_NAME = "output.txt"
 CHECKPOINT = Path("checkpoints") / "last.ckpt"
@@ -116,7 +124,6 @@ class CellProcess:
         return CellEnd(exit_code=exit_code, record=self._settled(exit_code), seconds=seconds)
 
     def last_line(self) -> str:
-        """What it printed last."""
         lines = last_lines(self.cell.directory / OUTPUT_NAME)
         return lines[-1] if lines else ""
 
@@ -153,15 +160,15 @@ class CellProcess:
         return record
 
     def _cause(self, exit_code: int) -> str:
-        said = [line for line in last_lines(self.cell.directory / OUTPUT_NAME) if line.strip()]
+        printed = last_lines(self.cell.directory / OUTPUT_NAME)
         if exit_code == -signal.SIGKILL:
             return "killed (SIGKILL), as a system does that runs out of memory"
         if exit_code < 0:
             return f"killed ({signal.Signals(-exit_code).name})"
         if exit_code == REFUSED:
-            errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+            errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
             return f"refused: {errors[0] if errors else 'see its output'}"
-        return f"crashed (exit code {exit_code})" + (f": {said[-1]}" if said else "")
+        return f"crashed (exit code {exit_code})" + (f": {printed[-1]}" if printed else "")
 
 
 def goes_on(cell: PlannedCell) -> bool:
@@ -203,3 +210,175 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
+
+
+POLL_SECONDS = 0.05
+
+
+@dataclass(kw_only=True, slots=True)
+class Signals:
+    """Signals that arrived while the sweep ran; the running cells decide how they end, and no other one starts."""
+
+    received: int | None = None
+    pass_on: Callable[[int], None] = lambda number: None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self.pass_on(number)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Handle the signals that stop a run, and put the former handlers back."""
+        before = {number: signal.signal(number, self.handle) for number in present_handlers()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    """One of the places where cells run at once."""
+
+    variables: dict[str, str]
+    queue: list[PlannedCell] = field(default_factory=list)
+    process: CellProcess | None = None
+
+
+def run_queues(
+    queues: Sequence[Sequence[PlannedCell]],
+    sweep: Sweep,
+    signals: Signals,
+    *,
+    places: Sequence[dict[str, str]],
+    to_file: bool,
+) -> None:
+    """Run every cell; each queue stays in one place, from its first cell to its last.
+
+    Args:
+        queues: Cells that must run one after the other, see ``plan.queues``.
+        sweep: Decides what is left to do, and keeps how it ended.
+        signals: A signal ends the running cells, and the sweep with them.
+        places: Environment variables for each of the cells that run at once.
+        to_file: Whether output goes to a file in the cell's directory instead of to the terminal.
+    """
+    waiting = [list(queue) for queue in queues]
+    workers = [_Worker(variables=variables) for variables in places]
+
+    def pass_on(number: int) -> None:
+        for worker in workers:
+            if worker.process is not None:
+                worker.process.send(number)
+
+    signals.pass_on = pass_on
+    try:
+        while True:
+            for worker in workers:
+                _advance(worker, waiting, sweep, signals, to_file=to_file)
+            running = [worker.process for worker in workers if worker.process is not None]
+            if not running:
+                return
+            sweep.view.show({process.cell.number: process.last_line for process in running}, signals.received)
+            time.sleep(POLL_SECONDS)
+    finally:
+        for worker in workers:  # an error of ours: nothing may stay behind
+            if worker.process is not None:
+                worker.process.send(signal.SIGTERM)
+
+
+def _advance(
+    worker: _Worker, waiting: list[list[PlannedCell]], sweep: Sweep, signals: Signals, *, to_file: bool
+) -> None:
+    """See whether the worker's cell has ended, and start its next one."""
+    if worker.process is not None:
+        end = worker.process.poll()
+        if end is None:
+            return
+        sweep.ended(worker.process.cell, end)
+        worker.process = None
+    while signals.received is None and (worker.queue or waiting):
+        if not worker.queue:
+            worker.queue = waiting.pop(0)
+        cell = worker.queue.pop(0)
+        if not sweep.wants(cell):
+            continue
+        process = sweep.process_of(cell, variables=worker.variables, to_file=to_file)
+        sweep.starts(cell)
+        pid = process.start()
+        worker.process = process
+        if signals.received is not None:  # it came between our looking and the start
+            process.send(signals.received)
+        sweep.note(cell, pid=pid)
+        return
+
+
+def host() -> str:
+    """Name of this machine, by which processes of a shared directory are distinguished."""
+    return socket.gethostname()
+
+
+def wait_for(entry: Entry, report: Callable[[str], None]) -> None:
+    """Wait until no process of this machine runs the cell any more; ``report`` that it waits, and for which."""
+    if entry.pid is None or entry.host != host() or not _is_cell(entry.pid):
+        return
+    report(f"waiting for process {entry.pid}, which still runs cell {entry.number} of this sweep")
+    while _is_cell(entry.pid):
+        time.sleep(0.2)
+
+
+def _is_cell(pid: int) -> bool:
+    """Whether a process is a cell of a sweep, and not another one that got its number."""
+    if Path("/proc/self/environ").exists():
+        try:
+            return f"{CELL_VARIABLE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # gone, or somebody else's
+            return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that a process of this machine would see, as ``CUDA_VISIBLE_DEVICES`` has them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no driver, no library: NVML has an error class for each, and so has its import
+        return []
+
+
+def places(parallel: int, gpus_per_cell: int, gpus: list[str]) -> list[dict[str, str]]:
+    """Environment variables for each of the cells that run at once.
+
+    Raises ValueError when there are fewer GPUs than they need: cells that share one measure each other.
+    """
+    if parallel == 1:
+        return [{}]
+    possible = len(gpus) // gpus_per_cell
+    if parallel == -1:
+        if not possible:
+            raise ValueError(
+                f"hydra.launcher.parallel=-1 is a cell for each {gpus_per_cell} of this machine's GPUs, and it has "
+                f"{len(gpus)}; name a number"
+            )
+        parallel = possible
+    if not gpus:
+        return [{} for _ in range(parallel)]
+    if parallel > possible:
+        raise ValueError(
+            f"hydra.launcher.parallel={parallel} must be at most {possible}: this machine has {len(gpus)} GPUs, each "
+            f"cell takes {gpus_per_cell}, and cells that share one measure each other"
+        )
+    groups = [gpus[first : first + gpus_per_cell] for first in range(0, possible * gpus_per_cell, gpus_per_cell)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups[:parallel]]

@@ -1,4 +1,4 @@
-"""Submitted: a sweep's lanes as jobs of a cluster, by submitit; each cell is a process of its own there too."""
+"""SLURM: the queues of a sweep as jobs of a cluster, by submitit; each cell is a process of its own there too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep.cell_process import CellEnd, CellProcess
 from trainer.sweep.ledger import Ledger
-from trainer.sweep.options import SubmititOptions
-from trainer.sweep.plan import PlannedCell
-from trainer.sweep.pool import Signals
+from trainer.sweep.plan import PlannedCell, SubmititOptions
+from trainer.sweep.processes import CellEnd, CellProcess, Signals
 from trainer.sweep.sweep import Sweep
 from trainer.telemetry.record import RunRecord
 
@@ -22,9 +20,9 @@ POLL_SECONDS = 0.2
 
 
 @dataclass(slots=True)
-class Lane:
+class Queue:
     """What one job does: its cells, one after the other. Called on the cluster, perhaps more than once: a job that is
-    put into the queue again (preempted, or its time up) goes on with the cell that it was at, from its checkpoint."""
+    put into the queue again (preempted, or its time up) continues with the cell that it was at, from its checkpoint."""
 
     processes: list[CellProcess]
     ends: list[CellEnd] = field(default_factory=list)
@@ -39,7 +37,7 @@ class Lane:
                 time.sleep(POLL_SECONDS)
                 end = process.poll()
             self.ends.append(end)
-            if end.record.status == "interrupted" or self._was_cold_twin():
+            if end.record.status == "interrupted" or self._failed_cold():
                 break
         return self.ends
 
@@ -52,9 +50,9 @@ class Lane:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
         fresh = [dataclasses.replace(process) for process in self.processes]
-        return submitit.helpers.DelayedSubmission(Lane(fresh, list(self.ends)))
+        return submitit.helpers.DelayedSubmission(Queue(fresh, list(self.ends)))
 
-    def _was_cold_twin(self) -> bool:
+    def _failed_cold(self) -> bool:
         """Whether the last cell failed and the next one needs its caches."""
         if self.ends[-1].exit_code == 0 or len(self.ends) == len(self.processes):
             return False
@@ -73,16 +71,16 @@ class _Submitted:
 
 
 def run_jobs(
-    lanes: Sequence[Sequence[PlannedCell]],
+    queues: Sequence[Sequence[PlannedCell]],
     sweep: Sweep,
     signals: Signals,
     *,
     options: SubmititOptions,
     folder: Path,
 ) -> None:
-    """Submit every lane and wait for all of them; a signal cancels what has not ended."""
+    """Submit every queue and wait for all of them; a signal cancels what has not ended."""
     executor = _executor(options, folder)
-    wanted = [[cell for cell in lane if not sweep.is_done(cell)] for lane in lanes]
+    wanted = [[cell for cell in queue if not sweep.is_done(cell)] for queue in queues]
     waiting = [cells for cells in wanted if cells]
     running: list[_Submitted] = []
 
@@ -95,7 +93,7 @@ def run_jobs(
         while waiting and len(running) < options.jobs_at_once and signals.received is None:
             cells = waiting.pop(0)
             processes = [sweep.process_of(cell, variables={}, to_file=True) for cell in cells]
-            job = executor.submit(Lane(processes))
+            job = executor.submit(Queue(processes))
             running.append(_Submitted(job, cells, processes))
             for cell in cells:
                 sweep.starts(cell)
@@ -108,7 +106,7 @@ def run_jobs(
 
 
 def refuse_unfinished(ledger: Ledger, options: SubmititOptions, folder: Path) -> None:
-    """Raise ValueError when a job of this sweep, submitted by a process that is no more, still waits or runs."""
+    """Raise ValueError when a job of this sweep, submitted by a process that has ended, still waits or runs."""
     import submitit
 
     executor = _executor(options, folder)
@@ -147,7 +145,7 @@ def _collect(submitted: _Submitted, sweep: Sweep, *, stopped: int | None) -> Non
 
 
 def _unfinished(cell: PlannedCell, cause: str, stopped: int | None) -> CellEnd:
-    """How a cell ended whose job did not say."""
+    """How a cell ended whose job did not report it."""
     try:
         record = RunRecord.load(cell.directory)
     except ValueError:

@@ -1,36 +1,74 @@
-"""Typed: JSON from a file becomes dataclasses; a value of another type than its field declares is named, not passed on.
+"""Files: written whole or not at all, and JSON that is read into dataclasses with every value's type checked.
 
 Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainer.printable import printable
 
 Made = TypeVar("Made")
-MOST_DEPTH = 50
+MAX_DEPTH = 50
 """Levels of lists and mappings within each other; ours have about six."""
 
 
-def read(file: Path, what: str) -> dict[str, Any]:
+def finite(value: Any) -> Any:
+    """``value`` with None for every number in it that JSON has no word for: NaN, infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+@contextlib.contextmanager
+def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
+    """A file to write in ``mode`` (``w``: UTF-8 text, ``wb``: bytes) that becomes ``target`` when the block ends.
+
+    A reader sees the old file or the new one, never a half; when the block raises, the old one stays and nothing else
+    is left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(target: Path, values: Any, **options: Any) -> Path:
+    """Write ``values`` whole to ``target``; what JSON has no word for is null."""
+    with written_whole(target, "w") as file:
+        json.dump(finite(values), file, indent=1, allow_nan=False, **options)
+    return target
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
     """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be
-    read or is no ``what``."""
+    read or is not ``what``."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        _limit(values, MOST_DEPTH)
+        _limit(values, MAX_DEPTH)
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     except RecursionError as error:
-        raise ValueError(f"{file}: not {what} (more than {MOST_DEPTH} levels of nesting)") from error
+        raise ValueError(f"{file}: not {what} (more than {MAX_DEPTH} levels of nesting)") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not {what} (byte {error.start} is not UTF-8)") from error
     except json.JSONDecodeError as error:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from trainer.sweep.cell_process import CHECKPOINT
+from trainer.sweep.processes import CHECKPOINT
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -79,7 +79,7 @@ def taken(folder: Path, resume: str | None) -> str | None:
         what = "the checkpoint of another run"
     else:
         return None
-    return f"hydra.run.dir={folder}: holds {what}; choose another folder, or go on with that run by resume={folder}"
+    return f"hydra.run.dir={folder}: holds {what}; choose another folder, or continue that run by resume={folder}"
 
 
 def claim(record: RunRecord, folder: Path, resume: str | None) -> bytes | None:
