@@ -16,7 +16,7 @@ from strategies import STRATEGIES
 from strategies.base import Strategy
 from tasks import SCHEMAS, TASKS
 from tasks.base import Task
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SLOW_FILES
 from trainer.plugins import is_configuration
 from trainer.settings import Config, TrainerConfig
 
@@ -156,3 +156,7 @@ def test_a_strategy_is_found_under_its_own_name() -> None:
 def test_a_task_is_found_under_its_own_name() -> None:
     assert {name: task.name for name, task in TASKS.items()} == {name: name for name in TASKS}
     assert {f"task/{name}": SCHEMAS.get(f"task/{name}") for name in TASKS} == {f"task/{n}": t for n, t in TASKS.items()}
+
+
+def test_files_that_are_marked_slow_exist() -> None:
+    assert [name for name in SLOW_FILES if not (ROOT / "tests" / f"{name}.py").is_file()] == []
