@@ -21,32 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stand_in"
 
 
-SLOW_FILES = frozenset(
-    """
-    evidence/test_report evidence/test_report_browser
-    explain/test_explain_command explain/test_look explain/test_planted_cases explain/test_strangers
-    faults/test_planted_faults
-    locate/test_bisect_command locate/test_planted_cases locate/test_reproducer
-    strategies/test_cached strategies/test_cached_s3 strategies/test_inductor_embeddings
-    strategies/test_inductor_faults strategies/test_optimizer strategies/test_optimizer_replay
-    tasks/test_captioning tasks/test_image_classification tasks/test_initial_weights tasks/test_language_modelling
-    tasks/test_language_transformers tasks/test_masked_bert tasks/test_resume
-    test_benchmark_peers test_compare test_doctor test_drift test_folders test_launcher test_matrix test_packaging
-    test_streams test_submitit_launcher test_sweep_cells test_trust test_warm_cache
-    trainer/test_audits_no_trace trainer/test_audits_processes trainer/test_auto trainer/test_batch_norm
-    trainer/test_buckets trainer/test_cached_run trainer/test_cached_start trainer/test_captured_habits
-    trainer/test_captured_strangers trainer/test_checkpoint_matrix trainer/test_compile_failures trainer/test_facts
-    trainer/test_inductor trainer/test_inference trainer/test_interrupted_group trainer/test_interruption
-    trainer/test_language_experiments trainer/test_loaders trainer/test_machine trainer/test_manual_optimization
-    trainer/test_manual_pieces trainer/test_manual_processes trainer/test_nonfinite_losses
-    trainer/test_optimizer_under_lightning trainer/test_other_peoples_models trainer/test_parity trainer/test_profile
-    trainer/test_rehearsal trainer/test_replay_parity trainer/test_resume_exactness trainer/test_resuming
-    trainer/test_rollback trainer/test_runs_that_eager_finishes trainer/test_several_processes trainer/test_signals
-    trainer/test_smoke_experiments trainer/test_snapshot trainer/test_step_capture trainer/test_telling
-    trainer/test_tensorboard_pages
-    """.split()
-)
-"""Test files that are slow as a whole, in tests/: they start processes, browsers or Inductor, or train for seconds."""
+SLOW_FILES = frozenset((ROOT / "tests" / "slow.txt").read_text().split())
+"""Test files in tests/ that are slow as a whole: they start processes, browsers or Inductor, or train for seconds."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
