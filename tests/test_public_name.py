@@ -20,6 +20,12 @@ def test_every_public_name_is_what_its_module_holds() -> None:
     assert dir(crucible) == sorted(set(crucible.__all__))
 
 
+def test_every_public_name_says_what_it_is() -> None:
+    docs = {name: getattr(crucible, name).__doc__ or "" for name in crucible.__all__}
+    # A dataclass without a docstring is given its signature.
+    assert [name for name, doc in docs.items() if not doc.strip() or doc.startswith(f"{name}(")] == []
+
+
 def test_every_strategy_is_public() -> None:
     assert {kind.__name__ for kind in STRATEGIES.values()} <= set(crucible.__all__)
 
