@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
@@ -84,19 +83,14 @@ def test_no_option_has_a_name_that_yaml_reads_as_a_boolean() -> None:
     assert [file for file in YAMLS if not isinstance(yaml.safe_load(file.stem), str)] == []
 
 
-def test_a_strategys_yaml_holds_every_field_with_its_default(subtests: pytest.Subtests) -> None:
+def test_a_strategys_yaml_gives_every_field_its_default(subtests: pytest.Subtests) -> None:
     for name, kind in STRATEGIES.items():
         with subtests.test(name=name):
-            strategy = build(f"compile={name}").compile[name]
-            assert strategy == kind()
-            written = yaml.safe_load((CONF / "compile" / f"{name}.yaml").read_text())[name]
-            assert list(written) == [option.name for option in dataclasses.fields(strategy)]
+            assert build(f"compile={name}").compile == {name: kind()}
 
 
 def test_the_default_trainer_yaml_is_the_dataclasss_defaults() -> None:
     assert build().trainer == TrainerConfig()
-    written = yaml.safe_load((CONF / "trainer" / "default.yaml").read_text())
-    assert list(written) == [option.name for option in dataclasses.fields(TrainerConfig)]
 
 
 def test_several_strategies_compose() -> None:
