@@ -35,14 +35,14 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
         _ = crucible.Compiler
 
 
-@pytest.mark.parametrize("hiding", ["trainer.py", "tasks.py", "strategies/__init__.py"])
+@pytest.mark.parametrize("hiding", ["trainer.py", "tasks.py", "strategies/__init__.py", "scripts.py"])
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path, hiding: str) -> None:
     (tmp_path / "crucible").symlink_to(ROOT / "trainer" / "crucible")  # as an installation maps it
     file = tmp_path / hiding
     file.parent.mkdir(exist_ok=True)
     file.write_text("from crucible import Strategy\nprint('ran')\n")
     done = subprocess.run(
-        [sys.executable, "-c", "from crucible import Strategy"],
+        [sys.executable, "-c", f"from crucible import {'explain_module' if 'scripts' in hiding else 'Strategy'}"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -18,7 +18,7 @@ HOMES = {
     for alias in node.names
 }
 """Module that each public name lives in."""
-OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py"}
+OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py", "scripts": "compare.py"}
 """A file of each of our packages, by which it is told from a user's module of the same name."""
 
 __all__ = list(HOMES)
@@ -27,7 +27,7 @@ __all__ = list(HOMES)
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    refuse_hidden_packages()
+    refuse_hidden_packages("trainer", "strategies", "tasks", HOMES[name].partition(".")[0])
     found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
     return found
 
@@ -36,17 +36,17 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def refuse_hidden_packages() -> None:
+def refuse_hidden_packages(*names: str) -> None:
     """Find our packages as Python would, without running what it finds.
 
     Raises:
         ImportError: A file or folder of the user's has the name of one of them and is found first.
     """
-    for name, file in OURS.items():
+    for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None:
             raise ImportError(f"crucible: its package {name!r} is not installed: pip install crucible-train")
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        if not any((folder / file).is_file() for folder in folders):
+        if not any((folder / OURS[name]).is_file() for folder in folders):
             where = spec.origin or folders[0]
             raise ImportError(f"crucible: {where} hides crucible's own package {name!r}: rename that file or folder")
