@@ -21,8 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stand_in"
 
 
+SLOW_FILES = frozenset((ROOT / "tests" / "slow.txt").read_text().split())
+"""Test files in tests/ that are slow as a whole: they start processes, browsers or Inductor, or train for seconds."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Trainings first: their files take longest, and no core should wait for the other at the end."""
+    """Mark what is slow; trainings first: their files take longest, and no core should wait at the end."""
+    for item in items:
+        name = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+        if name in SLOW_FILES or "start_trainer" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
     items.sort(key=lambda item: item.path.parent.name != "trainer")
 
 

@@ -17,14 +17,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_listed() -> None:
-    found = {
-        ".".join(file.parent.relative_to(ROOT).parts)
+    mapped = {folder: name for name, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()}
+    folders = {
+        str(file.parent.relative_to(ROOT))
         for top in ("trainer", "strategies", "tasks", "scripts")
         for file in (ROOT / top).rglob("__init__.py")
     }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"trainer.conf"}
+    found = {mapped.get(folder, folder.replace("/", ".")) for folder in {*folders, "conf"}}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
 
 
+@pytest.mark.slow
 def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_path: Path) -> None:
     source = tmp_path / "source"
     # From a copy: setuptools leaves build/ and an egg-info in the tree that it builds.
@@ -47,6 +50,8 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
     yamls = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*.yaml")}
     assert {f"trainer/{name}" for name in yamls} <= names
     assert not {name.split("/")[0] for name in names} & {"conf", "tests", "docs"}
+    typed = {f"{name}/py.typed" for name in ("crucible", "scripts", "strategies", "tasks", "trainer")}
+    assert typed | {"crucible/__init__.pyi"} <= names
     subprocess.run([*pip, "install", *options, "--target", str(installed), str(wheel)], check=True)
 
     elsewhere = tmp_path / "elsewhere"
@@ -55,6 +60,8 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
         (elsewhere / name / "__init__.py").write_text("raise ImportError('the wrong one')\n")
     (elsewhere / "conf" / "config.yaml").write_text("seed: 99\n")
     environment = {**os.environ, "PYTHONPATH": str(installed)}
+    public = [sys.executable, "-P", "-c", "from crucible import Compile, Regional; print(Compile([Regional()]).record)"]
+    subprocess.run(public, cwd=elsewhere, env=environment, check=True)
     for command in ([sys.executable, "-m", "trainer"], [sys.executable, str(installed / "bin" / "crucible")]):
         for arguments in (["--cfg", "job", "compile=whole"], ["--help"]):
             done = subprocess.run(

@@ -37,9 +37,11 @@ def page(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a") as opened:
             opened.write(text)
+    (tmp_path / "mine" / "crucible").symlink_to(ROOT / "trainer" / "crucible")  # as an installation maps it
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_pages_strategy_and_task_train(page: Path, start_trainer: Any) -> None:
     arguments = ["task=line", "compile=parts", "trainer.max_steps=4", "trainer.accelerator=cpu", "hydra.run.dir=run"]
     process = start_trainer(["--config-dir", "mine", *arguments], cwd=page, stand_in=False)
@@ -51,6 +53,7 @@ def test_the_pages_strategy_and_task_train(page: Path, start_trainer: Any) -> No
     assert record["regions"] == 2
 
 
+@pytest.mark.slow
 def test_plug_ins_reach_the_cells_of_a_sweep(page: Path, start_trainer: Any) -> None:
     arguments = ["task=line", "compile=eager,parts", "hydra.sweep.dir=sweep"]
     process = start_trainer(["--config-dir", "mine", "-m", *arguments], cwd=page)

@@ -1,7 +1,8 @@
 """What every strategy promises on every task: eager's losses and names, and a record that leaves nothing out.
 
 Strategies and tasks are taken from their registries, so that a new one is covered the day it is added. A handful of
-combinations, one with a composite among them, promise the same.
+combinations, one with a composite among them, promise the same. Each pair is trained once, by one test, which checks
+every promise and reports all that are broken.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,54 +74,77 @@ OF_THE_COMPILER = (
 )
 
 
-@pytest.fixture(scope="session")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, private_cache: None
-) -> Callable[[str, str], tuple[Path, RunRecord]]:
-    """Train a task under a strategy, once a session for each pair; strategies alone validate after the third step."""
-    import torch
-
-    made: dict[tuple[str, str], tuple[Path, RunRecord]] = {}
-
-    def make(task: str, strategy: str) -> tuple[Path, RunRecord]:
-        if (task, strategy) not in made:
-            torch._dynamo.reset()
-            run_dir = tmp_path_factory.mktemp(f"{task}-{strategy}")
-            changes = ("trainer.val_every_n_steps=3",) if strategy in STRATEGIES else ()
-            # What ahead-of-time compilation does to a combination is seen on one task, and to a strategy on each.
-            backend = "eager" if strategy in COMBINATIONS and task != "captioning" else "aot_eager"
-            made[task, strategy] = run_dir, train(run_dir, *changes, task=task, strategy=strategy, backend=backend)
-        return made[task, strategy]
-
-    return make
+def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
+    """Every pair of task and arm that fit each other, or, ``refused``, that do not; all but one task's are slow."""
+    arms = ["eager", *sorted(STRATEGIES), *sorted(COMBINATIONS)]
+    return pytest.mark.parametrize(
+        ("task", "arm"),
+        [
+            pytest.param(
+                task, arm, marks=() if refused or (task == "micro" and arm in STRATEGIES) else pytest.mark.slow
+            )
+            for task in sorted(TASKS)
+            for arm in arms
+            if bool(refusal(task, arm)) is refused
+        ],
+    )
 
 
-Trained = Callable[[str, str], tuple[Path, RunRecord]]
-ARMS = ["eager", *sorted(STRATEGIES), *sorted(COMBINATIONS)]
-
-
-def every_task_with(arms: list[str], *, refused: bool = False) -> pytest.MarkDecorator:
-    """Every pair of task and arm that fit each other, or, ``refused``, that do not."""
-    pairs = [(task, arm) for task in sorted(TASKS) for arm in arms if bool(refusal(task, arm)) is refused]
-    return pytest.mark.parametrize(("task", "strategy"), pairs)
-
-
-EVERY_STRATEGY = every_task_with(sorted(STRATEGIES))
-EVERY_COMBINATION = every_task_with(sorted(COMBINATIONS))
-EVERY_ARM = every_task_with(ARMS)
-
-
-@EVERY_STRATEGY
-def test_losses_are_eagers_at_every_step(
-    task: str, strategy: str, trained: Trained, baseline: Callable[..., Baseline]
+@every_pair()
+def test_a_pair_keeps_every_promise(
+    task: str,
+    arm: str,
+    tmp_path: Path,
+    baseline: Callable[..., Baseline],
+    subtests: pytest.Subtests,
 ) -> None:
-    if STRATEGIES[strategy].reorders_data:
-        # Eager sees other batches. What it trains alone is eager in its order; compiled beside it must equal that.
-        run_dir, record = trained(task, f"[regional,{strategy}]")
-        eager = baseline(task, order=strategy)
-    else:
-        run_dir, record = trained(task, strategy)
-        eager = baseline(task)
+    # Strategies alone validate after the third step, without gradients, so that everything compiled is compiled again.
+    changes = ("trainer.val_every_n_steps=3",) if arm in STRATEGIES else ()
+    # What ahead-of-time compilation does to a combination is seen on one task, and to a strategy on each.
+    backend = "eager" if arm in COMBINATIONS and task != "micro" else "aot_eager"
+    record = train(tmp_path, *changes, task=task, strategy=arm, backend=backend)
+    promises = [
+        partial(state_dict_keys_are_eagers, tmp_path, baseline(task)),
+        partial(the_record_is_complete, record, task, arm),
+        partial(a_figure_that_does_not_exist_is_none, record, arm),
+        partial(the_record_is_read_back_as_it_was_written, tmp_path, record),
+    ]
+    if arm == "eager":
+        promises.append(partial(a_report_reads_it_without_torch, tmp_path))
+    if arm in STRATEGIES:
+        promises.append(partial(events_say_why_and_where, record, arm))
+        if not STRATEGIES[arm].reorders_data:  # see the next test for those that do
+            promises.append(partial(losses_are_eagers_at_every_step, tmp_path, record, baseline(task)))
+    if arm in MODULE_STRATEGIES:
+        promises.append(partial(every_region_is_compiled_without_a_break, record))
+    if arm in COMBINATIONS:
+        eager = baseline(task, order=order_of(arm, task))
+        promises.append(partial(losses_are_eagers_at_every_step, tmp_path, record, eager))
+        promises.append(partial(a_combination_is_applied_whole, record, task))
+    for promise in promises:
+        with subtests.test(promise=promise.func.__name__):
+            promise()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "arm"),
+    [
+        (task, arm)
+        for task in sorted(TASKS)
+        for arm in sorted(STRATEGIES)
+        if STRATEGIES[arm].reorders_data and not refusal(task, arm)
+    ],
+)
+def test_losses_of_what_reorders_data_are_those_of_eager_in_its_order(
+    task: str, arm: str, tmp_path: Path, baseline: Callable[..., Baseline]
+) -> None:
+    # Eager sees other batches. What it trains alone is eager in its order; compiled beside it must equal that.
+    record = train(tmp_path, "trainer.val_every_n_steps=3", task=task, strategy=f"[regional,{arm}]")
+    losses_are_eagers_at_every_step(tmp_path, record, baseline(task, order=arm))
+
+
+def losses_are_eagers_at_every_step(run_dir: Path, record: RunRecord, eager: Baseline) -> None:
     losses = curve(run_dir)
     assert list(losses) == list(range(1, STEPS + 1))
     assert len(set(losses.values())) == STEPS, "the model learns"
@@ -127,15 +152,7 @@ def test_losses_are_eagers_at_every_step(
     assert record.final_loss == pytest.approx(losses[STEPS])
 
 
-@EVERY_COMBINATION
-def test_losses_of_a_combination_are_eagers_at_every_step(
-    task: str, strategy: str, trained: Trained, baseline: Callable[..., Baseline]
-) -> None:
-    run_dir, record = trained(task, strategy)
-    eager = baseline(task, order=order_of(strategy, task))
-    losses = curve(run_dir)
-    assert list(losses) == list(range(1, STEPS + 1))
-    assert max(relative_differences(losses, eager.losses)) <= eager.tolerance
+def a_combination_is_applied_whole(record: RunRecord, task: str) -> None:
     assert record.regions_compiled == record.regions
     assert record.graph_breaks == 0
     assert record.compile_seconds is not None
@@ -159,26 +176,20 @@ def test_a_combination_is_one_whatever_the_order_of_its_names(strategy: str) -> 
         assert label(compiled.values()) == COMBINATIONS[strategy]
 
 
-@every_task_with(ARMS, refused=True)
+@every_pair(refused=True)
 def test_a_strategy_that_cannot_be_applied_to_a_task_is_refused_with_the_reason(
-    task: str, strategy: str, tmp_path: Path
+    task: str, arm: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=refusal(task, strategy)):
-        train(tmp_path, task=task, strategy=strategy)
+    with pytest.raises(ValueError, match=refusal(task, arm)):
+        train(tmp_path, task=task, strategy=arm)
 
 
-@EVERY_ARM
-def test_state_dict_keys_are_eagers(
-    task: str, strategy: str, trained: Trained, baseline: Callable[[str], Baseline]
-) -> None:
-    run_dir, _ = trained(task, strategy)
-    assert list(last_checkpoint(run_dir)["state_dict"]) == baseline(task).state_dict_keys
+def state_dict_keys_are_eagers(run_dir: Path, eager: Baseline) -> None:
+    assert list(last_checkpoint(run_dir)["state_dict"]) == eager.state_dict_keys
 
 
-@EVERY_ARM
-def test_the_record_of_a_finished_run_is_complete(task: str, strategy: str, trained: Trained) -> None:
-    _, record = trained(task, strategy)
-    expected = COMBINATIONS.get(strategy, strategy)
+def the_record_is_complete(record: RunRecord, task: str, arm: str) -> None:
+    expected = COMBINATIONS.get(arm, arm)
     assert (record.status, record.exit_code, record.reason) == ("finished", 0, None)
     title = "micro ragged" if task == "micro" else TASKS[task].name
     assert (record.task, record.label, record.steps) == (title, expected, STEPS)
@@ -191,12 +202,10 @@ def test_the_record_of_a_finished_run_is_complete(task: str, strategy: str, trai
     assert record.versions["torch"]
 
 
-@EVERY_ARM
-def test_a_figure_that_does_not_exist_is_none(task: str, strategy: str, trained: Trained) -> None:
-    _, record = trained(task, strategy)
+def a_figure_that_does_not_exist_is_none(record: RunRecord, arm: str) -> None:
     for name in NOT_ON_A_CPU:
         assert getattr(record, name) is None, name
-    if strategy == "eager":
+    if arm == "eager":
         for name in OF_THE_COMPILER:
             assert getattr(record, name) is None, name
         assert record.strategies == []
@@ -204,9 +213,7 @@ def test_a_figure_that_does_not_exist_is_none(task: str, strategy: str, trained:
     assert (record.cache, record.cache_hits, record.cache_misses) == (None, None, None)
 
 
-@every_task_with(MODULE_STRATEGIES)
-def test_every_region_is_compiled_without_a_break(task: str, strategy: str, trained: Trained) -> None:
-    _, record = trained(task, strategy)
+def every_region_is_compiled_without_a_break(record: RunRecord) -> None:
     assert record.regions
     assert record.regions_compiled == record.regions
     assert record.graphs
@@ -217,11 +224,8 @@ def test_every_region_is_compiled_without_a_break(task: str, strategy: str, trai
     assert not [event for event in record.events if event.kind != "recompile"]
 
 
-@EVERY_STRATEGY
-def test_events_say_why_and_where(task: str, strategy: str, trained: Trained) -> None:
-    # A validation runs without gradients, so that everything compiled is compiled again.
-    _, record = trained(task, strategy)
-    if strategy in MODULE_STRATEGIES:
+def events_say_why_and_where(record: RunRecord, arm: str) -> None:
+    if arm in MODULE_STRATEGIES:
         assert record.recompiles
     for event in record.events:
         assert event.reason.strip()
@@ -231,15 +235,12 @@ def test_events_say_why_and_where(task: str, strategy: str, trained: Trained) ->
         assert event.step in (3, 4) or event.phase in ("preflight", "comparing with eager")
 
 
-@EVERY_ARM
-def test_the_record_is_read_back_as_it_was_written(task: str, strategy: str, trained: Trained) -> None:
-    run_dir, record = trained(task, strategy)
+def the_record_is_read_back_as_it_was_written(run_dir: Path, record: RunRecord) -> None:
     assert RunRecord.load(run_dir) == RunRecord.load(run_dir / "record.json") == record
     assert sorted(path.name for path in run_dir.glob(".record*")) == []
 
 
-def test_a_report_reads_a_record_without_torch(trained: Trained) -> None:
-    run_dir, _ = trained("captioning", "eager")
+def a_report_reads_it_without_torch(run_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from trainer.telemetry.record import RunRecord; "
         f"assert RunRecord.load(Path({str(run_dir)!r})).status == 'finished'; sys.exit('torch' in sys.modules)"

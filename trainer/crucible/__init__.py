@@ -1,0 +1,52 @@
+"""The one public name: ``from crucible import Compile, Regional``. Each name is imported when it is first asked for.
+
+``__init__.pyi`` is the list of them. An installation maps this folder to the top level, see ``pyproject.toml``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+HOMES = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
+}
+"""Module that each public name lives in."""
+OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py", "scripts": "compare.py"}
+"""A file of each of our packages, by which it is told from a user's module of the same name."""
+
+__all__ = list(HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refuse_hidden_packages("trainer", "strategies", "tasks", HOMES[name].partition(".")[0])
+    found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def refuse_hidden_packages(*names: str) -> None:
+    """Find our packages as Python would, without running what it finds.
+
+    Raises:
+        ImportError: A file or folder of the user's has the name of one of them and is found first.
+    """
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise ImportError(f"crucible: its package {name!r} is not installed: pip install crucible-train")
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        if not any((folder / OURS[name]).is_file() for folder in folders):
+            where = spec.origin or folders[0]
+            raise ImportError(f"crucible: {where} hides crucible's own package {name!r}: rename that file or folder")
