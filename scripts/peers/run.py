@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from trainer.precision import device_of, precision_arguments, resolve_precision
 
 from scripts.peers.cell import PEERS, mark
 from strategies.credentials import hidden
@@ -24,7 +25,6 @@ from strategies.errors import one_line
 from trainer.build import batch_counter, note_machine
 from trainer.callback import fill_in
 from trainer.console import ERROR_LOG
-from trainer.precision import device_of, precision_arguments, resolve_precision
 from trainer.process import Interrupted, StopRequest, process_settings
 from trainer.run import new_record
 from trainer.settings import Config

@@ -22,8 +22,8 @@ from tasks.base import Declaration as Declaration
 from tasks.base import Task as Task
 from trainer.callback import Compile as Compile
 from trainer.callback import CompiledNothing as CompiledNothing
-from trainer.report.comparison import compare as compare
-from trainer.report.runs import find as find
 from trainer.config import register_strategy as register_strategy
 from trainer.config import register_task as register_task
+from trainer.report.comparison import compare as compare
+from trainer.report.runs import find as find
 from trainer.telemetry.record import RunRecord as RunRecord
