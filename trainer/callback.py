@@ -353,9 +353,8 @@ def fill_in(
     record: RunRecord, trainer: L.Trainer, telemetry: Telemetry, program: Program | None, *, together: bool
 ) -> None:
     """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
-    ``Telemetry.figures``."""
-    for name, value in telemetry.figures(together=together).items():
-        setattr(record, name, value)
+    ``Telemetry.fill``."""
+    telemetry.fill(record, together=together)
     if program is not None:
         if (profile := telemetry.profile()) is not None:
             program.report["profile"] = profile
@@ -364,11 +363,8 @@ def fill_in(
         record.ended_in_eager = ended_in_eager(program)
         # What was tried for a choice and not taken was compiled as well.
         if program.strategies or "auto" in program.report:
-            for name, value in telemetry.compiler.figures().items():
-                setattr(record, name, value)
+            record.take(telemetry.compiler.figures())
             record.events = list(telemetry.compiler.events)
-    if telemetry.ready_seconds is not None and record.import_seconds is not None:
-        record.setup_seconds = telemetry.ready_seconds - record.import_seconds
     record.final_metrics = finite({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 

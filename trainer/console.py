@@ -187,7 +187,7 @@ def _training(record: RunRecord) -> dict[str, str]:
         "first step": _number(record.first_step_seconds, " s"),
         "warm-up": _warmup(record, "steps")
         + (
-            f", rehearsal {number(record.rehearsal_seconds, 2)} s of it" if record.rehearsal_seconds is not None else ""
+            f", preflight {number(record.preflight_seconds, 2)} s of it" if record.preflight_seconds is not None else ""
         ),
         "steady steps": _number(record.steady_steps_per_second, " /s")
         + _within(" (median of {}: {})", record.steady_steps, _milliseconds(record.steady_step_seconds_median)),

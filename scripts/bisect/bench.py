@@ -27,10 +27,9 @@ from scripts.bisect.trial import OPTIMIZER, Node, Outcome, Site, Trial, holds
 from strategies import Modular, Program, Stage, Strategy
 from strategies.errors import one_line
 from strategies.modular import Part
-from strategies.optimizer.step import installed
+from strategies.optimizer.step import installed, own_step
 from strategies.options import BudgetedBackend, ModuleRequest, file_of_backend
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
-from trainer.guards.rollback import own_step
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop, why_not
 from trainer.telemetry import hardware
@@ -79,7 +78,7 @@ class Bench:
         paths = [region.path for region in program.regions]
         uncompile(program)
         self._probe = Probe(trainer, program, passes, cuda_graphs=cuda_graphs)
-        self._snapshot = Snapshot(trainer, self._batches)
+        self._snapshot = Snapshot(passes, self._batches)
         called = self._called()
         self.site = Site(
             regions=[_node(program.module.get_submodule(path), path, called) for path in paths],

@@ -21,8 +21,8 @@ from scripts.explain.compiler import CompilerRecorder
 from scripts.explain.coverage import StepProfile
 from scripts.explain.explanation import Coverage
 from strategies import Program
+from strategies.compose import eager
 from trainer.callback import Compile
-from trainer.guards.rollback import eager
 from trainer.loops.lightning import LightningLoop
 from trainer.telemetry.compiler import EventReporter
 
@@ -189,7 +189,7 @@ class StepRecorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What a run logs line by line is reported here at the end."""
-        self._compile.telemetry.teller = EventReporter(aloud=False)
+        self._compile.telemetry.reporter = EventReporter(enabled=False)
         self._options.before_steps()
 
     def on_train_batch_start(

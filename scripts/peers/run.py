@@ -17,12 +17,11 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from trainer.precision import device_of, precision_arguments, resolve_precision
 
 from scripts.peers.cell import PEERS, mark
 from strategies.credentials import hidden
 from strategies.errors import one_line
-from trainer.build import batch_counter, note_machine
+from trainer.build import batch_counter, device_of, note_machine, precision_arguments, resolve_precision
 from trainer.callback import fill_in
 from trainer.console import ERROR_LOG
 from trainer.process import Interrupted, StopRequest, process_settings

@@ -307,7 +307,7 @@ class Findings:
         Each process has a cache of its own, and comparing takes steps that all of them take together: None unless all
         processes, each of which calls this, have them.
         """
-        cache, found = self._watch.figures()["cache"], self._program.findings.get(self._shapes)
+        cache, found = self._watch.figures().cache, self._program.findings.get(self._shapes)
         if found is not None and (cache != "warm" or set(found) != {"parity", "watchdog"}):
             found = None
         if found is not None and found["parity"].get("verdict") != "passed":

@@ -21,7 +21,6 @@ from trainer.inference.loop import InferenceLoop, loader_name
 from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import Config, Inference
-from trainer.telemetry.curves import added_up
 from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.record import AuditFacts, RunRecord
@@ -131,9 +130,7 @@ class CompileForInference(Compile):
         self._pages.begin(self.record)
         if self.strategies and self._guarding.parity != "off":
             self.record.audits = AuditFacts(verdict="not audited", reason="nothing is trained")
-        self.inference_telemetry.start(
-            trainer.strategy.root_device, str(trainer.precision), self._pages, aloud=trainer.is_global_zero
-        )
+        self.inference_telemetry.start(trainer, self._pages)
         return self.program
 
     def tell(self) -> None:
@@ -146,17 +143,12 @@ class CompileForInference(Compile):
         telemetry, record = self.inference_telemetry, self.record
         telemetry.phase = "finishing"
         telemetry.compiler.collect()
-        figures: dict[str, Any] = telemetry.figures()
-        figures |= added_up(figures, trainer) if together else {}
+        telemetry.fill(record, together=together)
         if self.strategies:
-            figures |= telemetry.compiler.figures()
+            record.take(telemetry.compiler.figures())
             record.events = list(telemetry.compiler.events)
             if self._pages is not None:
                 self._pages.events(record.events, telemetry.steps_done)
-        if telemetry.ready_seconds is not None and record.import_seconds is not None:
-            figures["setup_seconds"] = telemetry.ready_seconds - record.import_seconds
-        for name, value in figures.items():
-            setattr(record, name, value)
         if self.program is not None:
             record.report = self.program.report
             record.eager_parts = dict(self.program.eager_parts)

@@ -171,7 +171,7 @@ def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
         ):
             if estimate is None or (start == "warm" and estimate == row.cold_warmup_seconds):
                 continue  # what compiles nothing starts the same either way
-            preflights = [each for run in runs if (each := run.record.rehearsal_seconds) is not None]
+            preflights = [each for run in runs if (each := run.record.preflight_seconds) is not None]
             compiling = [each for run in runs if (each := run.record.compile_seconds) is not None]
             split, compiled = split or bool(preflights), compiled or bool(compiling)
             known = start if start == "warm" or row.cell.cold else "caches unknown" if row.cell.compiles else ""
