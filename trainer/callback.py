@@ -241,7 +241,7 @@ class Compile(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Choose strategies and rehearse on the first batch; tell the telemetry that a step begins."""
+        """Choose strategies and run the preflight on the first batch; a step begins."""
         waits = self._choosing is not None and any(map(is_lazy, pl_module.parameters()))  # until eager has shaped them
         if self._choosing is not None and self.program is not None and not waits:
             self._choose(self._choosing, trainer, self.program, batch)

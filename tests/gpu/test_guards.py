@@ -1,4 +1,4 @@
-"""On a CUDA device: Inductor's kernels and CUDA graphs pass the parity gate, and the rehearsal leaves no trace."""
+"""On a CUDA device: Inductor's kernels and CUDA graphs pass the parity gate, and the preflight leaves no trace."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_a_right_program_passes_and_is_timed(mode: str, precision: str, tmp_path
     assert record.status == "finished", record.reason
     assert record.report["parity"]["verdict"] == "passed"
     assert record.report["parity"]["draws_random_numbers"]
-    assert record.report["watchdog"]["before_the_first_step"]["eager_step_seconds"] > 0
+    assert record.report["slowdown"]["before_the_first_step"]["eager_step_seconds"] > 0
     assert record.peak_device_memory_gib is not None
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_losses_with_and_without_rehearsal_are_the_same(mode: str, tmp_path: Path) -> None:
+def test_losses_with_and_without_preflight_are_the_same(mode: str, tmp_path: Path) -> None:
     # Deterministic kernels, so that one run repeats another to the last bit.
     changes = (*ON_GPU, "trainer.deterministic=true", f"compile.regional.mode={mode}")
     for parity in ("off", "on"):

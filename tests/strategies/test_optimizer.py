@@ -293,7 +293,7 @@ def test_a_state_loaded_in_the_middle_is_gone_on_from(graphs: list[GraphModule])
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD dampening"])
 def test_state_put_back_behind_its_back_is_noticed(name: str, graphs: list[GraphModule]) -> None:
-    # As a rehearsal does it: what was there is filled in place, what was not there is taken out.
+    # As a preflight does it: what was there is filled in place, what was not there is taken out.
     reference, module = stack(), stack()
     eager, optimizer = (OPTIMIZERS[name](m.parameters()) for m in (reference, module))
     begin(module, optimizer)

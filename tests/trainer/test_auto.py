@@ -65,7 +65,7 @@ def test_the_faster_candidate_is_compiled_once_and_trains_with_eagers_losses(
     assert record.regions
     assert record.regions_compiled == record.regions
     assert record.report["parity"]["verdict"] == "passed"
-    assert record.report["watchdog"]["before_the_first_step"]["eager_step_seconds"] == 1.0, "not timed again"
+    assert record.report["slowdown"]["before_the_first_step"]["eager_step_seconds"] == 1.0, "not timed again"
     assert max(relative_differences(curve(tmp_path), eager.losses)) <= eager.tolerance
     assert list(last_checkpoint(tmp_path)["state_dict"]) == eager.state_dict_keys
     assert any(note.startswith("auto: regional, about ") for note in record.notes)

@@ -43,7 +43,7 @@ def test_every_strategy_leaves_latencies_rates_and_what_compiling_cost(strategy:
         assert record.graphs
         assert record.graph_breaks == 0
         assert record.report["parity"]["verdict"] == "passed"
-        assert record.report["watchdog"]["before_the_first_step"]["eager_step_seconds"] > 0
+        assert record.report["slowdown"]["before_the_first_step"]["eager_step_seconds"] > 0
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -64,7 +64,7 @@ def same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["modules", "optimizers too"])
-def test_two_networks_against_each_other_train_to_the_last_bit_as_without_rehearsal(
+def test_two_networks_against_each_other_train_to_the_last_bit_as_without_preflight(
     compiled: str, tmp_path: Path
 ) -> None:
     runs = []
@@ -77,23 +77,23 @@ def test_two_networks_against_each_other_train_to_the_last_bit_as_without_rehear
         end = trained(module, tmp_path, compile_, logger=logger, profiler=profiler)
         runs.append((module, end, logged(logger, {"critic", "generator"}), compile_.record))
         assert len(profiler.recorded_durations["optimizer_step"]) == 12
-    (plain, before, lines, _), (rehearsed, after, lines_after, record) = runs
-    assert rehearsed.seen == plain.seen
+    (plain, before, lines, _), (checked, after, lines_after, record) = runs
+    assert checked.seen == plain.seen
     assert [step for _, _, step in plain.seen] == list(range(12)), "global_step counts both optimizers"
     assert lines_after == lines
     assert len(lines) == 7
     assert (after.global_step, after.progress) == (before.global_step, before.progress)
     same(after.optimizers, before.optimizers)
-    same(rehearsed.state_dict(), plain.state_dict())
-    assert all(parameter.requires_grad for parameter in rehearsed.parameters())
+    same(checked.state_dict(), plain.state_dict())
+    assert all(parameter.requires_grad for parameter in checked.parameters())
     facts = record.report["parity"]
     assert (facts["verdict"], facts["across_seeds"]) == ("passed", False)
     assert facts["weights"]["tensors"] == facts["updated_tensors"] == 24
-    assert record.report["watchdog"]["before_the_first_step"]["compiled_seconds"]
+    assert record.report["slowdown"]["before_the_first_step"]["compiled_seconds"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_accumulation_with_a_schedule_trains_to_the_last_bit_as_without_rehearsal(
+def test_accumulation_with_a_schedule_trains_to_the_last_bit_as_without_preflight(
     precision: str, tmp_path: Path
 ) -> None:
     runs = []
@@ -104,12 +104,12 @@ def test_accumulation_with_a_schedule_trains_to_the_last_bit_as_without_rehearsa
         module = Accumulates()
         end = trained(module, tmp_path, compile_, plugins=plugins if precision == "16-mixed" else None)
         runs.append((module, end, compile_.record, plugins[0].scaler))
-    (plain, before, _, scaler), (rehearsed, after, record, scaler_after) = runs
-    assert rehearsed.rates == plain.rates == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125]
+    (plain, before, _, scaler), (checked, after, record, scaler_after) = runs
+    assert checked.rates == plain.rates == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125]
     assert (after.global_step, after.progress, after.schedules) == (2, before.progress, before.schedules)
     same(after.optimizers, before.optimizers)
-    same(rehearsed.state_dict(), plain.state_dict())
-    assert rehearsed.scaler.state_dict() == plain.scaler.state_dict()
+    same(checked.state_dict(), plain.state_dict())
+    assert checked.scaler.state_dict() == plain.scaler.state_dict()
     assert scaler_after is not None
     assert scaler is not None
     assert scaler_after.state_dict() == scaler.state_dict()
@@ -199,7 +199,7 @@ def test_what_is_slower_than_eager_goes_on_eager(tmp_path: Path) -> None:
         module = Slow()
         with pytest.warns(UserWarning, match="on_slower=eager: 3 regions go on eager"):
             end = trained(module, tmp_path, compile_, max_epochs=12)
-    facts = compile_.record.report["watchdog"]
+    facts = compile_.record.report["slowdown"]
     # An optimizer step is three batches, and so is the steady step that it is compared with.
     assert facts["before_the_first_step"]["eager_step_seconds"] == pytest.approx(0.003)
     assert facts["on_a_later_batch"]["compiled_step_seconds"] == pytest.approx(0.012)

@@ -203,7 +203,7 @@ def test_seconds_are_those_of_one_optimizer_step() -> None:
     assert sample.eager_median < 1e-9
 
 
-def test_ddp_that_takes_its_first_backward_for_all_is_not_rehearsed() -> None:
+def test_ddp_that_takes_its_first_backward_for_all_has_no_preflight() -> None:
     trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), lightning_module=Blocks(), optimizers=[])
     trainer.strategy.model = SimpleNamespace(static_graph=True)
     assert "static_graph=True" in str(why_not(trainer))  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_the_comparison_leaves_nothing_behind(name: str, processes: list[Facts])
         fact = facts[f"{name}, right"]
         assert (fact["error"], fact["steps"]) == (None, STEPS[name])
         assert fact["report"]["parity"]["verdict"] == "passed"
-        assert fact["report"]["watchdog"]["before_the_first_step"]["eager_seconds"]
+        assert fact["report"]["slowdown"]["before_the_first_step"]["eager_seconds"]
         assert fact["weights"] == processes[0][f"{name}, off"]["weights"], "to the last bit, and on both alike"
 
 

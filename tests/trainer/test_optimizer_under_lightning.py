@@ -25,7 +25,7 @@ class Scheduled(Blocks):
 
 
 def compiled(*others: Any, parity: str = "off", **options: Any) -> Compile:
-    # No rehearsal: its steps of eager would clip as eager does.
+    # No preflight: its steps of eager would clip as eager does.
     return Compile([Optimizer(backend="aot_eager", **options), *others], parity=parity)
 
 

@@ -29,12 +29,16 @@ def test_a_record_takes_what_was_measured() -> None:
 
 def test_an_older_record_is_read_by_the_names_of_today(tmp_path: Path) -> None:
     event = Event(kind="recompile", reason="size", phase="preflight")
-    record = RunRecord(task="any", preflight_seconds=2.5, joules_by_phase={"preflight": 3.0}, events=[event])
+    report = {"slowdown": {"slower": None}}
+    record = RunRecord(
+        task="any", preflight_seconds=2.5, joules_by_phase={"preflight": 3.0}, events=[event], report=report
+    )
     text = record.save(tmp_path).read_text()
     assert RunRecord.load(tmp_path) == record
     values = json.loads(text)
     values["rehearsal_seconds"] = values.pop("preflight_seconds")
     values["joules_by_phase"] = {"rehearsal": 3.0}
     values["events"][0]["phase"] = "rehearsing"
+    values["report"] = {"watchdog": report["slowdown"]}
     (tmp_path / "record.json").write_text(json.dumps(values))
     assert RunRecord.load(tmp_path) == record

@@ -1,5 +1,5 @@
 """With two processes: both draw the same weights and resume their own random states, and what one of them finds in the
-rehearsal, or in its cache, both act on."""
+preflight, or in its cache, both act on."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_every_shape_is_compiled_before_the_first_step_and_none_after_it(tmp_pat
         "validation 2 x 4",
     ]
     assert compile_.record.graphs == len(shapes), "one graph each, shared by the blocks"
-    assert {event.phase for event in compile_.record.events} == {"rehearsing"}
+    assert {event.phase for event in compile_.record.events} == {"preflight"}
     assert compile_.record.steady_steps == 1, "warm-up steps are counted as ever"
 
 

@@ -177,7 +177,7 @@ class Guards:
         slower = self._loop.anywhere(again.slower)
         steady = slowdown.steady_seconds()
         facts = {"steady_step_seconds": steady, "on_a_later_batch": again.facts(), "slower": slower}
-        self._program.report.setdefault("watchdog", {}).update(facts)
+        self._program.report.setdefault("slowdown", {}).update(facts)
         if not slower:
             return
         line = (
@@ -188,7 +188,7 @@ class Guards:
             undone = [region.path for region in self._program.regions]
             give_up(self._program, list(self._program.regions), f"{line}; on_slower=eager")
             line += f"; on_slower=eager: {len(undone)} regions go on eager"
-            self._program.report["watchdog"]["rolled_back"] = undone
+            self._program.report["slowdown"]["rolled_back"] = undone
             self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, step=self._loop.steps_done))
         self._warn(line)
 
@@ -201,7 +201,7 @@ class Guards:
         )
         if self._guarding.on_slower == "eager":
             line += "; on_slower=eager leaves captured steps as they are"
-        self._program.report.setdefault("watchdog", {}).update({"steady_step_seconds": steady, "slower": None})
+        self._program.report.setdefault("slowdown", {}).update({"steady_step_seconds": steady, "slower": None})
         self._warn(line)
 
     # ---- nothing compiled ------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Preflight:
 
     def _run(self, batch: Any, snapshot: Snapshot, rollback: Rollback) -> None:
         loop, restore, parity = self._loop, snapshot.restore, self._guarding.parity
-        self._telemetry.phase = "rehearsing"
+        self._telemetry.phase = "preflight"
 
         def first_pass() -> None:
             for _ in range(self._passes):
@@ -140,7 +140,7 @@ class Preflight:
         if earlier is not None:
             for name, facts in earlier.items():
                 self._report(name, facts)
-            taken = earlier["watchdog"]["before_the_first_step"]
+            taken = earlier["slowdown"]["before_the_first_step"]
             self.sample = Sample(eager_seconds=taken["eager_seconds"], compiled_seconds=taken["compiled_seconds"])
         else:
             if parity != "off":
@@ -149,9 +149,9 @@ class Preflight:
             restore()
             if self._times and self.sample is None:
                 self._telemetry.phase = "timing eager"
-                self.sample = self._within_memory("watchdog", lambda: self._timed(batch))
+                self.sample = self._within_memory("slowdown", lambda: self._timed(batch))
             if self.sample is not None:
-                self._report("watchdog", {"before_the_first_step": self.sample.facts()})
+                self._report("slowdown", {"before_the_first_step": self.sample.facts()})
             findings.keep()
         if self._warms:
             self._warm(batch, restore, rollback)
@@ -308,7 +308,7 @@ class Findings:
         processes, each of which calls this, have them.
         """
         cache, found = self._watch.figures().cache, self._program.findings.get(self._shapes)
-        if found is not None and (cache != "warm" or set(found) != {"parity", "watchdog"}):
+        if found is not None and (cache != "warm" or set(found) != {"parity", "slowdown"}):
             found = None
         if found is not None and found["parity"].get("verdict") != "passed":
             found = None
@@ -316,13 +316,13 @@ class Findings:
 
     def keep(self) -> None:
         """Leave what this run reported to later ones."""
-        parity, timed = self._program.report.get("parity"), self._program.report.get("watchdog")
+        parity, timed = self._program.report.get("parity"), self._program.report.get("slowdown")
         if parity is None or timed is None or parity["verdict"] != "passed":
             return
         figures = [leaf for leaf in pytree.tree_leaves([parity, timed]) if isinstance(leaf, float)]
         if all(map(math.isfinite, figures)):  # the signature of a bundle allows no others
             compared = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
-            self._program.findings[self._shapes] = {"parity": {**parity, "compared": compared}, "watchdog": dict(timed)}
+            self._program.findings[self._shapes] = {"parity": {**parity, "compared": compared}, "slowdown": dict(timed)}
 
 
 def shapes_of(batch: Any) -> str:

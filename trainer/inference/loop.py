@@ -205,10 +205,10 @@ class InferenceLoop:
         # A batch from its graph cannot be timed in turns with eager.
         if compiled and not captured and (parity != "off" or self._guarding.on_slower == "eager"):
             self._telemetry.phase = "timing eager"
-            with self._within_memory("watchdog"):
+            with self._within_memory("slowdown"):
                 sample = take_sample(self._loop, program, lambda: self._run(batch))
                 slower = self._trainer.strategy.reduce_boolean_decision(sample.slower, all=False)
-                program.report["watchdog"] = {"before_the_first_step": sample.facts(), "slower": slower}
+                program.report["slowdown"] = {"before_the_first_step": sample.facts(), "slower": slower}
                 if slower:
                     line = (
                         f"slower than eager: a batch takes {number(sample.compiled_median * 1e3)} ms compiled against "

@@ -34,7 +34,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
         "replayed_steps",
         "launched_steps",
     ),
-    "watchdog": (
+    "slowdown": (
         "slower",
         "before_the_first_step.eager_step_seconds",
         "before_the_first_step.compiled_step_seconds",

@@ -21,6 +21,8 @@ RENAMED = {"rehearsal_seconds": "preflight_seconds"}
 """Fields by the name that they have in older records."""
 RENAMED_PHASES = {"rehearsal": "preflight", "rehearsing": "preflight"}
 """The same of phases."""
+RENAMED_REPORTS = {"watchdog": "slowdown"}
+"""The same of the names under ``report``."""
 EXIT_CODES = {"finished": 0, "failed": 1}
 
 
@@ -319,4 +321,5 @@ class RunRecord:
         for event in record.events:
             event.phase = RENAMED_PHASES.get(event.phase, event.phase)
         record.joules_by_phase = {RENAMED_PHASES.get(name, name): one for name, one in record.joules_by_phase.items()}
+        record.report = {RENAMED_REPORTS.get(name, name): facts for name, facts in record.report.items()}
         return record

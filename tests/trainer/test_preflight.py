@@ -1,4 +1,4 @@
-"""The rehearsal: passes before the first step that leave no trace, in the model, the logs or the order of the data."""
+"""The preflight: passes before the first step that leave no trace, in the model, the logs or the order of the data."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def state(module: L.LightningModule) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "max_steps": 3}, {"gradient_clip_val": 0.1}])
-def test_a_training_with_rehearsal_is_to_the_last_bit_the_one_without(options: dict[str, Any], tmp_path: Path) -> None:
-    plain, rehearsed = Traceable(), Traceable()
+def test_a_training_with_preflight_is_to_the_last_bit_the_one_without(options: dict[str, Any], tmp_path: Path) -> None:
+    plain, checked = Traceable(), Traceable()
     without = fit(plain, tmp_path, [Compile([Regional(backend="aot_eager")], parity="off")], **options)
     compile_ = Compile([Regional(backend="aot_eager")], parity="strict", on_compile_error="eager")
-    losses = fit(rehearsed, tmp_path, [compile_], **options)
+    losses = fit(checked, tmp_path, [compile_], **options)
     assert losses == without
     assert compile_.record.report["parity"]["verdict"] == "passed"
     assert compile_.record.preflight_seconds
     ends = state(plain)
-    for name, tensor in state(rehearsed).items():
+    for name, tensor in state(checked).items():
         assert torch.equal(tensor, ends[name]), name
-    assert (rehearsed.calls, rehearsed.seen) == (plain.calls, plain.seen)
-    assert rehearsed.facts == plain.facts
-    torch.testing.assert_close(rehearsed.optimizers().state_dict(), plain.optimizers().state_dict(), rtol=0, atol=0)  # type: ignore[union-attr]
+    assert (checked.calls, checked.seen) == (plain.calls, plain.seen)
+    assert checked.facts == plain.facts
+    torch.testing.assert_close(checked.optimizers().state_dict(), plain.optimizers().state_dict(), rtol=0, atol=0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_compiled_optimizer_begins_where_it_would_have_without_rehearsal(resumed: bool, tmp_path: Path) -> None:
+def test_a_compiled_optimizer_begins_where_it_would_have_without_preflight(resumed: bool, tmp_path: Path) -> None:
     def run(name: str, parity: str) -> tuple[list[float], dict[str, Tensor], Compile]:
         torch._dynamo.reset()
         strategies = [Regional(backend="aot_eager"), Optimizer(backend="aot_eager")]
@@ -63,12 +63,12 @@ def test_a_compiled_optimizer_begins_where_it_would_have_without_rehearsal(resum
         losses = fit(module, tmp_path / name, [compile_], gradient_clip_val=0.5)
         return losses, state(module), compile_
 
-    plain, rehearsed = run("plain", "off"), run("rehearsed", "strict")
-    assert rehearsed[0] == plain[0]
-    for name, tensor in rehearsed[1].items():
+    plain, checked = run("plain", "off"), run("checked", "strict")
+    assert checked[0] == plain[0]
+    for name, tensor in checked[1].items():
         assert torch.equal(tensor, plain[1][name]), name
-    assert rehearsed[2].record.report["parity"]["verdict"] == "passed"
-    assert rehearsed[2].record.report["optimizer"]["form"] == plain[2].record.report["optimizer"]["form"]
+    assert checked[2].record.report["parity"]["verdict"] == "passed"
+    assert checked[2].record.report["optimizer"]["form"] == plain[2].record.report["optimizer"]["form"]
 
 
 def test_a_resumed_training_goes_on_from_its_optimizer_state(tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_lightnings_counters_know_nothing_of_it(tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_eager_rehearses_nothing(tmp_path: Path) -> None:
+def test_eager_has_no_preflight(tmp_path: Path) -> None:
     compile_ = Compile(parity="strict", on_compile_error="eager", on_slower="eager")
     fit(Blocks(), tmp_path, [compile_])
     assert compile_.record.preflight_seconds is None
     assert compile_.record.report == {}
 
 
-def test_nothing_is_rehearsed_when_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_no_preflight_when_nothing_is_asked_for(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="aot_eager")], parity="off")
     fit(Blocks(), tmp_path, [compile_])
     assert compile_.record.preflight_seconds is None
@@ -172,7 +172,7 @@ class Hesitant(Blocks):
         return loss.detach()
 
 
-def test_what_cannot_be_rehearsed_is_noted_and_trained(tmp_path: Path) -> None:
+def test_what_can_have_no_preflight_is_noted_and_trained(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="aot_eager")])
     fit(Hesitant(), tmp_path, [compile_])
     assert compile_.record.steps == 6

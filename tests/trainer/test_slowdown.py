@@ -1,4 +1,4 @@
-"""The watchdog: a compiled run that is slower than eager says so once, or goes on eager; a fast one is left alone."""
+"""The check for slowdown: a compiled run that is slower than eager says so once, or continues in eager; a fast one is left alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_slower_than_eager_is_said_once_with_both_figures(slow_backend: str, tmp
     compile_ = Compile([Regional(backend=slow_backend)], warmup_steps=1)
     with pytest.warns(UserWarning, match=r"slower than eager: a step takes \d+(\.\d+)? ms compiled against \d"):
         losses = trained(tmp_path, compile_)
-    facts = compile_.record.report["watchdog"]
+    facts = compile_.record.report["slowdown"]
     assert facts["slower"]
     later = facts["on_a_later_batch"]
     assert later["eager_step_seconds"] == pytest.approx(SECONDS)
@@ -63,7 +63,7 @@ def test_on_slower_eager_goes_on_eager(slow_backend: str, tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match="on_slower=eager: 3 regions go on eager"):
         trained(tmp_path, compile_, module)
     assert all(layer._compiled_call_impl is None for layer in module.layers)
-    assert compile_.record.report["watchdog"]["rolled_back"] == ["layers.0", "layers.1", "layers.2"]
+    assert compile_.record.report["slowdown"]["rolled_back"] == ["layers.0", "layers.1", "layers.2"]
     assert [event.kind for event in compile_.record.events if event.step] == ["fallback"]
     assert compile_.record.status == "running", "nothing failed"
 
@@ -98,7 +98,7 @@ def test_a_slow_loader_does_not_pass_for_a_slow_compile(tmp_path: Path) -> None:
     module.layers = torch.nn.ModuleList(SlowEager() for _ in range(3))
     compile_ = Compile([Regional(backend="aot_eager")], warmup_steps=1)
     fit(module, tmp_path, [Waits(), compile_], max_steps=STEPS)
-    facts = compile_.record.report["watchdog"]
+    facts = compile_.record.report["slowdown"]
     assert facts["on_a_later_batch"], "the steady steps looked slow"
     assert facts["slower"] is False
     assert not any("slower than eager" in note for note in compile_.record.notes)
@@ -107,7 +107,7 @@ def test_a_slow_loader_does_not_pass_for_a_slow_compile(tmp_path: Path) -> None:
 def test_without_parity_and_rollback_eager_is_not_timed(slow_backend: str, tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend=slow_backend)], parity="off")
     trained(tmp_path, compile_)
-    assert "watchdog" not in compile_.record.report
+    assert "slowdown" not in compile_.record.report
 
 
 @pytest.mark.parametrize(
