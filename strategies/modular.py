@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from torch import nn
-
 from strategies.base import Program, Stage, Strategy
 from strategies.options import ModuleRequest, near
-from strategies.regions import expand_blocks, find_containers, never_called
 
 HOW = ("whole", "regional", "off")
 
@@ -235,11 +232,12 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _regions_within(program: Program, path: str, name: str) -> list[str]:
     """Blocks and declared parts at or below ``path``; repeated blocks are found where the task declares none there."""
+    from strategies.regions import expand_blocks, find_containers
+
     module = program.module
     containers = [block for block in program.blocks if _holds(path, block)]
     if not containers:
-        submodule: nn.Module = module.get_submodule(path)
-        containers = [_join(path, found.path) for found in find_containers(submodule)]
+        containers = [_join(path, found.path) for found in find_containers(module.get_submodule(path))]
         if containers:
             program.notes.append(f"modular: {name}: found repeated blocks in {', '.join(containers)}")
     if not containers:
@@ -254,6 +252,8 @@ def _regions_within(program: Program, path: str, name: str) -> list[str]:
 
 def _require_called(program: Program, paths: Iterable[str], name: str) -> None:
     """A list of modules is never called itself, so that compiling it would do nothing."""
+    from strategies.regions import never_called
+
     for path in paths:
         submodule = program.module.get_submodule(path)
         if never_called(submodule):

@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-
-from trainer.settings import TrainerConfig
-
 if TYPE_CHECKING:
     import lightning as L
+
+    from trainer.settings import TrainerConfig
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -219,6 +216,9 @@ LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 @contextlib.contextmanager
 def process_settings(config: TrainerConfig) -> Iterator[None]:
     """Matrix precision for fp32 (TF32 on GPUs that have it), and quiet libraries, for the length of a run."""
+    import torch
+    from lightning.fabric.utilities.warnings import PossibleUserWarning
+
     matmul = torch.get_float32_matmul_precision()
     levels = {name: logging.getLogger(name).level for name in LIGHTNING_LOGGERS}
     torch.set_float32_matmul_precision(config.matmul_precision)

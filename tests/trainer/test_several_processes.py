@@ -18,13 +18,13 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from strategies import STRATEGIES, Optimizer, Regional, Stage, Strategy, inplace
+from strategies import STRATEGIES, Optimizer, Regional, Stage, Strategy, regions
 from strategies.auto import Auto
 from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks
-from trainer.auto import candidates
+from trainer.auto import trial
 from trainer.callback import Compile
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.meter import Rates
@@ -45,7 +45,7 @@ class Numbered(Block):
         return super().forward(x) * (1.0 if self.number < 100 else 2.0)
 
 limited = {"limit": (1, 0), "late limit": (0, 1)}  # one process has a graph for each block, or one for each step
-inplace.RECOMPILE_LIMIT = 2
+regions.RECOMPILE_LIMIT = 2
 
 class Warm(Strategy):
     # As compile=cached with a bundle, on one process: what an earlier run found, and that all graphs were there.
@@ -55,7 +55,7 @@ class Warm(Strategy):
         figures = CompilerMonitor.figures
         CompilerMonitor.figures = lambda watch: dataclasses.replace(figures(watch), cache="warm")
 
-candidates.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="aot_eager")}
+trial.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="aot_eager")}
 
 too_large = iter([True])
 

@@ -1,4 +1,4 @@
-"""The check for slowdown: a compiled run that is slower than eager says so once, or continues in eager; a fast one is left alone."""
+"""The check for slowdown: a run slower than eager says so once, or continues in eager; a fast one is left alone."""
 
 from __future__ import annotations
 

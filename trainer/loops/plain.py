@@ -19,7 +19,7 @@ from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, Skipped
 Value = TypeVar("Value")
 
 
-@dataclass(slots=True)
+@dataclass
 class Progress:
     """What the loop counts."""
 
