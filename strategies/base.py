@@ -199,7 +199,7 @@ class Strategy:
         return {"name": self.name, **asdict(self)}
 
     def check(self) -> None:
-        """Look at this machine and this torch before any work starts. Raises ValueError with the mend."""
+        """Look at this machine and this torch before any work starts. Raises ValueError with the way out."""
 
     @property
     def needs_inductor(self) -> bool:

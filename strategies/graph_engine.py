@@ -67,7 +67,7 @@ class CudaEngine:
                 results = call()
         except BaseException:
             # A capture that fails leaves the generator waiting for its end: "Offset increment outside graph capture
-            # encountered unexpectedly" at the next random number. It goes on with a state of its own.
+            # encountered unexpectedly" at the next random number. It continues with a state of its own.
             fresh = torch.Generator(self._device)
             fresh.set_state(random_state)
             self._generator.graphsafe_set_state(fresh)

@@ -238,7 +238,7 @@ def _nothing() -> None:
 def file_of_backend(name: str) -> Path | None:
     """The file that defines the backend called ``name``; None for those that come with torch.
 
-    Raises ValueError where the file cannot be told.
+    Raises ValueError where the file is not known.
     """
     import torch
     from torch._dynamo.backends.registry import lookup_backend
@@ -253,7 +253,7 @@ def file_of_backend(name: str) -> Path | None:
         if file is not None and not Path(file).is_relative_to(Path(torch.__file__).parent):
             return Path(file)
     if inspect.getmodule(function) is None:
-        raise ValueError(f"where backend {name!r} is defined cannot be told")
+        raise ValueError(f"where backend {name!r} is defined is not known")
     return None
 
 

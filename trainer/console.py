@@ -144,7 +144,7 @@ def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str],
     if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
         given = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
         go_on = shlex.join(["python", "-m", "trainer", *given, f"resume={shown(run_dir)}"])
-        console.print(f"go on with: {go_on}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"continue with: {go_on}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}", highlight=False, markup=False, soft_wrap=True
     )
@@ -169,7 +169,7 @@ OWN_ROWS = ("parity", "profile")
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
 
-LEAST_TERAFLOPS = 0.001
+MIN_TERAFLOPS = 0.001
 
 
 def summary(record: RunRecord) -> dict[str, str]:
@@ -281,7 +281,7 @@ def _measured(record: RunRecord) -> dict[str, str]:
 def _teraflops(record: RunRecord) -> str:
     """Nothing for a toy, whose rate has no digits in this unit."""
     rate = record.teraflops_per_second
-    return "" if rate is None or rate < LEAST_TERAFLOPS else number(rate) + _utilization(record)
+    return "" if rate is None or rate < MIN_TERAFLOPS else number(rate) + _utilization(record)
 
 
 def _utilization(record: RunRecord) -> str:

@@ -230,7 +230,7 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
             warnings.simplefilter("ignore", PossibleUserWarning)
             # A resumed run writes into a directory of its own; its best checkpoint is judged anew there.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
-            # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could mend.
+            # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could fix.
             warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
             yield
     finally:

@@ -97,7 +97,7 @@ def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
     command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
     tell(console, record, run_dir, command)
     said = printed(console).splitlines()
-    expected = "go on with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
+    expected = "continue with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
     assert (expected in said) == (status != "finished")
     assert ("failed: RuntimeError: [bold]as it is[/]" in said) == (status == "failed")
     assert "tensorboard --logdir 'my run'" in said

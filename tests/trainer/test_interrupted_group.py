@@ -32,7 +32,7 @@ def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(
     # By SIGTERM torch's data workers end at once, and the run with them: then the last regular checkpoint counts.
     assert record.steps is not None
     assert record.steps >= last_checkpoint(run_dir)["global_step"]
-    assert "go on with: " in said
+    assert "continue with: " in said
 
 
 def test_a_reader_that_leaves_does_not_take_the_run_with_it(start_trainer: Start, tmp_path: Path) -> None:

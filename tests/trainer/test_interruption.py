@@ -42,8 +42,8 @@ def started(start_trainer: Start, cwd: Path, *overrides: str) -> tuple[subproces
 
 def arguments_to_go_on(said: str, *, max_steps: int) -> list[str]:
     """Those of the command that was printed, but for the number of steps."""
-    (line,) = [line for line in said.splitlines() if line.startswith("go on with: ")]
-    python, module, name, *arguments = shlex.split(line.removeprefix("go on with: "))
+    (line,) = [line for line in said.splitlines() if line.startswith("continue with: ")]
+    python, module, name, *arguments = shlex.split(line.removeprefix("continue with: "))
     assert (python, module, name) == ("python", "-m", "trainer")
     arguments[arguments.index("trainer.max_steps=100000")] = f"trainer.max_steps={max_steps}"
     return arguments
