@@ -193,9 +193,9 @@ class Config:
     """One of ``ON_DIFFERENCE``: an audited step that is not eager's ends the run before another checkpoint is written,
     or the run goes back to eager and continues, with a warning."""
     on_compile_error: str = "fail"
-    """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or that part continues in eager, with a warning."""
+    """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or continues in eager with a warning."""
     on_slower: str = "warn"
-    """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or goes on eager as well."""
+    """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or continues in eager."""
 
     on_nonfinite_loss: str = "fail"
     """One of ``ON_NONFINITE_LOSS``: the first training step whose loss is NaN or infinite ends the run, and the last
