@@ -46,7 +46,6 @@ def main() -> None:
         sys.exit(REFUSED)
     claim_packages()
     from trainer import config
-    from trainer import config as plugins
     from trainer.sweep import folders, launcher
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -71,10 +70,10 @@ def main() -> None:
     try:
         config.register()
         launcher.register()
-        if "COMP_LINE" in os.environ and (chosen := plugins.config_dir(os.environ["COMP_LINE"].split()[1:])):
+        if "COMP_LINE" in os.environ and (chosen := config.config_dir(os.environ["COMP_LINE"].split()[1:])):
             # Tab completion: Hydra looks for the directory among our arguments, not on the line being completed.
             sys.argv += ["--config-dir", chosen]
-        plugins.load_from_command_line(sys.argv[1:])
+        config.load_from_command_line(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except launcher.CellFailed:
         sys.exit(1)

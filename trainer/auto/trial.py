@@ -27,7 +27,7 @@ from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
-from trainer.telemetry import hardware as memory
+from trainer.telemetry import hardware
 from trainer.telemetry.telemetry import Telemetry
 
 NO_MEMORY = "it needs more memory than there is"
@@ -206,7 +206,7 @@ class Trials:
         module.failed = NO_MEMORY if is_out_of_memory(error) else one_line(error)
         self.wear(EAGER)
         self._trainer.lightning_module.zero_grad(set_to_none=True)
-        memory.give_back(self._trainer.strategy.root_device)
+        hardware.give_back(self._trainer.strategy.root_device)
 
 
 MIN_STEPS, MAX_STEPS = 2, 8

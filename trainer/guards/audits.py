@@ -38,7 +38,7 @@ from trainer.guards.schedule import Schedule
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.guards.state import UpdateSample
 from trainer.loops.lightning import replaced
-from trainer.telemetry import hardware as memory
+from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -130,7 +130,7 @@ class Audits:
         return micro_batch.run(micro_batch.batch)
 
     def _audit(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        peak = memory.peak_bytes(self._loop.device)
+        peak = hardware.peak_bytes(self._loop.device)
         self.facts.not_compared, self._shares = dict(self._never), []
         pair = self._pair(micro_batch, update=True)
         with self._telemetry.auditing():
@@ -142,7 +142,7 @@ class Audits:
                 if self._loop.anywhere(kind in self._never):
                     self._leave_out((kind,), "another process cannot compare it")
             wrong = self._loop.anywhere(bool(complaints))
-        memory.resume(self._loop.device, peak)
+        hardware.resume(self._loop.device, peak)
         self._write_down(complaints, wrong=wrong)
         self._schedule.next(self._telemetry.audit_seconds)
         if wrong:

@@ -37,7 +37,7 @@ from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in
 from trainer.guards.forward import Evaluation
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 from trainer.guards.state import StateComparison
-from trainer.telemetry import hardware as memory
+from trainer.telemetry import hardware
 
 STEPS = 3
 SHAKE = 0.25
@@ -329,7 +329,7 @@ class ReplayParity:
 
     def reference(self, run: Callable[[], Any], batch: Any) -> None:
         """Run the step as it is and take everything back; a step without a loss has nothing to compare."""
-        self._peak = memory.peak_bytes(self._loop.device)
+        self._peak = hardware.peak_bytes(self._loop.device)
         snapshot = Snapshot(self._loop, batch)
         try:
             comparison = Comparison(self._loop.module, snapshot.of, buffers=True)
@@ -362,7 +362,7 @@ class ReplayParity:
             replayed.restore(same_plan=True)
             complaints, figures = judge.verdict(seen, comparison)
         del snapshot, comparison
-        memory.resume(self._loop.device, self._peak)
+        hardware.resume(self._loop.device, self._peak)
         self.facts["compared"].append(self._name)
         self.facts.update(
             verdict="failed" if complaints else "passed", calibration_steps=len(judge.noise) - 1, **figures

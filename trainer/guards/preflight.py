@@ -29,7 +29,7 @@ from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, take_sample
 from trainer.guards.snapshot import Snapshot
-from trainer.telemetry import hardware as memory
+from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.telemetry import Telemetry
 
@@ -100,7 +100,7 @@ class Preflight:
             finally:
                 snapshot.restore()
                 del snapshot
-                memory.give_back(self._loop.device)
+                hardware.give_back(self._loop.device)
         return rollback
 
     def time_again(self, batch: Any) -> Sample:
@@ -115,7 +115,7 @@ class Preflight:
             finally:
                 snapshot.restore()
                 del snapshot
-                memory.give_back(self._loop.device)
+                hardware.give_back(self._loop.device)
 
     def _run(self, batch: Any, snapshot: Snapshot, rollback: Rollback) -> None:
         loop, restore, parity = self._loop, snapshot.restore, self._guarding.parity
@@ -204,7 +204,7 @@ class Preflight:
         self._report(what, {"verdict": "skipped", "reason": "eager needs more memory than there is"})
         self._program.notes.append(f"{what}: skipped, an eager step needs more memory than there is")
         self._loop.module.zero_grad(set_to_none=True)
-        memory.give_back(self._loop.device)
+        hardware.give_back(self._loop.device)
         return None
 
     def _lost(self, snapshot: Snapshot) -> str | None:

@@ -37,7 +37,7 @@ from trainer.guards.snapshot import drew_random_numbers, random_state, set_rando
 from trainer.loops.lightning import LightningLoop
 from trainer.process import StopRequest
 from trainer.settings import Inference
-from trainer.telemetry import hardware as memory
+from trainer.telemetry import hardware
 from trainer.telemetry.facts import number
 from trainer.telemetry.meter import DataWait
 from trainer.telemetry.profile import profile_calls
@@ -219,7 +219,7 @@ class InferenceLoop:
                         self._run(batch)
                     else:
                         program.notes.append(line)
-        memory.give_back(self._trainer.strategy.root_device)
+        hardware.give_back(self._trainer.strategy.root_device)
         self._compile.tell()
 
     def _profile(self, batches: Batches) -> None:
