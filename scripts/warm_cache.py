@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from scripts.training_arguments import positive
 from strategies.cached.store import KEY_VARIABLE, ArtifactStore, Refused, read_key
 
 EXAMPLES = f"""\
@@ -161,13 +162,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             action.add_argument("--max-gib", type=float, help="remove the bundles used longest ago above this size")
             action.add_argument("--older-than-days", type=float, help="remove bundles not used for so long")
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    """A number of steps."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def pair(text: str) -> tuple[str, str]:

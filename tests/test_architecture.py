@@ -32,7 +32,7 @@ MAX_IMPORTS_OF_COMPILE = 69
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")
 TEXTS = {file: file.read_text() for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
-KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.compiler", "scripts.explain.compiler")
+KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.compiler")
 """The last reads what no run should pay for: the value behind each failed guard, and Inductor's own counts."""
 
 

@@ -18,6 +18,7 @@ import torch
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
+from trainer.telemetry import hardware
 from trainer.telemetry.telemetry import Telemetry
 
 STEADY_STEPS = 20
@@ -99,14 +100,9 @@ class Slowdown:
 
 def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
     """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    _wait(device)
+    hardware.wait(device)
     began = time.perf_counter()
     for _ in range(times):
         work()
-    _wait(device)
+    hardware.wait(device)
     return (time.perf_counter() - began) / times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

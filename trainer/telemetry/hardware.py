@@ -226,11 +226,11 @@ def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator
     product = torch.empty_like(left)
 
     def window(count: int) -> float:
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         for _ in range(count):
             torch.mm(left, right, out=product)
-        _wait(device)  # nothing is being trained yet
+        wait(device)  # nothing is being trained yet
         return (time.perf_counter() - began) / count
 
     window(WARMUP)
@@ -239,7 +239,8 @@ def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator
     return 2 * size**3 / min([once, *(window(IN_A_WINDOW) for _ in range(windows))]) / 1e12
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device is through with what it was given; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -65,7 +65,7 @@ class InferenceTelemetry(BaseTelemetry):
             yield
         finally:
             self._machine.look()
-            self._wait_for_device()
+            hardware.wait(self._device)
             self._energy.end()
             self._write(*self._read())
 
@@ -109,7 +109,7 @@ class InferenceTelemetry(BaseTelemetry):
             record.repeat_spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
 
     def _begin(self) -> None:
-        self._wait_for_device()
+        hardware.wait(self._device)
         self.wait.forget()
         self._clock.mark()
 

@@ -17,6 +17,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.telemetry import hardware
 from trainer.telemetry.meter import Step
 
 DIRECTORY = "profile"
@@ -52,7 +53,7 @@ class Profile:
 
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
-        self._synchronize()
+        hardware.wait(self._device)
         self._recorder = self._profiler()
         self._recorder.start()
         self._began = time.perf_counter()
@@ -60,7 +61,7 @@ class Profile:
     def stop(self, steps: int) -> dict[str, Any]:
         """End the recording of ``steps`` steps, write the trace; returns its facts, for the record. Of none, nothing
         is kept."""
-        self._synchronize()
+        hardware.wait(self._device)
         seconds = time.perf_counter() - self._began
         self._recorder.stop()
         if not steps:
@@ -86,10 +87,6 @@ class Profile:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         return profile(activities=activities, acc_events=True)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:

@@ -125,10 +125,6 @@ class BaseTelemetry:
         self.compiler.collect()
         self.reporter.events(self.compiler.unreported(), warm=warm)
 
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def _fill(self, record: RunRecord, rates: Rates, *, together: bool) -> None:
         """Write what both have into ``record``; ``together`` adds the rates of all processes up, for which every one of
         them must call this: after an error on one of them that would hang."""
@@ -229,7 +225,7 @@ class Telemetry(BaseTelemetry):
         try:
             yield
         finally:
-            self._wait_for_device()
+            hardware.wait(self._device)
             self.preflight_seconds = (self.preflight_seconds or 0.0) + time.perf_counter() - began
             self._collect(warm=False)
             self.compiler.step = self._step.number
@@ -315,12 +311,12 @@ class Telemetry(BaseTelemetry):
         if self.compiler.compilations != self._compilations:
             self._step.compiled = self._step.recompiled = True
         self.pause("auditing", within_step=True)
-        self._wait_for_device()
+        hardware.wait(self._device)
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._wait_for_device()
+            hardware.wait(self._device)
             self.audit_seconds += time.perf_counter() - began
             self.batch_start()
 
