@@ -3,7 +3,7 @@
 For each workload (task and settings) a row for each arm (strategies and their parameters): steady step, warm-up from
 cold and from warm compile caches, memory, energy, graphs, ratio to eager, the step at which compiling has paid back,
 total time for given numbers of steps, and a verdict. Needs neither torch nor a GPU. With ``--against FILE`` instead:
-what moved since the rows of that file were written, which ``--update`` does (docs/drift.md).
+what moved since the rows of that file were written, which ``--update`` does (docs/comparing.md).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-PAGE = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
@@ -46,4 +46,4 @@ def test_the_script_trains_outside_our_command_line(tmp_path: Path) -> None:
 
 def test_the_arguments_that_it_shows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "crucible", importlib.import_module("trainer.crucible"))
-    exec(compile(BLOCKS["arguments.py"], "docs/lightning.md", "exec"), {})
+    exec(compile(BLOCKS["arguments.py"], "docs/own_model.md", "exec"), {})
