@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoints import DIRECTORY, LAST
+from trainer.report.run_verdict import command, verdict_lines
 from trainer.telemetry.facts import headlines, number, profile_line
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.record import RunRecord
@@ -130,11 +131,13 @@ def print_summary(console: Console, record: RunRecord) -> None:
     console.print(table)
 
 
-def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str], *, kept: bool = True) -> None:
+def tell(console: Console, record: RunRecord, run_dir: Path, *, kept: bool = True) -> None:
     """Summary, reason, and the lines that open TensorBoard or go on, unless ``run_dir`` is not ``kept``."""
     print_summary(console, record)
     for note in record.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
+    for line in verdict_lines(record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if record.status == "failed":
         console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
     if not kept:
@@ -142,8 +145,7 @@ def tell(console: Console, record: RunRecord, run_dir: Path, command: list[str],
     if record.status == "failed" and (run_dir / ERROR_LOG).is_file():
         console.print(f"traceback: {shown(run_dir / ERROR_LOG)}", highlight=False, soft_wrap=True)
     if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
-        given = [part for part in command if not part.lstrip("+").startswith(("resume=", "hydra."))]
-        go_on = shlex.join(["python", "-m", "trainer", *given, f"resume={shown(run_dir)}"])
+        go_on = command(record, f"resume={shown(run_dir)}")
         console.print(f"continue with: {go_on}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}", highlight=False, markup=False, soft_wrap=True

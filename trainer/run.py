@@ -21,6 +21,7 @@ from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, summary, tell
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
+from trainer.report.run_verdict import run_verdict
 from trainer.settings import Config, Inference
 from trainer.sweep.environment import described
 from trainer.sweep.folders import claim
@@ -84,10 +85,11 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         raise
     finally:
         with undisturbed():
+            record.verdict = run_verdict(record)
             job.close()
             record.total_seconds = hardware.process_age_seconds()
             close_record(record, run_dir, console, instead=replaced if refused else None)
-    tell(console, record, run_dir, command, kept=kept)
+    tell(console, record, run_dir, kept=kept)
     if ended is not None:
         raise ended
     return record

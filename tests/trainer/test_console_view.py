@@ -94,8 +94,8 @@ def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "checkpoints" / "last.ckpt").touch()
     record = RunRecord(task="captioning", status=status, reason="RuntimeError: [bold]as it is[/]")
-    command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
-    tell(console, record, run_dir, command)
+    record.command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
+    tell(console, record, run_dir)
     said = printed(console).splitlines()
     expected = "continue with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
     assert (expected in said) == (status != "finished")

@@ -99,6 +99,41 @@ class AuditFacts:
 
 
 @dataclass(kw_only=True, slots=True)
+class RunVerdict:
+    """Whether a run's strategies paid, by steps of eager and of the run taken by turns on the same batches; in
+    inference a step is a batch."""
+
+    outcome: str
+    """``faster`` or ``slower`` than eager, ``no difference shown``, ``eager`` (nothing ran compiled) or ``not
+    compared``."""
+    reason: str | None = None
+    """Why it was not compared."""
+    ratio: float | None = None
+    """Eager's seconds over the run's, with its 95% interval; None where they were not compared."""
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    pairs: int = 0
+    """Steps of each that were timed."""
+    batches: int = 0
+    """Batches that they were taken on."""
+    eager_step_seconds: float | None = None
+    """Mean step of eager over the pairs, without waiting for data."""
+    step_seconds: float | None = None
+    """The same of the run: eager's over the ratio."""
+    wait_seconds: float | None = None
+    """What compiling and warm-up took beyond as many steady steps."""
+    break_even_steps: float | None = None
+    """Steps after which that is made up for; None where no gain is shown."""
+    steps: int | None = None
+    """Steps that this run has done, resumed ones left out."""
+    paid: bool | None = None
+    """Whether they were enough; None where no gain is shown."""
+    next_command: str | None = None
+    """What to try next."""
+    next_reason: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class RunRecord:
     """One task under one list of strategies, trained and timed on one machine."""
 
@@ -283,6 +318,8 @@ class RunRecord:
     """Items of the data left out, by reason."""
     total_seconds: float | None = None
     """Whole run, from process start."""
+    verdict: RunVerdict | None = None
+    """Set when the run has ended."""
     schema: int = SCHEMA
 
     @property

@@ -1,0 +1,126 @@
+"""The verdict of one run: what it claims follows from its pairs, and what it advises from its record's fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.report.run_verdict import run_verdict, verdict_lines
+from trainer.telemetry.record import Event, RunRecord
+
+
+def timed(eager: list[float], compiled: list[float], **more: Any) -> dict[str, Any]:
+    return {"eager_seconds": eager, "compiled_seconds": compiled, **more}
+
+
+SAME = [0.100, 0.101, 0.099]
+FASTER = timed(SAME, [0.080, 0.081, 0.079])
+SLOWER = timed(SAME, [0.130, 0.131, 0.129])
+NOISY = timed([0.1, 0.2, 0.1], [0.15, 0.09, 0.16])
+
+
+def record(*batches: dict[str, Any], names: tuple[str, ...] = ("regional",), **fields: Any) -> RunRecord:
+    slowdown = {"before_the_first_step": batches[0], "on_later_batches": list(batches[1:])} if batches else {}
+    values: dict[str, Any] = {
+        "task": "toy",
+        "label": "+".join(names) or "eager",
+        "strategies": [{"name": name} for name in names],
+        "command": ["task=toy", f"compile=[{','.join(names)}]", "resume=old"],
+        "status": "finished",
+        "report": {"slowdown": slowdown},
+        "steady_steps": 590,
+        "warmup_steps": 10,
+        "warmup_seconds": 30.8,
+        "compile_seconds": 20.0,
+        "cache": "cold",
+    }
+    return RunRecord(**{**values, **fields})
+
+
+def test_a_faster_run_says_both_speeds_the_wait_and_after_how_many_steps_it_pays() -> None:
+    one = record(FASTER)
+    assert verdict_lines(one) == [
+        "verdict: faster than eager (regional 80 ms, eager 100 ms a step on the same batch: 1.25x, 1.24 to 1.26 in "
+        "3 pairs)",
+        "wait: 30.0 s for compiling and warm-up, pays after 1,500 steps; this run of 600 was too short",
+        "next: python -m trainer task=toy 'compile=[cached,regional]'  # the next start takes its graphs from a store",
+    ]
+    assert "this run of 2,000 was long enough" in verdict_lines(record(FASTER, steady_steps=1990))[1]
+
+
+def test_no_payback_is_claimed_where_the_spread_allows_no_claim() -> None:
+    verdict = run_verdict(record(NOISY))
+    assert verdict.outcome == "no difference shown"
+    assert verdict.break_even_steps is verdict.paid is None
+    assert verdict.next_command is not None
+    assert verdict.next_command.endswith("-m task=toy compile=eager,regional hydra.launcher.rounds=3")
+    lines = verdict_lines(record(NOISY))
+    assert "pays" not in " ".join(lines)
+    single = run_verdict(record(timed([0.1], [0.05])))
+    assert single.outcome == "no difference shown", "one pair has no spread"
+
+
+def test_batches_of_other_lengths_are_compared_each_with_itself() -> None:
+    """A ratio over seconds as they are would drown in how much longer the second batch is."""
+    long = timed([1.0, 1.01, 0.99], [0.8, 0.81, 0.79])
+    verdict = run_verdict(record(FASTER, long))
+    assert (verdict.outcome, verdict.pairs, verdict.batches) == ("faster", 6, 2)
+    assert verdict.ratio == pytest.approx(1.25, rel=0.01)
+    assert verdict.eager_step_seconds == pytest.approx(0.55)
+
+
+def test_a_captured_step_is_compared_by_its_replays_alone() -> None:
+    report = {"cuda_graph": {"graphs": 1}}
+    facts = {"before_the_first_step": FASTER, "on_later_batches": []}
+    one = record(names=("regional", "cuda_graph"), report={**report, "slowdown": facts})
+    assert run_verdict(one).outcome == "not compared", "these pairs are of the step before it was captured"
+    facts["on_later_batches"] = [timed(SAME, [0.030, 0.031, 0.029], replayed=True)]
+    assert run_verdict(one).ratio == pytest.approx(3.33, rel=0.01)
+
+
+ADVICE: list[tuple[str, RunRecord, str | None]] = [
+    ("eager", record(names=()), "python -m trainer task=toy compile=auto"),
+    ("slower", record(SLOWER), "python -m trainer task=toy compile=eager"),
+    ("breaks", record(FASTER, graph_breaks=2), "python -m scripts.explain task=toy compile=regional"),
+    ("went eager", record(ended_in_eager=True), "python -m scripts.explain task=toy compile=regional"),
+    (
+        "ragged",
+        record(FASTER, padded_share=0.3, events=[Event(kind="recompile", reason="size")] * 3),
+        "python -m trainer task=toy 'compile=[buckets,regional]'",
+    ),
+    ("warm but short", record(FASTER, cache="warm"), "python -m trainer task=toy compile=regional trainer.max_steps="),
+    (
+        "host-bound",
+        record(FASTER, device_type="cuda", steady_steps=5000, report={"profile": {"idle_share": 0.6}, "slowdown": {
+            "before_the_first_step": FASTER}}),
+        "python -m trainer task=toy 'compile=[regional,cuda_graph]'",
+    ),
+    ("paid", record(FASTER, steady_steps=5000), "python -m trainer -m task=toy compile=eager,regional hydra."),
+    ("failed", record(FASTER, status="failed"), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "command"), [each[1:] for each in ADVICE], ids=[each[0] for each in ADVICE])
+def test_what_to_try_next_follows_from_the_records_fields(one: RunRecord, command: str | None) -> None:
+    found = run_verdict(one).next_command
+    assert found is None if command is None else (found or "").startswith(command)
+
+
+def test_an_eager_run_and_one_without_pairs_claim_nothing() -> None:
+    eager = verdict_lines(record(names=(), steady_step_seconds_mean=0.05))
+    assert eager[0] == "verdict: eager, 50 ms a steady step; nothing compiled to compare it with"
+    without = verdict_lines(record(report={"parity": {"verdict": "skipped", "reason": "two optimizers"}}))
+    assert without[0] == "verdict: regional was not compared with eager: two optimizers"
+    assert verdict_lines(record(FASTER, status="failed")) == []
+
+
+def test_the_verdict_is_kept_with_the_record(tmp_path: Path) -> None:
+    one = record(FASTER)
+    one.verdict = run_verdict(one)
+    one.save(tmp_path)
+    again = RunRecord.load(tmp_path)
+    assert dataclasses.asdict(again)["verdict"] == dataclasses.asdict(one)["verdict"]
+    assert verdict_lines(again) == verdict_lines(one)

@@ -1,0 +1,207 @@
+"""The verdict of a single run: was it faster than eager, how long was the wait, when does that pay, what to try next.
+
+Eager and the run take steps by turns on the same batches (``trainer.guards.slowdown``). Those pairs are judged as a
+sweep's pairs of runs are (``statistics``), and the wait is made up for by the same arithmetic (``verdicts``).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Sample, ratio
+from trainer.report.verdicts import Cost, break_even_steps, overhead_seconds, rounded
+from trainer.telemetry.facts import number
+from trainer.telemetry.record import RunRecord, RunVerdict
+
+EAGER, NOT_COMPARED = "eager", "not compared"
+MANY_RECOMPILES = 3
+"""Recompiles of a training with batches of several shapes from which on buckets are worth a try."""
+IDLE_SHARE, FULL_UTILIZATION = 0.2, 0.4
+"""A GPU that is idle for more of a step, or whose matrix units do less than that, may wait for the host's launches."""
+LONGER = 1.5
+"""A run this many times as long as break-even has made up for the wait, and gained something."""
+
+
+def run_verdict(record: RunRecord) -> RunVerdict:
+    """The verdict by what ``record`` holds."""
+    steps = record.batches if record.run == "inference" else (record.steady_steps or 0) + (record.warmup_steps or 0)
+    verdict = RunVerdict(outcome=EAGER, steps=steps)
+    if record.strategies and not record.ended_in_eager:
+        _compare(record, verdict)
+    step = _next(record, verdict)
+    if step is not None:
+        verdict.next_command, verdict.next_reason = step
+    return verdict
+
+
+def _compare(record: RunRecord, verdict: RunVerdict) -> None:
+    timed = list(_timed(record))
+    found = ratio(*(_samples(timed, side) for side in ("compiled_seconds", "eager_seconds")))
+    if found is None:
+        verdict.outcome, verdict.reason = NOT_COMPARED, _why_not(record)
+        return
+    eager = [seconds for batch in timed for seconds in batch["eager_seconds"]]
+    verdict.outcome, verdict.pairs, verdict.batches = found.verdict, len(eager), len(timed)
+    verdict.ratio, verdict.ratio_low, verdict.ratio_high = found.value, found.low, found.high
+    verdict.eager_step_seconds = sum(eager) / len(eager)
+    verdict.step_seconds = verdict.eager_step_seconds / found.value
+    if record.warmup_seconds is None:
+        return
+    count = record.warmup_steps or 0
+    cost = Cost(
+        step_seconds=verdict.step_seconds,
+        warmup_seconds=record.warmup_seconds,
+        warmup_steps=count,
+        compile_seconds=record.compile_seconds or 0.0,
+        preparation_seconds=record.preparation_seconds or 0.0,
+    )
+    # Eager's own warm-up is not known here, and taken for nothing: the wait is at most this.
+    warm = count * verdict.eager_step_seconds
+    eager_cost = Cost(step_seconds=verdict.eager_step_seconds, warmup_seconds=warm, warmup_steps=count)
+    verdict.wait_seconds = overhead_seconds(cost, eager_cost)
+    if found.verdict == FASTER and not record.report["slowdown"].get("micro_batches"):
+        verdict.break_even_steps = break_even_steps(cost, eager_cost)
+        verdict.paid = (verdict.steps or 0) >= verdict.break_even_steps
+
+
+def _timed(record: RunRecord) -> Iterator[dict[str, Any]]:
+    """Seconds of steps of eager and of the run by turns, of each batch; of a step that is replayed, replays alone."""
+    facts = record.report.get("slowdown", {})
+    for one in (facts.get("before_the_first_step"), *facts.get("on_later_batches", ())):
+        if one and bool(one.get("replayed")) == replays(record) and all(one["eager_seconds"]):
+            yield one
+
+
+def replays(record: RunRecord) -> bool:
+    """Whether whole steps were replayed from CUDA graphs."""
+    return bool(record.report.get("cuda_graph", {}).get("graphs"))
+
+
+def _samples(timed: Sequence[dict[str, Any]], side: str) -> list[Sample]:
+    """Seconds relative to eager's on the same batch: how batches differ from each other is no spread."""
+    samples = []
+    for place, batch in enumerate(timed):
+        typical = math.exp(sum(map(math.log, batch["eager_seconds"])) / len(batch["eager_seconds"]))
+        samples += [Sample(seconds / typical, (place, turn)) for turn, seconds in enumerate(batch[side])]
+    return samples
+
+
+def _why_not(record: RunRecord) -> str:
+    skipped = record.report.get("slowdown", {}).get("reason") or record.report.get("parity", {}).get("reason")
+    if skipped:
+        return str(skipped)
+    if record.status != "finished":
+        return "the run ended before steps of eager were timed"
+    return "no steps of eager were timed beside its own"
+
+
+# ---- what to try next -------------------------------------------------------------------------------------------
+
+
+def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
+    """A command that can be pasted, and what it is for; None where nothing suggests itself."""
+    names = [str(strategy["name"]) for strategy in record.strategies]
+    same, outcome, breaks = _compile(names), verdict.outcome, record.graph_breaks or 0
+    if not names:
+        return command(record, "compile=auto"), "times eager and strategies on this model, and takes what pays"
+    if record.status == "failed":
+        return None
+    if record.ended_in_eager or breaks:
+        why = "which parts run eager, and why" if record.ended_in_eager else f"where the {breaks} graph breaks are"
+        return command(record, same, module="scripts.explain"), why
+    if outcome == SLOWER:
+        return command(record, "compile=eager"), "compiling makes this step slower"
+    recompiles = sum(event.kind == "recompile" and event.phase == "training" for event in record.events)
+    if recompiles >= MANY_RECOMPILES and record.padded_share and not {"buckets", "dynamic"} & set(names):
+        why = f"{recompiles} recompiles: pads batches to a few lengths, a graph each"
+        return command(record, _compile(["buckets", *names])), why
+    if outcome == FASTER and verdict.paid is False and verdict.break_even_steps is not None:
+        if record.cache in ("cold", None) and "cached" not in names:
+            return command(record, _compile(["cached", *names])), "the next start takes its graphs from a store"
+        steps = LONGER * verdict.break_even_steps
+        if record.run == "inference":
+            return None
+        return command(record, same, f"trainer.max_steps={rounded(steps).replace(',', '')}"), "long enough to pay"
+    if "cuda_graph" not in names and _waits_for_host(record):
+        return command(record, _compile([*names, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
+    why = "pairs of whole runs show less" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
+    return command(record, f"compile=eager,{same.removeprefix('compile=')}", "hydra.launcher.rounds=3", sweep=True), why
+
+
+def _waits_for_host(record: RunRecord) -> bool:
+    if record.device_type != "cuda" or record.world_size > 1:
+        return False
+    idle = record.report.get("profile", {}).get("idle_share")
+    if idle is not None:
+        return bool(idle > IDLE_SHARE)
+    busy = record.model_flops_utilization_measured_peak or record.model_flops_utilization
+    return busy is None or busy < FULL_UTILIZATION
+
+
+def _compile(names: Sequence[str]) -> str:
+    return f"compile={names[0]}" if len(names) == 1 else f"compile=[{','.join(names)}]"
+
+
+def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bool = False) -> str:
+    """The command of the run with other choices, as a person would paste it."""
+    changed = {change.partition("=")[0] for change in changes} | {"resume", "repeat"}
+    given = [part for part in record.command if part.lstrip("+").partition("=")[0] not in changed]
+    given = [part for part in given if not part.lstrip("+").startswith("hydra.")]
+    return shlex.join(["python", "-m", module, *(["-m"] if sweep else []), *given, *changes])
+
+
+# ---- in words ---------------------------------------------------------------------------------------------------
+
+
+def verdict_lines(record: RunRecord) -> list[str]:
+    """The verdict in lines for the end of a run; none for one that failed."""
+    verdict = record.verdict or run_verdict(record)
+    if record.status == "failed":
+        return []
+    lines = [f"verdict: {_judgement(record, verdict)}"]
+    if verdict.ratio is not None and verdict.wait_seconds is not None:
+        lines.append(f"wait: {_wait(record, verdict)}")
+    if verdict.next_command is not None:
+        lines.append(f"next: {verdict.next_command}  # {verdict.next_reason}")
+    return lines
+
+
+def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
+    unit = "batch" if record.run == "inference" else "step"
+    if verdict.outcome == EAGER:
+        mean = record.latency_seconds_mean if record.run == "inference" else record.steady_step_seconds_mean
+        took = "" if mean is None else f", {milliseconds(mean)} a steady {unit}"
+        what = "eager" if not record.strategies else f"{record.label} ended in eager"
+        return f"{what}{took}; nothing compiled to compare it with"
+    if verdict.eager_step_seconds is None or verdict.step_seconds is None or verdict.ratio is None:
+        return f"{record.label} was not compared with eager: {verdict.reason}"
+    figures = (
+        f"{record.label} {milliseconds(verdict.step_seconds)}, eager {milliseconds(verdict.eager_step_seconds)} "
+        f"a {unit} on the same batch{'' if verdict.batches == 1 else 'es'}: {verdict.ratio:.2f}x"
+    )
+    if verdict.ratio_low is not None and verdict.ratio_high is not None:
+        figures += f", {verdict.ratio_low:.2f} to {verdict.ratio_high:.2f}"
+    figures += f" in {verdict.pairs} pair{'' if verdict.pairs == 1 else 's'}"
+    if verdict.batches > 1:
+        figures += f" of {verdict.batches} batches"
+    said = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
+    return f"{said} ({figures})"
+
+
+def _wait(record: RunRecord, verdict: RunVerdict) -> str:
+    units = "batches" if record.run == "inference" else "steps"
+    text = f"{number(verdict.wait_seconds or 0.0, 1)} s for compiling and warm-up"
+    if verdict.outcome == SLOWER:
+        return f"{text}, which never pays"
+    if verdict.break_even_steps is None or verdict.steps is None:
+        return text
+    pays = f"pays after {rounded(verdict.break_even_steps)} {units}"
+    return f"{text}, {pays}; this run of {verdict.steps:,} was {'long enough' if verdict.paid else 'too short'}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A step's time as every table and line says it."""
+    return f"{number(seconds * 1e3)} ms"
