@@ -89,7 +89,7 @@ def test_a_peer_whose_library_is_missing_is_refused_with_what_to_do(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "accelerate" else object())
     assert benchmark() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'crucible-train[peers]'" in line
+    assert "pip install -e '.[peers]'" in line
     assert line.endswith("--peers loop_eager loop_compile lightning_compile")
     assert instant.ran == []
 

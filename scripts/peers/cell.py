@@ -127,8 +127,7 @@ def refuse(names: Sequence[str]) -> None:
         if util.find_spec(library) is None:
             others = " ".join(other for other in PEERS if PEERS[other].library != library)
             raise ValueError(
-                f"{OVERRIDE}{name} needs {library}: pip install 'crucible-train[peers]', "
-                f"or leave it out with --peers {others}"
+                f"{OVERRIDE}{name} needs {library}: pip install -e '.[peers]', or leave it out with --peers {others}"
             )
 
 

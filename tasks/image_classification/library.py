@@ -83,7 +83,7 @@ def _require_known(name: str) -> None:
         _require_among(name, [*torchvision.models.list_models(module=torchvision.models), *SMALL_TRANSFORMERS])
         return
     if importlib.util.find_spec("timm") is None:
-        raise ValueError(f"task.model={name} needs timm: pip install 'crucible-train[models]'")
+        raise ValueError(f"task.model={name} needs timm: pip install -e '.[models]'")
     import timm
 
     _require_among(name, [TIMM + known for known in timm.list_models()])

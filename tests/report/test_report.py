@@ -224,5 +224,5 @@ def test_without_matplotlib_the_way_to_get_it_is_said(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     runs = save([record("eager", warmup_seconds=1.0)], tmp_path / "runs")
     assert main([str(runs), "-o", str(tmp_path / "r.html")]) == 2
-    assert "pip install 'crucible-train[report]'" in capsys.readouterr().err
+    assert "pip install -e '.[report]'" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()

@@ -231,7 +231,7 @@ def test_an_unknown_network_is_answered_with_near_ones(name: str, message: str) 
 
 def test_timms_networks_need_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"timm/resnet50 needs timm: pip install 'crucible-train\[models\]'"):
+    with pytest.raises(ValueError, match=r"timm/resnet50 needs timm: pip install -e '\.\[models\]'"):
         build_model("timm/resnet50", classes=5, image_size=64)
 
 

@@ -45,7 +45,9 @@ def refuse_hidden_packages(*names: str) -> None:
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise ImportError(f"crucible: its package {name!r} is not installed: pip install crucible-train")
+            raise ImportError(
+                f"crucible: its package {name!r} is not installed: pip install -e . in crucible's checkout"
+            )
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
         if not any((folder / OURS[name]).is_file() for folder in folders):
             where = spec.origin or folders[0]

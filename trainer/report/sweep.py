@@ -32,7 +32,7 @@ TAGS = "comparison"
 """First part of its keys; by name it comes before those of single runs."""
 SUFFIX = ".summary"
 """Last part of the name of its file, by which the one of an earlier comparison is found."""
-WITHOUT_CURVES = "the summary in TensorBoard has no curves: they need matplotlib, pip install 'crucible-train[report]'"
+WITHOUT_CURVES = "the summary in TensorBoard has no curves: they need matplotlib, pip install -e '.[report]'"
 DOTS_PER_INCH = 110
 
 

@@ -189,7 +189,7 @@ class SubmititLauncher(IsolatedLauncher):
 
     def _prepare(self) -> None:
         if importlib.util.find_spec("submitit") is None:
-            raise ValueError("hydra/launcher=submitit_* needs submitit: pip install 'crucible-train[slurm]'")
+            raise ValueError("hydra/launcher=submitit_* needs submitit: pip install -e '.[slurm]'")
         options: SubmititOptions = self.options
         self._at_once, self._live = options.jobs_at_once, None
         self._folder = self._composer.sweep_dir / "submitit"

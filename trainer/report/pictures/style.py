@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MISSING = "pictures need matplotlib: pip install 'crucible-train[report]'"
+MISSING = "pictures need matplotlib: pip install -e '.[report]'"
 
 INK: Mapping[str, tuple[str, str]] = {
     "ink": ("#1b1f24", "#e8eaed"),

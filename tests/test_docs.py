@@ -1,0 +1,52 @@
+"""The documentation builds as a site; the versions that it names are those of the project."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_dead_link_and_lists_every_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", ROOT / "docs" / "site" / "mkdocs.yml"]
+    done = subprocess.run([*command, "-d", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stub = ast.parse((ROOT / "trainer" / "crucible" / "__init__.pyi").read_text(encoding="utf-8"))
+    public = {
+        f"{node.module}.{name.name}" for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    assert public - set(re.findall(r'id="([\w.]+)"', (tmp_path / "api.html").read_text(encoding="utf-8"))) == set()
+
+
+def test_every_direct_dependency_has_a_version_that_was_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {
+        re.split(r"[\[<>=]", each)[0] for each in project["dependencies"] + project["optional-dependencies"]["test"]
+    }
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+    assert asked - {"setuptools"} <= pinned
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ci_tests_the_oldest_and_the_newest_torch(tmp_path: Path, fails: bool) -> None:
+    (tmp_path / ".ci").mkdir()
+    for name in (".ci/torch", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "check").write_text(f"#!/bin/sh\necho $*\nexit {int(fails)}\n")
+    for name in (".ci/torch", "check"):
+        os.chmod(tmp_path / name, 0o755)
+    done = subprocess.run([tmp_path / ".ci/torch", "--fast"], capture_output=True, text=True, check=False)
+    assert re.fullmatch(r"--torch 2\.\d+ --fast\n--torch 2\.\d+ --fast\n", done.stdout)
+    assert done.returncode == int(fails), "a failure under one does not hide the other"
