@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,26 @@ from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def in_terminal(folder: Path, script: str) -> tuple[int, str]:
+    """Run ``script`` where a person would, in a terminal; returns the exit status and what the terminal was sent,
+    without colours and cursor movements."""
+    (folder / "crucible").symlink_to(ROOT / "trainer" / "crucible")  # as an installation maps it
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 200))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, script], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    sent = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+        while chunk := os.read(ours, 65536):
+            sent += chunk
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sent.decode().replace("\r\n", "\n"))
+    return process.wait(30), text
 
 
 def test_the_script_is_fifteen_lines() -> None:
@@ -28,20 +51,44 @@ def test_the_script_trains_outside_our_command_line(tmp_path: Path) -> None:
     script, replaced = re.subn(r"Regional\(", 'Regional(backend="aot_eager", ', BLOCKS["fit.py"])
     assert replaced == 1
     (tmp_path / "fit.py").write_text(script)
-    (tmp_path / "crucible").symlink_to(ROOT / "trainer" / "crucible")  # as an installation maps it
-    process = subprocess.run(
-        [sys.executable, "fit.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    label, graphs, steps_per_second = process.stdout.splitlines()[-1].split()
+    code, text = in_terminal(tmp_path, "fit.py")
+    assert code == 0, text
+    assert "Traceback" not in text, text
+    assert "8/8" in text
+    label, graphs, steps_per_second = text.splitlines()[-1].split()
     assert (label, int(graphs)) == ("regional", 3), "two kinds of blocks and the head"
     assert float(steps_per_second) > 0
+
+
+BARS = """
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+from crucible import Compile, Regional
+from tests.trainer.lightning_modules import Blocks
+
+data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
+for bar in (RichProgressBar(refresh_rate=1), TQDMProgressBar(refresh_rate=1), None):
+    print("BAR", type(bar).__name__)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, enable_model_summary=False,
+        callbacks=[Compile([Regional(backend="aot_eager")]), *([bar] if bar else [])], enable_progress_bar=bool(bar),
+    )
+    trainer.fit(Blocks(), torch.utils.data.DataLoader(data, batch_size=4))
+"""
+
+
+@pytest.mark.slow
+def test_lightnings_bars_reach_their_end(tmp_path: Path) -> None:
+    (tmp_path / "bars.py").write_text(BARS)
+    code, text = in_terminal(tmp_path, "bars.py")
+    assert code == 0, text
+    assert "Traceback" not in text, text
+    _, rich, tqdm, without = re.split("BAR .*", text)
+    assert "6/6" in rich, rich
+    assert "6/6" in tqdm, tqdm
+    assert "6/6" not in without, without
 
 
 def test_the_arguments_that_it_shows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,30 @@ def test_callbacks_and_loggers_see_the_training_only(tmp_path: Path) -> None:
     header = rows[0].split(",")
     logged = [row.split(",")[header.index("train_loss")] for row in rows[1:]]
     assert len([value for value in logged if value]) == 3, "every second step"
+
+
+def test_another_thread_sees_callbacks_and_loggers_as_ever(tmp_path: Path) -> None:
+    seen: list[tuple[list[L.Callback], str | None]] = []
+
+    class Read(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            thread = threading.Thread(target=self.read)  # as Rich's, which draws Lightning's progress bar
+            thread.start()
+            thread.join()
+            return super().training_step(batch, batch_idx)
+
+        def read(self) -> None:
+            trainer = self.trainer
+            assert trainer.logger is not None
+            seen.append(([*trainer.callbacks], trainer.logger.log_dir))  # type: ignore[attr-defined]
+
+    logger = CSVLogger(tmp_path)
+    callbacks = [Compile([Regional(backend="aot_eager")]), Counts()]
+    fit(Read(), tmp_path, callbacks, logger=logger)
+    assert len(seen) > 6, "preflight and training"
+    for found, where in seen:
+        assert found[-2:] == callbacks
+        assert where == logger.log_dir
 
 
 def test_lightnings_counters_know_nothing_of_it(tmp_path: Path) -> None:

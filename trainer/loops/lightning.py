@@ -167,13 +167,24 @@ class LightningLoop:
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         trainer: Any = self._trainer
-        kept = {name: getattr(trainer, name) for name in ("callbacks", "loggers", "profiler")}
-        hook = self._module._current_fx_name
-        trainer.callbacks, trainer.loggers = [], [DummyLogger() for _ in kept["loggers"]]
+        kept = {name: getattr(trainer, name) for name in ("loggers", "profiler")}
+        hook, call_hooks = self._module._current_fx_name, call._call_callback_hooks
+
+        def of_others(whose: L.Trainer, *given: Any, **named: Any) -> None:
+            if whose is not trainer:
+                call_hooks(whose, *given, **named)
+
+        # Other threads read these at any time: a progress bar finds itself in ``trainer.callbacks``. So that list stays
+        # as it is, only its hooks are not called, and what stands in for a logger says what the logger says.
+        trainer.loggers = [_Muted(logger) for logger in kept["loggers"]]
         # A manual step tells it when an optimizer step begins, and not when that ends with an error.
         trainer.profiler = PassThroughProfiler()
         try:
-            with replaced(self._module, "log", _log_nothing), replaced(self._module, "log_dict", _log_nothing):
+            with (
+                replaced(call, "_call_callback_hooks", of_others),
+                replaced(self._module, "log", _log_nothing),
+                replaced(self._module, "log_dict", _log_nothing),
+            ):
                 yield
         finally:
             for name, value in kept.items():
@@ -438,6 +449,20 @@ def _both(theirs: Callable[[], None], ours: Callable[[], None]) -> Callable[[], 
         ours()
 
     return call_both
+
+
+class _Muted(DummyLogger):
+    """In the place of ``logger``: writes nothing, and says the same of itself."""
+
+    name = property(lambda self: self._of.name)
+    version = property(lambda self: self._of.version)
+    save_dir = property(lambda self: self._of.save_dir)
+    root_dir = property(lambda self: self._of.root_dir)
+    log_dir = property(lambda self: self._of.log_dir)
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._of = logger
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:
