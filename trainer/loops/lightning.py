@@ -11,6 +11,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import lightning as L
@@ -166,30 +167,23 @@ class LightningLoop:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        trainer: Any = self._trainer
-        kept = {name: getattr(trainer, name) for name in ("loggers", "profiler")}
-        hook, call_hooks = self._module._current_fx_name, call._call_callback_hooks
+        trainer, module, call_hooks = self._trainer, self._module, call._call_callback_hooks
 
         def of_others(whose: L.Trainer, *given: Any, **named: Any) -> None:
-            if whose is not trainer:
-                call_hooks(whose, *given, **named)
+            return None if whose is trainer else call_hooks(whose, *given, **named)
 
-        # Other threads read these at any time: a progress bar finds itself in ``trainer.callbacks``. So that list stays
-        # as it is, only its hooks are not called, and what stands in for a logger says what the logger says.
-        trainer.loggers = [_Muted(logger) for logger in kept["loggers"]]
-        # A manual step tells it when an optimizer step begins, and not when that ends with an error.
-        trainer.profiler = PassThroughProfiler()
-        try:
-            with (
-                replaced(call, "_call_callback_hooks", of_others),
-                replaced(self._module, "log", _log_nothing),
-                replaced(self._module, "log_dict", _log_nothing),
-            ):
-                yield
-        finally:
-            for name, value in kept.items():
-                setattr(trainer, name, value)
-            self._module._current_fx_name = hook
+        with (
+            # Other threads read these at any time: a progress bar finds itself in ``trainer.callbacks``. So that list
+            # stays as it is, only its hooks are not called, and what stands in for a logger says what the logger says.
+            replaced(call, "_call_callback_hooks", of_others),
+            replaced(trainer, "_loggers", [_muted(logger) for logger in trainer.loggers]),
+            # A manual step tells it when an optimizer step begins, and not when that ends with an error.
+            replaced(trainer, "profiler", PassThroughProfiler()),
+            replaced(module, "_current_fx_name", module._current_fx_name),
+            replaced(module, "log", _log_nothing),
+            replaced(module, "log_dict", _log_nothing),
+        ):
+            yield
 
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:
@@ -386,7 +380,9 @@ class LightningLoop:
         loop = self._trainer.fit_loop.epoch_loop
         undo = contextlib.ExitStack()
         for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
-            undo.enter_context(replaced(loop, hook, _both(getattr(loop, hook), ours)))
+            theirs = getattr(loop, hook)
+            both = lambda theirs=theirs, ours=ours: (theirs(), ours())  # noqa: E731
+            undo.enter_context(replaced(loop, hook, both))
         return undo.close
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
@@ -433,36 +429,21 @@ class LightningLoop:
 @contextlib.contextmanager
 def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
     """Inside, ``owner.name`` is ``by``; yields what it was. An attribute of this one object, its class stays."""
-    before, own = getattr(owner, name), vars(owner).get(name)
+    before, own = getattr(owner, name), name in vars(owner)
     vars(owner)[name] = by
     try:
         yield before
     finally:
-        vars(owner).pop(name, None)
-        if own is not None:
-            vars(owner)[name] = own
+        if own:
+            vars(owner)[name] = before
+        else:
+            vars(owner).pop(name, None)
 
 
-def _both(theirs: Callable[[], None], ours: Callable[[], None]) -> Callable[[], None]:
-    def call_both() -> None:
-        theirs()
-        ours()
-
-    return call_both
-
-
-class _Muted(DummyLogger):
+def _muted(logger: Logger) -> Logger:
     """In the place of ``logger``: writes nothing, and says the same of itself."""
-
-    name = property(lambda self: self._of.name)
-    version = property(lambda self: self._of.version)
-    save_dir = property(lambda self: self._of.save_dir)
-    root_dir = property(lambda self: self._of.root_dir)
-    log_dir = property(lambda self: self._of.log_dir)
-
-    def __init__(self, logger: Logger) -> None:
-        super().__init__()
-        self._of = logger
+    said = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}
+    return cast(Logger, type("Muted", (DummyLogger,), {"of": logger, **said})())
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:
