@@ -1,0 +1,104 @@
+"""Figures that are quoted agree with the tables that they come from: README and docs/results/README.md."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+Row = dict[str, str]
+
+
+def tables(page: Path, heading: str) -> list[list[Row]]:
+    """The tables under a heading. An empty first cell is filled from above; marks around a cell are left out."""
+    text = page.read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^#+ {re.escape(heading)}$\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+        lines = [[cell.strip(" *`") for cell in line[1:-1].split("|")] for line in block.splitlines()]
+        first, rows = "", []
+        for cells in lines[2:]:
+            first = cells[0] or first
+            rows.append(dict(zip(lines[0], [first, *cells[1:]], strict=True)))
+        found.append(rows)
+    return found
+
+
+def row(rows: list[Row], **wanted: str) -> Row:
+    """The one row whose cells begin so."""
+    (found,) = [one for one in rows if all(one[name].startswith(value) for name, value in wanted.items())]
+    return found
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(each.replace(",", "")) for each in re.findall(r"[\d,]*\d(?:\.\d+)?", cell)]
+
+
+def rounded(cell: str) -> set[str]:
+    """Seconds as a headline gives them: 14.8 to 17.7 -> 15 and 18."""
+    return {f"{number:.0f}" for number in numbers(cell)}
+
+
+def test_the_readme_quotes_the_tables() -> None:
+    (quoted,) = tables(ROOT / "README.md", "crucible-train")
+    captioning = RESULTS / "h200-captioning.md"
+    _, cold = tables(captioning, "Cold starts")
+    eager, regional, whole = (row(cold, batch="256", strategy=name) for name in ("eager", "regional", "whole"))
+    line, speed = row(quoted, training="captioning, batch 256"), "steps/s (loading included)"
+    assert numbers(line["over eager"]) == [round(float(regional[speed]) / float(eager[speed]), 2)]
+    assert rounded(line["cold warm-up"]) == rounded(regional["warm-up"])
+    ratio = round(float(whole[speed]) / float(eager[speed]), 2)
+    assert f"`whole`: {ratio} after {float(whole['warm-up'].split()[0]):.0f} s" in (ROOT / "README.md").read_text()
+
+    strategies = RESULTS / "h200-strategies.md"
+    (static,) = tables(strategies, "Batch 32, captions padded to 64 positions")
+    line, source = row(quoted, training="captioning, batch 32"), row(static, strategies="regional+cuda_graph")
+    (hosts,) = tables(strategies, "Other hosts")
+    others = [numbers(one["regional+cuda_graph over eager"])[0] for one in hosts if one["host"].startswith("H")]
+    assert numbers(line["over eager"])[0] == numbers(source["over eager"])[0]
+    assert numbers(line["over eager"])[1:] == [round(min(others), 1), round(max(others), 1)]
+    assert rounded(line["cold warm-up"]) == rounded(source["cold warm-up s"])
+
+    ragged = [row(rows, strategies="full_stack") for rows in tables(strategies, "Batch 32, ragged captions")]
+    line = row(quoted, training="ragged captions")
+    assert set(numbers(line["over eager"])) == {numbers(one["over eager with buckets"])[0] for one in ragged}
+    assert rounded(line["cold warm-up"]) == set().union(*(rounded(one["warm-up s"]) for one in ragged))
+
+    repeated, _ = tables(RESULTS / "h200-workloads.md", "Every strategy, two runs")
+    line, source = row(quoted, training="GPT-2"), row(repeated, model="GPT-2", strategies="regional")
+    assert numbers(line["over eager"]) == numbers(source["over eager"])
+    assert rounded(line["cold warm-up"]) == rounded(source["warm-up s"])
+
+
+def test_the_geometric_mean_is_that_of_the_best_repeated_rows() -> None:
+    page = RESULTS / "h200-workloads.md"
+    first, *_ = tables(page, "Training")
+    ratios = []
+    for rows in tables(page, "Every strategy, two runs"):
+        for name in {one["model"] for one in rows} & {one["model"] for one in first}:
+            ratios.append(max(numbers(one["over eager"])[0] for one in rows if one["model"] == name))
+    ratios.append(round(numbers(row(first, model="LLaMA", strategies="regional")["over eager"])[0], 2))
+    assert len(ratios) == len({one["model"] for one in first})
+    mean = math.prod(ratios) ** (1 / len(ratios))
+    assert f"Geometric mean of the best rows: **{mean:.3f}**" in page.read_text(encoding="utf-8")
+
+
+def test_the_overview_quotes_the_workloads() -> None:
+    (quoted,) = tables(RESULTS / "README.md", "Other workloads")
+    pages = [
+        rows
+        for name in ("Training", "Every strategy, two runs", "Ragged BERT")
+        for rows in tables(RESULTS / "h200-workloads.md", name)
+    ]
+    rows = [one for page in pages for one in page]
+    for line in quoted:
+        strategy = line["strategy"].split("`")[0].strip("[]").replace(",", "+")
+        sources = [one for one in rows if one["strategies"].strip("*") == strategy and "samples/s" in one]
+        name = line["training"].split(",")[0]
+        ratios = {round(numbers(one["over eager"])[0], 2) for one in sources if one["model"].startswith(name)}
+        if "ragged" in line["training"]:
+            ratios = {numbers(one["over eager with buckets"])[0] for one in rows if one["strategies"] == strategy}
+        assert set(numbers(line["over eager"])) <= ratios, line
