@@ -28,9 +28,13 @@ def tables(page: Path, heading: str) -> list[list[Row]]:
 
 
 def row(rows: list[Row], **wanted: str) -> Row:
-    """The one row whose cells begin so."""
-    (found,) = [one for one in rows if all(one[name].startswith(value) for name, value in wanted.items())]
+    """The one row whose cells begin with these words."""
+    (found,) = [one for one in rows if all(starts(one[name], value) for name, value in wanted.items())]
     return found
+
+
+def starts(cell: str, value: str) -> bool:
+    return re.match(rf"{re.escape(value)}(?![+\w])", cell) is not None
 
 
 def numbers(cell: str) -> list[float]:
