@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.utils.tensorboard import SummaryWriter
 
 Inspect = Callable[["Tensor"], None]
 """Called with the loss between backward and optimizer step, gradients in place, not yet clipped; under manual
@@ -156,6 +157,13 @@ class Loop(Protocol):
     def directory(self) -> str:
         """Where the run writes."""
 
+    @property
+    def writer(self) -> SummaryWriter | None:
+        """TensorBoard's writer, for figures and pages; None without one, and on all processes but the first."""
+
+    def log_figures(self, values: Mapping[str, float], step: int) -> None:
+        """Hand figures to the loggers that are not TensorBoard's."""
+
     def counters(self) -> list[object]:
         """Objects in whose attributes the loop counts what a step did."""
 
@@ -264,3 +272,7 @@ class Loop(Protocol):
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call ``before`` and ``after`` each fetch of a batch, from the next epoch on; returns what undoes it."""
+
+    def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
+        """Call ``saved`` with the path of each checkpoint once it is written, and now with the one that the training
+        was resumed from; returns what undoes it."""

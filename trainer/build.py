@@ -21,7 +21,6 @@ from tasks.resources import require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
 from trainer.settings import Config, TrainerConfig
-from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
@@ -137,13 +136,6 @@ def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
         "enable_model_summary": False,
         "enable_autolog_hparams": False,
     }
-
-
-def note_machine(record: RunRecord, trainer: L.Trainer) -> None:
-    """Write into ``record`` what the run runs on."""
-    device = trainer.strategy.root_device
-    record.device, record.device_type = hardware.device_name(device), device.type
-    record.world_size, record.precision = trainer.world_size, str(trainer.precision)
 
 
 def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Sequence[str], *, trains: bool) -> None:

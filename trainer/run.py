@@ -15,11 +15,13 @@ from rich.console import Console
 from strategies.credentials import hidden
 from strategies.errors import one_line, out_of_memory
 from strategies.prepare import stop_compiling
-from trainer.build import build_trainer, compile_callback, note_machine, require_memory_of, task_options
+from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, shown, summary, tell
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
+from trainer.loops.lightning import LightningLoop
+from trainer.loops.training import note_machine
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.report.run_verdict import run_verdict
 from trainer.settings import Config, Inference
@@ -197,7 +199,7 @@ class Training(Job):
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         require_memory_of(module, trainer, record.command, trains=True)
-        note_machine(record, trainer)
+        note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         try:
             with (

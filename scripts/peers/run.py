@@ -5,10 +5,9 @@ Every peer trains our task's module on our task's data under our telemetry.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import collections
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,12 @@ from torch import Tensor, nn
 from scripts.peers.cell import PEERS, mark
 from strategies.credentials import hidden
 from strategies.errors import one_line
-from trainer.build import batch_counter, device_of, note_machine, precision_arguments, resolve_precision
-from trainer.callback import fill_in
+from strategies.loop import Loop
+from trainer.build import batch_counter, device_of, precision_arguments, resolve_precision
 from trainer.console import ERROR_LOG
+from trainer.loops.lightning import LightningLoop
+from trainer.loops.plain import PlainLoop
+from trainer.loops.training import fill_in, note_machine
 from trainer.process import Interrupted, StopRequest, process_settings
 from trainer.run import new_record
 from trainer.settings import Config
@@ -31,12 +33,11 @@ from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
-from trainer.telemetry.tensorboard import TensorBoardPages
 
 TORCH = Path(torch.__file__).parent
 
-Trained = tuple[Any, Sequence[Any]]
-"""The trainer, and the functions that were handed to the compiler."""
+Trained = tuple[Loop, Sequence[Any]]
+"""The loop, and the functions that were handed to the compiler."""
 
 
 class NotCompiled(RuntimeError):
@@ -71,7 +72,6 @@ def _train(name: str, config: Config, record: RunRecord, run_dir: Path, backend:
     telemetry = Telemetry(
         count=batch_counter(config.task, config.task.training_flops),
         warmup_steps=config.trainer.warmup_steps,
-        log_every_n_steps=config.trainer.log_every_n_steps,
         measure_peak=config.trainer.measure_peak,
     )
     L.seed_everything(config.seed, verbose=False)
@@ -80,11 +80,11 @@ def _train(name: str, config: Config, record: RunRecord, run_dir: Path, backend:
     work = Work(config=config, module=module, data=data, telemetry=telemetry, directory=run_dir, backend=backend)
     telemetry.compiler.start()
     try:
-        trainer, functions = ARMS[name](work)
+        loop, functions = ARMS[name](work)
     finally:
         telemetry.compiler.stop()
-    fill_in(record, trainer, telemetry, None, together=False)
-    note_machine(record, trainer)
+    fill_in(record, loop, telemetry, None, together=False)
+    note_machine(record, loop)
     record.skipped_items = config.task.skipped_items(data)
     if PEERS[name].compiles:
         _note_compiler(record, telemetry.compiler, functions)
@@ -135,80 +135,32 @@ class Work:
         return self.data.train_dataloader()
 
 
-class Fetching:
-    """The two moments between which a loop waits for a batch; the telemetry hooks into them."""
+class PeerLoop(PlainLoop):
+    """A loop without Lightning, as people write it; ``fit`` is measured as our own runs are."""
 
-    def _on_before_fetch(self) -> None: ...
-
-    def _on_after_fetch(self) -> None: ...
-
-
-class LoopTrainer:
-    """A loop without Lightning, as people write it, with what telemetry and record ask of Lightning's Trainer."""
-
-    is_global_zero = True
-    world_size = 1
-
-    def __init__(self, work: Work) -> None:
-        self.strategy = SimpleNamespace(root_device=work.device)
-        self.precision = resolve_precision(work.config.trainer)
-        self.default_root_dir = work.directory
-        self.fetching = Fetching()
-        self.fit_loop = SimpleNamespace(epoch_loop=self.fetching, batch_idx=0)
-        self.current_epoch = self.global_step = 0
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.callback_metrics: dict[str, Tensor] = {}
+    def __init__(self, work: Work, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        settings = work.config.trainer
+        super().__init__(
+            work.module,
+            optimizer,
+            schedule=schedule,
+            clip=settings.gradient_clip_val,
+            precision=resolve_precision(settings),
+            max_steps=settings.max_steps,
+            directory=str(work.directory),
+            log_every_n_steps=settings.log_every_n_steps,
+        )
         self._work = work
 
-    def fit(
-        self,
-        loss_of: Callable[[Any], Tensor],
-        optimizer: torch.optim.Optimizer,
-        schedule: Any,
-        loader: Iterable[Any],
-        *,
-        backward: Callable[[Tensor], None] = torch.autograd.backward,
-        clip: Callable[..., Any] = nn.utils.clip_grad_norm_,
-    ) -> None:
-        """Take the configured steps on batches of ``loader``, measured as those of our own runs are."""
-        trainer: Any = self
-        settings, telemetry, data = self._work.config.trainer, self._work.telemetry, self._work.data
-        parameters, self.optimizers = list(self._work.module.parameters()), [optimizer]
-        telemetry.start(trainer, TensorBoardPages(None))
-        for fetched in itertools.islice(self._batches(loader), settings.max_steps):
-            batch = data.transfer_batch_to_device(fetched, self._work.device, 0)
-            telemetry.batch_start()
-            optimizer.zero_grad()
-            loss = loss_of(batch)
-            backward(loss)
-            if settings.gradient_clip_val is not None:
-                clip(parameters, settings.gradient_clip_val)
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
-            self.global_step += 1
-            telemetry.batch_end(loss.detach(), batch)
-        telemetry.finish()
+    def to_device(self, batch: Any) -> Any:
+        return self._work.data.transfer_batch_to_device(batch, self.device, 0)
 
-    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Epoch after epoch, in the order that Lightning would have. Raises ValueError for a loader without batches."""
-        for epoch in itertools.count():
-            self.current_epoch = epoch
-            for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                if (set_epoch := getattr(part, "set_epoch", None)) is not None:
-                    set_epoch(epoch)
-            batches, count = iter(loader), 0
-            while True:
-                self.fetching._on_before_fetch()
-                batch = next(batches, None)
-                self.fetching._on_after_fetch()
-                if batch is None:
-                    break
-                self.fit_loop.batch_idx = count
-                count += 1
-                yield batch
-            if not count:
-                raise ValueError("the training loader has no batches")
+    def train_on(self, loader: Iterable[Any]) -> None:
+        """Take the configured steps on batches of ``loader``."""
+        measured = Measured(self._work.telemetry)
+        measured.telemetry.start(self)
+        collections.deque(self.fit(loader, measured), maxlen=0)
+        measured.telemetry.finish()
 
 
 def placed(module: L.LightningModule, device: torch.device) -> L.LightningModule:
@@ -236,23 +188,14 @@ def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optim
 
 def _loop(work: Work, compiled: Sequence[str]) -> Trained:
     """A hand-written loop, the submodules ``compiled`` replaced by ``torch.compile`` of them."""
-    trainer = LoopTrainer(work)
     module = placed(work.module, work.device)
     functions = [module.get_submodule(path).forward for path in compiled]
     for path in compiled:
         network: Any = torch.compile(module.get_submodule(path), backend=work.backend)
         module.set_submodule(path, network)
-    autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if trainer.precision == "bf16-mixed":
-        autocast = torch.autocast(work.device.type, torch.bfloat16)
-
-    def loss_of(batch: Any) -> Tensor:
-        with autocast:
-            loss: Any = module.training_step(batch, 0)
-        return loss
-
-    trainer.fit(loss_of, *optimizer_and_schedule(module), work.loader())
-    return trainer, functions
+    loop = PeerLoop(work, *optimizer_and_schedule(module))
+    loop.train_on(work.loader())
+    return loop, functions
 
 
 def loop_eager(work: Work) -> Trained:
@@ -270,23 +213,31 @@ class Measured(L.Callback):
     """Calls the telemetry where our own callback does, and nothing else."""
 
     def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
+        self.telemetry = telemetry
+
+    def batch_begins(self, batch: Any) -> None:
+        """A batch is on the device."""
+        self.telemetry.batch_start()
+
+    def batch_ends(self, loss: Tensor | None, batch: Any) -> None:
+        """A batch is through."""
+        self.telemetry.batch_end(loss, batch)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to measure."""
-        self._telemetry.start(trainer, TensorBoardPages(None))
+        self.telemetry.start(LightningLoop(trainer))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """A batch is on the device."""
-        self._telemetry.batch_start()
+        self.telemetry.batch_start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A batch is through."""
-        self._telemetry.batch_end(outputs["loss"], batch)
+        self.telemetry.batch_end(outputs["loss"], batch)
 
     def on_train_end(self, *_: Any) -> None:
         """Read what is still on its way."""
-        self._telemetry.finish()
+        self.telemetry.finish()
 
 
 def lightning_compile(work: Work) -> Trained:
@@ -308,7 +259,7 @@ def lightning_compile(work: Work) -> Trained:
     step = work.module.training_step
     compiled: Any = torch.compile(work.module, backend=work.backend)
     trainer.fit(compiled, datamodule=work.data)
-    return trainer, [step]
+    return LightningLoop(trainer), [step]
 
 
 class TrainingStep(nn.Module):
@@ -324,30 +275,46 @@ class TrainingStep(nn.Module):
         return loss
 
 
+class AcceleratedLoop(PeerLoop):
+    """The same with accelerate's forward, which enters autocast itself, its backward and its clipping."""
+
+    model: Any
+    accelerator: Any
+
+    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor:
+        return self.model(arguments["batch"])
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def clip_gradients(self, largest: float) -> None:
+        self.accelerator.clip_grad_norm_(self.module.parameters(), largest)
+
+
 def accelerate_regional(work: Work) -> Trained:
     """Regional compilation as accelerate has it: of a module built anew, the blocks and what is between them.
     https://huggingface.co/docs/accelerate/usage_guides/compilation"""
     from accelerate import Accelerator
     from accelerate.utils import TorchDynamoPlugin
 
-    trainer = LoopTrainer(work)
+    precision = resolve_precision(work.config.trainer)
     accelerator = Accelerator(
         cpu=work.device.type == "cpu",
-        mixed_precision="bf16" if trainer.precision == "bf16-mixed" else "no",
+        mixed_precision="bf16" if precision == "bf16-mixed" else "no",
         dynamo_plugin=TorchDynamoPlugin(backend=work.backend, use_regional_compilation=True),
     )
     module = placed(work.module, work.device)
     optimizer, schedule = optimizer_and_schedule(module)
     model: Any
     model, optimizer, loader = accelerator.prepare(TrainingStep(module), optimizer, work.loader())
-    schedule = None if schedule is None else accelerator.prepare(schedule)
-    clip = accelerator.clip_grad_norm_
-    trainer.fit(model, optimizer, schedule, loader, backward=accelerator.backward, clip=clip)
+    loop = AcceleratedLoop(work, optimizer, None if schedule is None else accelerator.prepare(schedule))
+    loop.model, loop.accelerator = model, accelerator
+    loop.train_on(loader)
     # Wrappers that torch.compile put around repeated blocks; where none repeat, around the whole.
     containers = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     blocks = [block for container in containers for block in container if "_orig_mod" in block._modules]
     wrappers: list[Any] = [*blocks] or [model]
-    return trainer, [wrapper._orig_mod.forward for wrapper in wrappers]
+    return loop, [wrapper._orig_mod.forward for wrapper in wrappers]
 
 
 ARMS: dict[str, Callable[[Work], Trained]] = {

@@ -50,9 +50,9 @@ class Probes(L.Callback):
             for _ in range(3):
                 passes.step(batch)
             launched = seconds_of(pl_module.device, lambda: passes.step(batch), times=4)
-            self.work = device_work(trainer, lambda: passes.step(batch), launched)
+            self.work = device_work(passes, lambda: passes.step(batch), launched)
             try:
-                self.captured = captured_seconds(trainer, passes, batch)
+                self.captured = captured_seconds(passes, batch)
             except Exception as error:
                 self.captured = error
 

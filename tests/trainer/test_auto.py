@@ -17,6 +17,7 @@ import torch
 from strategies import STRATEGIES, CudaGraph, Program, Regional, Whole
 from strategies.auto import Auto
 from strategies.cached.session import fingerprint_of
+from strategies.loop import Loop
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
 from trainer.auto import chooser, estimates, trial
@@ -92,8 +93,8 @@ def test_a_bound_on_captured_steps_is_made_exact_once_something_is_compiled(
     """A host too slow for a GPU's queue, acted out on a CPU, where nothing can be captured."""
     compiled = []
 
-    def captured_seconds(trainer: L.Trainer, *_: Any) -> float:
-        compiled.append(any(part._compiled_call_impl for part in trainer.lightning_module.modules()))
+    def captured_seconds(loop: Loop, *_: Any) -> float:
+        compiled.append(any(part._compiled_call_impl for part in loop.module.modules()))
         raise RuntimeError("operation not permitted")
 
     monkeypatch.setattr(chooser.Chooser, "_capture", lambda *_: "maybe")

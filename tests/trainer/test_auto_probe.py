@@ -10,9 +10,7 @@ import torch
 
 from trainer.auto.trial import device_work, step_seconds
 
-TRAINER: Any = SimpleNamespace(
-    strategy=SimpleNamespace(root_device=torch.device("cpu"), broadcast=lambda figure: figure)
-)
+LOOP: Any = SimpleNamespace(device=torch.device("cpu"), broadcast=lambda figure: figure)
 
 
 @pytest.mark.parametrize(
@@ -27,10 +25,10 @@ TRAINER: Any = SimpleNamespace(
 )
 def test_a_short_run_is_timed_by_fewer_steps(about: float, planned_steps: int, timed: int) -> None:
     done: list[int] = []
-    seconds = step_seconds(TRAINER, lambda: done.append(1), about=about, planned_steps=planned_steps)
+    seconds = step_seconds(LOOP, lambda: done.append(1), about=about, planned_steps=planned_steps)
     assert len(done) == timed
     assert 0 <= seconds < 1
 
 
 def test_the_device_s_work_is_timed_on_cuda_alone() -> None:
-    assert device_work(TRAINER, lambda: None, 1.0) is None
+    assert device_work(LOOP, lambda: None, 1.0) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from strategies.compose import apply, begin, compiler_settings, eager, end
 from tests.strategies import backends
 from tests.trainer.test_step_capture import Recorded
 from trainer.loops.plain import PlainLoop
+from trainer.loops.training import CompiledTraining
+from trainer.telemetry.record import RunRecord
 
 
 class Net(nn.Module):
@@ -85,3 +88,23 @@ def test_single_steps_leave_the_training_as_it_was() -> None:
     assert loop.steps_done == 0
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(loop.train(batch), first)
+
+
+def test_a_plain_loop_is_compiled_guarded_and_measured_as_a_whole(tmp_path: Path) -> None:
+    record = RunRecord(task="", label="regional")
+    training = CompiledTraining([Regional(backend="aot_eager")], warmup_steps=1, measure_peak=False, record=record)
+    module = Net()
+    loop = PlainLoop(module, torch.optim.SGD(module.parameters(), lr=0.1), max_steps=12, directory=str(tmp_path))
+    training.apply_to(module, device=loop.device, precision=loop.precision)
+    training.begin(loop)
+    losses = [float(loss) for loss in loop.fit(batches(5), training) if loss is not None]
+    training.finish()
+    training.close()
+    assert losses[0] == pytest.approx(train([], steps=1)[0][0])
+    assert record.steps == len(losses) == 12
+    assert record.report["parity"]["verdict"] == "passed"
+    assert record.audits is not None
+    assert record.audits.verdict == "clean"
+    assert record.regions_compiled == 3
+    assert record.steady_steps
+    assert record.final_loss is not None

@@ -26,9 +26,10 @@ from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks
 from trainer.auto import trial
 from trainer.callback import Compile
+from trainer.loops.lightning import LightningLoop
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.meter import Rates
-from trainer.telemetry.telemetry import TrainerLoop, added_up
+from trainer.telemetry.telemetry import added_up
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 torch.set_num_threads(1)
@@ -108,7 +109,7 @@ for mode in ("eager", "right", "warm", "optimizer", "auto", "rollback", "wrong",
     if mode == "right":
         found = compile_.program.findings
         facts["rates"] = dataclasses.asdict(
-            added_up(Rates(samples_per_second=1.5, tokens_per_second=2.0 if rank else None), TrainerLoop(trainer))
+            added_up(Rates(samples_per_second=1.5, tokens_per_second=2.0 if rank else None), LightningLoop(trainer))
         )
 (folder / f"{rank}.json").write_text(json.dumps(facts))
 os._exit(0)  # a group in which a step was broken off is not taken down in order

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any
-
-import lightning as L
 
 from strategies import STRATEGIES, Program, Strategy
 from strategies.auto import Auto
 from strategies.cached.session import facts_of, fingerprint_of
 from strategies.errors import one_line
-from strategies.loop import SkippedStep
+from strategies.loop import Loop, SkippedStep
 from strategies.prepare import is_prepared
 from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row, best, decision_line, next_trial
 from trainer.auto.remembered import Remembered, directory, program_facts
 from trainer.auto.trial import Candidate, Trials, prepare
 from trainer.guards.preflight import shapes_of
 from trainer.guards.slowdown import Sample
-from trainer.loops.lightning import LightningLoop, why_not
 from trainer.telemetry.telemetry import Telemetry
 
 ENDLESS = 1_000_000
@@ -35,21 +31,21 @@ class Chooser:
     """
 
     def __init__(
-        self, auto: Auto, trainer: L.Trainer, program: Program, telemetry: Telemetry, settings: contextlib.ExitStack
+        self, auto: Auto, loop: Loop, program: Program, telemetry: Telemetry, settings: contextlib.ExitStack
     ) -> None:
-        self._auto, self._trainer, self._program = auto, trainer, program
+        self._auto, self._loop, self._program = auto, loop, program
         self.sample: Sample | None = None
         """Seconds of an eager step and of one as chosen, where modules were compiled and both were timed here."""
         self._candidates: dict[str, Candidate] = {}
-        self._trials = Trials(self._candidates, trainer, program, telemetry, settings)
+        self._trials = Trials(self._candidates, loop, program, telemetry, settings)
 
     def choose(self, batch: Any) -> list[Strategy]:
         """The strategies to add, modules already compiled where one was tried; the decision is in the report.
 
         Raises what eager raises; nothing that a candidate raises.
         """
-        reason = why_not(self._trainer)
-        if reason is None and not self._trainer.lightning_module.automatic_optimization:
+        reason = self._loop.why_not_apart()
+        if reason is None and self._loop.manual:
             # A step could be timed. What its seconds are multiplied with could not be known: each batch may count for
             # several optimizer steps, or for none.
             reason = "under manual optimization only the module knows how many steps are to come"
@@ -59,7 +55,7 @@ class Chooser:
         estimates = self._estimates(batch)
         known = None if remembered is None else remembered.recall(estimates)
         # The first process decides: clocks and caches of the others may say something else.
-        estimates, known = self._trainer.strategy.broadcast((estimates, known))
+        estimates, known = self._loop.broadcast((estimates, known))
         try:
             with self._trials.restored():
                 while (module := self._next(estimates)) is not None:
@@ -67,17 +63,17 @@ class Chooser:
         except SkippedStep as skipped:
             return self._without_choice(str(skipped))
         except Exception as error:  # eager's: if it is the user's mistake, the first step raises it as it is
-            if self._trainer.world_size > 1:
+            if self._loop.world_size > 1:
                 raise
             return self._without_choice(f"it failed on trial: {one_line(error)}")
         if all(module.failed for module in estimates.modules.values()):
             # Eager did not fit beside the copies that a trial needs; without them it may.
             failed = "; ".join(f"{module.name}: {module.failed}" for module in estimates.modules.values())
             return self._without_choice(f"no candidate could train a step on trial ({failed})")
-        name = self._trainer.strategy.broadcast(best(estimates, self._auto.margin).name)
+        name = self._loop.broadcast(best(estimates, self._auto.margin).name)
         row = next(row for row in estimates.rows() if row.name == name)
         self._report(estimates, row, known)
-        if remembered is not None and self._trials.tried and self._trainer.is_global_zero:
+        if remembered is not None and self._trials.tried and self._loop.is_first_process:
             not_kept = remembered.keep(estimates, chosen=row.name)
             if not_kept is not None:
                 self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
@@ -86,7 +82,7 @@ class Chooser:
 
     def _next(self, estimates: Estimates) -> Module | None:
         module = next_trial(estimates, self._auto.margin)
-        name = self._trainer.strategy.broadcast(None if module is None else module.name)
+        name = self._loop.broadcast(None if module is None else module.name)
         return None if name is None else estimates.modules[name]
 
     def _remembered(self, batch: Any) -> Remembered | None:
@@ -96,13 +92,13 @@ class Chooser:
             **facts_of(self._program, leave_out=self._auto.name),
             **program_facts(self._program),
             "batch": shapes_of(batch),
-            "processes": self._trainer.world_size,
-            "micro_batches": self._trainer.accumulate_grad_batches,
+            "processes": self._loop.world_size,
+            "micro_batches": self._loop.micro_batches,
         }
         return Remembered(directory(self._auto.memory), fingerprint_of(facts))
 
     def _estimates(self, batch: Any) -> Estimates:
-        trainer, program = self._trainer, self._program
+        program = self._program
         assert program.device is not None
         estimates = Estimates(
             steps=self._planned(),
@@ -110,7 +106,7 @@ class Chooser:
             modules={EAGER: Module(name=EAGER)},
             capture=self._capture(batch),
             warm=bool(program.findings),
-            validates=bool(trainer.enable_validation),
+            validates=self._loop.validates,
         )
         for name in ("regional", "whole"):
             if name in self._auto.candidates:
@@ -120,12 +116,12 @@ class Chooser:
         return estimates
 
     def _capture(self, batch: Any) -> str:
-        trainer, program = self._trainer, self._program
+        loop, program = self._loop, self._program
         assert program.device is not None
         if any(strategy.captures_step for strategy in program.strategies):
             return "always"
-        wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and trainer.world_size == 1
-        reasons = list(LightningLoop(trainer).why_not_capture()) if wanted else []
+        wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and loop.world_size == 1
+        reasons = list(loop.why_not_capture()) if wanted else []
         if wanted and not reasons:
             reasons = self._trials.reasons_against_capture(batch)
         if reasons:
@@ -145,11 +141,11 @@ class Chooser:
     def _planned(self) -> int:
         if self._auto.planned_steps is not None:
             return self._auto.planned_steps
-        steps = self._trainer.estimated_stepping_batches
-        if steps <= 0 or not math.isfinite(steps):
+        steps = self._loop.steps_planned
+        if steps is None or steps <= 0:
             self._program.notes.append(f"auto: the run has no end, taken to be {ENDLESS:,} steps long")
             return ENDLESS
-        return max(1, int(steps) - self._trainer.global_step)
+        return max(1, steps - self._loop.steps_done)
 
     def _put_on(self, row: Row) -> list[Strategy]:
         self._trials.wear(row.module)

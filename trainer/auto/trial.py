@@ -7,10 +7,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 
@@ -20,13 +18,12 @@ from strategies.compose import compiler_settings, eager
 from strategies.cuda_graph.steps import observed
 from strategies.errors import is_out_of_memory, one_line
 from strategies.graph_engine import CudaEngine, first_line
-from strategies.loop import SkippedStep
+from strategies.loop import Loop, SkippedStep
 from strategies.prepare import Preparation, is_prepared
 from strategies.regions import uncompile
 from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
 from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
-from trainer.loops.lightning import LightningLoop
 from trainer.telemetry import hardware
 from trainer.telemetry.telemetry import Telemetry
 
@@ -44,14 +41,13 @@ class Trials:
     def __init__(
         self,
         candidates: dict[str, Candidate],
-        trainer: L.Trainer,
+        loop: Loop,
         program: Program,
         telemetry: Telemetry,
         settings: contextlib.ExitStack,
     ) -> None:
-        self._candidates, self._trainer, self._program = candidates, trainer, program
+        self._candidates, self._loop, self._program = candidates, loop, program
         self._telemetry, self._settings = telemetry, settings
-        self._passes = LightningLoop(trainer, cuda_graphs=False)
         self._worn: Candidate | None = None
         self._snapshot: Snapshot | None = None
         self.tried: list[str] = []
@@ -61,7 +57,7 @@ class Trials:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """When the block ends, everything that trials changed is put back."""
-        with self._passes.quiet():
+        with self._loop.quiet():
             try:
                 yield
             finally:  # inside: the snapshot holds the module as it is while nothing is logged
@@ -71,14 +67,14 @@ class Trials:
 
     def reasons_against_capture(self, batch: Any) -> list[str]:
         """What a step does on the host that a graph would not repeat; everything is put back."""
-        with self._passes.quiet():
-            snapshot = Snapshot(LightningLoop(self._trainer), batch, weights=False)
+        with self._loop.quiet():
+            snapshot = Snapshot(self._loop, batch, weights=False)
             if snapshot.lost is not None:
                 return [snapshot.lost]
             try:
                 with eager(self._program), torch.no_grad(), contextlib.suppress(Exception):
-                    self._passes.forward(batch)  # what only the first step does, it has done then
-                return observed(self._passes, self._program, batch, lambda: self._passes.forward(batch)).problems
+                    self._loop.forward(batch)  # what only the first step does, it has done then
+                return observed(self._loop, self._program, batch, lambda: self._loop.forward(batch)).problems
             finally:
                 snapshot.restore()
 
@@ -98,7 +94,7 @@ class Trials:
         """Try ``module`` and write what came out into it. Raises what eager itself cannot do."""
         began = time.perf_counter()
         if self._snapshot is None:
-            self._snapshot = Snapshot(LightningLoop(self._trainer), batch)
+            self._snapshot = Snapshot(self._loop, batch)
             if self._snapshot.lost is not None:
                 raise SkippedStep(self._snapshot.lost)
         self._telemetry.phase = f"timing {module.name}"
@@ -108,7 +104,7 @@ class Trials:
         except SkippedStep:
             raise
         except Exception as error:
-            if self._trainer.world_size > 1:  # the others wait within a step, or have taken it
+            if self._loop.world_size > 1:  # the others wait within a step, or have taken it
                 raise
             self._give_up(module, error)
         self._snapshot.restore()
@@ -140,24 +136,24 @@ class Trials:
 
     def _step(self, batch: Any) -> None:
         """An optimizer step with all its micro-batches."""
-        for _ in range(self._trainer.accumulate_grad_batches - 1):
-            self._passes.train(batch)
-        self._passes.step(batch)
+        for _ in range(self._loop.micro_batches - 1):
+            self._loop.train(batch)
+        self._loop.step(batch)
 
     def _first_steps(self, batch: Any) -> float | Exception:
         """Compile everything; returns the seconds of a second step.
 
         Or what went wrong on any process, which alone must leave no other one waiting.
         """
-        if self._trainer.world_size > 1:
+        if self._loop.world_size > 1:
             failure: Exception | None = None
             try:
-                self._passes.train(batch, together=False)
+                self._loop.train(batch, together=False)
             except SkippedStep:
                 raise
             except Exception as error:
                 failure = error
-            anywhere = partial(self._trainer.strategy.reduce_boolean_decision, all=False)
+            anywhere = self._loop.anywhere
             if anywhere(failure is not None):
                 # What becomes of a candidate depends on the kind of error: one kind for all processes.
                 other = anywhere(failure is not None and not is_out_of_memory(failure))
@@ -165,14 +161,14 @@ class Trials:
                     return failure
                 return (RuntimeError if other else torch.OutOfMemoryError)("another process failed")
         self._step(batch)  # makes the optimizer's state
-        return seconds_of(self._trainer.strategy.root_device, lambda: self._step(batch))
+        return seconds_of(self._loop.device, lambda: self._step(batch))
 
     def _time(self, module: Module, estimates: Estimates, batch: Any, second: float, spent: float) -> None:
         module.step_seconds = step_seconds(
-            self._trainer, lambda: self._step(batch), about=second, planned_steps=estimates.steps
+            self._loop, lambda: self._step(batch), about=second, planned_steps=estimates.steps
         )
         if estimates.capture != "no":
-            work = device_work(self._trainer, lambda: self._step(batch), module.step_seconds)
+            work = device_work(self._loop, lambda: self._step(batch), module.step_seconds)
             # Where the device never waits for the host, a graph has nothing to take away.
             module.device_seconds = module.step_seconds
             if work is not None:
@@ -182,7 +178,7 @@ class Trials:
         if module.name == EAGER:
             return
         module.spent = True
-        compiling = float(self._trainer.strategy.broadcast(max(0.0, spent - 2 * module.step_seconds)))
+        compiling = float(self._loop.broadcast(max(0.0, spent - 2 * module.step_seconds)))
         estimates.warm = self._telemetry.compiler.figures().cache == "warm"
         if estimates.warm:
             module.warm_seconds = compiling
@@ -195,7 +191,7 @@ class Trials:
         module.at_most = False
         self.wear(module.name)
         try:
-            module.device_seconds = captured_seconds(self._trainer, self._passes, batch)
+            module.device_seconds = captured_seconds(self._loop, batch)
         except Exception as error:
             module.cannot_capture = NO_MEMORY if is_out_of_memory(error) else f"not captured, {first_line(error)}"
 
@@ -205,8 +201,8 @@ class Trials:
         module.step_seconds = module.device_seconds = None
         module.failed = NO_MEMORY if is_out_of_memory(error) else one_line(error)
         self.wear(EAGER)
-        self._trainer.lightning_module.zero_grad(set_to_none=True)
-        hardware.give_back(self._trainer.strategy.root_device)
+        self._loop.module.zero_grad(set_to_none=True)
+        hardware.give_back(self._loop.device)
 
 
 MIN_STEPS, MAX_STEPS = 2, 8
@@ -216,14 +212,14 @@ CALIBRATION_CYCLES = 2_000_000
 """About a thousandth of a second of a GPU's clock."""
 
 
-def step_seconds(trainer: L.Trainer, step: Callable[[], Any], *, about: float, planned_steps: int) -> float:
+def step_seconds(loop: Loop, step: Callable[[], Any], *, about: float, planned_steps: int) -> float:
     """Seconds of a step in a row of them, as in training. The same on all processes.
 
     ``step`` must have run before, the last time in ``about`` seconds.
     """
     affordable = int(min(MAX_SECONDS, MAX_SHARE * planned_steps * about) / max(about, 1e-9))
-    steps = int(trainer.strategy.broadcast(max(MIN_STEPS, min(MAX_STEPS, affordable))))
-    return float(trainer.strategy.broadcast(seconds_of(trainer.strategy.root_device, step, times=steps)))
+    steps = int(loop.broadcast(max(MIN_STEPS, min(MAX_STEPS, affordable))))
+    return float(loop.broadcast(seconds_of(loop.device, step, times=steps)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +231,7 @@ class Work:
     """Whether the host had launched all of it before the device began; if not, it may take less than ``seconds``."""
 
 
-def device_work(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: float) -> Work | None:
+def device_work(loop: Loop, step: Callable[[], Any], launched_seconds: float) -> Work | None:
     """What the device does for a step, the host's launches left out; None where it is no CUDA device.
 
     The device is kept asleep while the host launches the step, and timed once it wakes: what it does then is what a
@@ -243,30 +239,30 @@ def device_work(trainer: L.Trainer, step: Callable[[], Any], launched_seconds: f
     higher clocks. A step of more launches than the device's queue takes (1,024), or one that reads a value on the host,
     comes out too long, the more so the slower the host; ``captured_seconds`` does not.
     """
-    device = trainer.strategy.root_device
+    device = loop.device
     if device.type != "cuda":
         return None
     cycles = int(CALIBRATION_CYCLES * 1.5 * launched_seconds / _sleep_seconds(device, CALIBRATION_CYCLES))
     torch.cuda.synchronize(device)
     torch.cuda._sleep(cycles)
-    seconds, exact = trainer.strategy.broadcast(_between_events(device, step))
+    seconds, exact = loop.broadcast(_between_events(device, step))
     return Work(seconds, exact)
 
 
-def captured_seconds(trainer: L.Trainer, passes: LightningLoop, batch: Any) -> float:
+def captured_seconds(loop: Loop, batch: Any) -> float:
     """Seconds of an optimizer step replayed from CUDA graphs, on one device.
 
     Forward and backward are captured for it, which costs about a step of the host and their memory once more, given
     back; the optimizer's launches fit in the queue. Raises what capturing them raises.
     """
-    device = trainer.strategy.root_device
+    device = loop.device
     try:
-        replayed = trainer.accumulate_grad_batches * _replay_seconds(device, lambda: passes.train(batch))
-        launched = seconds_of(device, passes.optimize)
-        optimizer = device_work(trainer, passes.optimize, launched)
+        replayed = loop.micro_batches * _replay_seconds(device, lambda: loop.train(batch))
+        launched = seconds_of(device, loop.optimize)
+        optimizer = device_work(loop, loop.optimize, launched)
         return replayed + (launched if optimizer is None else optimizer.seconds)
     finally:
-        trainer.lightning_module.zero_grad(set_to_none=True)  # they lie in the graph's memory
+        loop.module.zero_grad(set_to_none=True)  # they lie in the graph's memory
         torch.cuda.empty_cache()
 
 

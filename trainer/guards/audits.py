@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -37,7 +36,6 @@ from trainer.guards.forward import (
 from trainer.guards.schedule import Schedule
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.guards.state import UpdateSample
-from trainer.loops.lightning import replaced
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
@@ -71,7 +69,6 @@ class Audits:
 
     Args:
         mode: ``on`` or ``strict``.
-        checkpoints: Those that the training writes; closed by ``release``.
         captured: Whether steps may be captured, so that hooks within them are not called.
         gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
             itself; None where they are the parameters' own.
@@ -86,16 +83,17 @@ class Audits:
         telemetry: Telemetry,
         pages: TensorBoardPages,
         *,
-        checkpoints: SavedCheckpoints,
         captured: Callable[[], bool],
         gradients: Gradients,
         differs: Callable[[ParityError], None],
     ) -> None:
         self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
-        self._checkpoints, self._captured, self._gradients, self._differs = checkpoints, captured, gradients, differs
+        self._captured, self._gradients, self._differs = captured, gradients, differs
         self._judge = Judge(mode, rounding_unit(program.precision, loop.device))
         self._undo = contextlib.ExitStack()
-        self._undo.push(checkpoints)
+        self._checkpoints: dict[str, int] = {}
+        """Those that the training writes, and the one that it was resumed from, with their steps."""
+        self._undo.callback(loop.around_save(lambda path: self._checkpoints.update({path: loop.steps_done})))
         self.sample: list[torch.nn.Parameter] = []
         """Parameters whose update is compared."""
         self._never: dict[str, str] = {}
@@ -337,12 +335,17 @@ class Audits:
         reason = "; ".join(complaints) or "another process found it so"
         clean = self.facts.last_clean_step
         since = f"the audit of step {clean} was clean" if clean is not None else "no audit before was clean"
-        good = self._checkpoints.last(self._first if clean is None else clean)
+        good = self._last_checkpoint(self._first if clean is None else clean)
         return ParityError(
             f"parity={self._judge.mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
             f"{good or 'none yet'}. Resume from it without the strategy at fault, or with on_difference=eager; "
             "parity=off audits nothing"
         )
+
+    def _last_checkpoint(self, step: int) -> str | None:
+        """Path and step of the last one written at or before ``step`` that is still there."""
+        there = [(saved, path) for path, saved in self._checkpoints.items() if saved <= step and Path(path).exists()]
+        return f"{max(there)[1]} (step {max(there)[0]})" if there else None
 
     @property
     def _number(self) -> int:
@@ -365,22 +368,3 @@ class Audits:
         worst = max(self._shares, default=math.inf)
         scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
         self._pages.scalars(scalars, self._number)
-
-
-class SavedCheckpoints(contextlib.ExitStack):
-    """Until it is closed, notes each checkpoint that ``trainer`` writes, and the one that it was resumed from."""
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        super().__init__()
-        self._trainer = trainer
-        self._steps = {} if trainer.ckpt_path is None else {str(trainer.ckpt_path): trainer.global_step}
-        self._save = self.enter_context(replaced(trainer, "save_checkpoint", self._save_and_note))
-
-    def last(self, step: int) -> str | None:
-        """Path and step of the last one written at or before ``step`` that is still there."""
-        there = [(saved, path) for path, saved in self._steps.items() if saved <= step and Path(path).exists()]
-        return f"{max(there)[1]} (step {max(there)[0]})" if there else None
-
-    def _save_and_note(self, filepath: Any, *arguments: Any, **named: Any) -> None:
-        self._save(filepath, *arguments, **named)
-        self._steps[str(filepath)] = self._trainer.global_step

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
@@ -253,12 +252,12 @@ def _by_reason(missing: dict[str, str]) -> str:
     return "; ".join(f"{', '.join(p for p, why in missing.items() if why == one)}: {one}" for one in reasons)
 
 
-def refuse_accumulation(trainer: L.Trainer) -> None:
+def refuse_accumulation(loop: Loop) -> None:
     """Raise ValueError where Inductor's CUDA graphs would be given several batches a step."""
-    if trainer.accumulate_grad_batches > 1:
+    if loop.micro_batches > 1:
         # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
         raise ValueError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: CUDA graphs "
+            f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
             "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
             "use mode=max-autotune-no-cudagraphs or default"
         )

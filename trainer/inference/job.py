@@ -12,12 +12,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from strategies import Program
 from strategies.compose import begin
-from trainer.build import batch_counter, callback_arguments, lightning_trainer, note_machine, require_memory_of
-from trainer.callback import Compile, ended_in_eager
+from trainer.build import batch_counter, callback_arguments, lightning_trainer, require_memory_of
+from trainer.callback import Compile
 from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
 from trainer.console import ProgressView, announce
 from trainer.guards.preflight import Guarding
 from trainer.inference.loop import InferenceLoop, loader_name
+from trainer.loops.lightning import LightningLoop
+from trainer.loops.training import ended_in_eager, note_machine
 from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import Config, Inference
@@ -52,7 +54,7 @@ class Inferring(Job):
         module = config.task.build_module(max_steps=config.trainer.max_steps)
         require_step(module, mode.step)
         require_memory_of(module, trainer, record.command, trains=False)
-        note_machine(record, trainer)
+        note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         loop = InferenceLoop(
             mode,
@@ -121,16 +123,16 @@ class CompileForInference(Compile):
         """Whether Inductor replays what it compiled from CUDA graphs."""
         return self._cuda_graphs
 
-    def begin_inference(self, trainer: L.Trainer) -> Program:
+    def begin_inference(self, loop: LightningLoop) -> Program:
         """Model and weights are in place; returns the program."""
         assert self.program is not None
         begin(self.strategies, self.program)
         self._tell(self.program)
-        self._pages = TensorBoardPages(trainer.logger if trainer.is_global_zero else None)
+        self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
         if self.strategies and self._guarding.parity != "off":
             self.record.audits = AuditFacts(verdict="not audited", reason="nothing is trained")
-        self.inference_telemetry.start(trainer, self._pages)
+        self.inference_telemetry.start(loop, self._pages)
         return self.program
 
     def tell(self) -> None:
@@ -138,7 +140,7 @@ class CompileForInference(Compile):
         assert self.program is not None
         self._tell(self.program)
 
-    def finish_inference(self, trainer: L.Trainer, *, together: bool) -> None:
+    def finish_inference(self, *, together: bool) -> None:
         """Fill in the record with what was measured; ``together`` adds the rates of all processes up."""
         telemetry, record = self.inference_telemetry, self.record
         telemetry.phase = "finishing"
@@ -160,10 +162,11 @@ class CompileForInference(Compile):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The loop has kept what was measured; undo what must not outlive the run."""
         with contextlib.suppress(Exception):
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
-        super()._close()
+    def close(self) -> None:
+        """The training's core, and the compiler's monitor of the inference."""
+        super().close()
         self.inference_telemetry.compiler.stop()
 
 

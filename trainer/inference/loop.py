@@ -72,7 +72,7 @@ class InferenceLoop:
         self._stop.promise = "stopping after this batch"
         self._stop.in_training = True
         flags = [(part, part.training) for part in module.modules()]
-        self._program = self._compile.begin_inference(trainer)
+        self._program = self._compile.begin_inference(self._loop)
         self._guards = Guards(
             dataclasses.replace(self._guarding, on_compile_error="fail"),  # _attempt rolls back
             self._loop,
@@ -94,14 +94,14 @@ class InferenceLoop:
                 self._measure()
         except BaseException:
             self._guards.finish()
-            self._compile.finish_inference(trainer, together=False)
+            self._compile.finish_inference(together=False)
             raise
         finally:
             self._stop.in_training = False
             for part, training in flags:
                 part.training = training
         self._guards.finish()
-        self._compile.finish_inference(trainer, together=True)
+        self._compile.finish_inference(together=True)
         return []
 
     def _measure(self) -> None:

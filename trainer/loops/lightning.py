@@ -12,11 +12,12 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -28,6 +29,9 @@ from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, Skipped
 from strategies.torch_patches import as_capturing
 from trainer.loops.manual import ManualSteps
 from trainer.loops.micro_batch import LightningMicroBatch
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Hooks within a step; a replay would not call them."""
@@ -129,6 +133,18 @@ class LightningLoop:
     @property
     def directory(self) -> str:
         return self._trainer.default_root_dir
+
+    @property
+    def writer(self) -> SummaryWriter | None:
+        if not self.is_first_process:
+            return None
+        loggers = self._trainer.loggers
+        return next((logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)), None)
+
+    def log_figures(self, values: Mapping[str, float], step: int) -> None:
+        for logger in self._trainer.loggers if self.is_first_process else ():
+            if not isinstance(logger, TensorBoardLogger):
+                logger.log_metrics(dict(values), step)
 
     def counters(self) -> list[object]:
         loop = self._trainer.fit_loop.epoch_loop
@@ -383,6 +399,18 @@ class LightningLoop:
             theirs = getattr(loop, hook)
             both = lambda theirs=theirs, ours=ours: (theirs(), ours())  # noqa: E731
             undo.enter_context(replaced(loop, hook, both))
+        return undo.close
+
+    def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
+        trainer, undo = self._trainer, contextlib.ExitStack()
+        if trainer.ckpt_path is not None:
+            saved(str(trainer.ckpt_path))
+
+        def save_checkpoint(filepath: Any, *arguments: Any, **named: Any) -> None:
+            save(filepath, *arguments, **named)
+            saved(str(filepath))
+
+        save = undo.enter_context(replaced(trainer, "save_checkpoint", save_checkpoint))
         return undo.close
 
     # ---- pieces ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ guards and capture run in it as in Lightning's, which shows that they know nothi
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ class Progress:
 
     steps: int = 0
     batches: int = 0
+
+
+class Watcher(Protocol):
+    """Who is told of each batch: ``trainer.loops.training.CompiledTraining``, for instance."""
+
+    def batch_begins(self, batch: Any) -> None: ...
+    def batch_ends(self, loss: Tensor | None, batch: Any) -> None: ...
 
 
 class PlainLoop:
@@ -46,8 +54,7 @@ class PlainLoop:
     span = Span()
     world_size = 1
     is_first_process = True
-    directory = "."
-    log_every_n_steps = 50
+    writer = None
 
     def __init__(
         self,
@@ -59,36 +66,74 @@ class PlainLoop:
         clip: float | None = None,
         precision: str = "32-true",
         max_steps: int | None = None,
+        directory: str = ".",
+        log_every_n_steps: int = 50,
     ) -> None:
         self.module, self.optimizers, self.micro_batches = module, (optimizer,), micro_batches
         self.schedulers = () if schedule is None else (schedule,)
         self.device = next(module.parameters()).device
         self.precision, self.steps_planned, self._clip = precision, max_steps, clip
+        self.directory, self.log_every_n_steps = directory, log_every_n_steps
         self.metrics: dict[str, Tensor] = {}
         self._progress = Progress()
+        self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
         self._fetching: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._around: list[Any] = []
 
-    def fit(self, batches: Iterable[Any]) -> Iterator[Tensor | None]:
-        """Train on ``batches``; yields the loss of each, detached and divided by ``micro_batches``."""
+    def fit(self, loader: Iterable[Any], training: Watcher | None = None) -> Iterator[Tensor | None]:
+        """Train on ``loader``, epoch after epoch up to ``max_steps``, one epoch without; yields the loss of each batch,
+        detached and divided by ``micro_batches``.
+
+        ``training`` is called around each batch. Raises ValueError for a loader without batches.
+        """
         self.module.train()
-        iterator = iter(batches)
-        while self.steps_planned is None or self.steps_done < self.steps_planned:
-            for before, _ in self._fetching:
-                before()
-            batch = next(iterator, None)
-            for _, after in self._fetching:
-                after()
-            if batch is None:
+        for self._epoch in itertools.count():
+            for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+                    set_epoch(self._epoch)
+            iterator, self._began = iter(loader), self._progress.batches
+            while self.steps_planned is None or self.steps_done < self.steps_planned:
+                for before, _ in self._fetching:
+                    before()
+                batch = next(iterator, None)
+                for _, after in self._fetching:
+                    after()
+                if batch is None:
+                    break
+                batch = self.to_device(batch)
+                if training is not None:
+                    training.batch_begins(batch)
+                yield self._fit_batch(batch, training)
+            else:
                 return
-            micro = PlainMicroBatch(self, batch, self._progress.batches)
-            outputs = self._run(micro)
-            self._progress.batches += 1
-            if micro.ends:
-                for schedule in self.schedulers:
-                    schedule.step()
-            yield outputs.get("loss")
+            if self._progress.batches == self._began:
+                raise ValueError("the training loader has no batches")
+            if self.steps_planned is None:
+                return
+
+    def _fit_batch(self, batch: Any, training: Watcher | None) -> Tensor | None:
+        micro = PlainMicroBatch(self, batch, self._progress.batches)
+        loss = self._run(micro).get("loss")
+        self._progress.batches += 1
+        if micro.ends:
+            for schedule in self.schedulers:
+                schedule.step()
+        if training is not None:
+            training.batch_ends(loss, batch)
+        return loss
+
+    # ---- what a loop of one's own may do otherwise -----------------------------------------------------------------
+
+    def to_device(self, batch: Any) -> Any:
+        """``batch`` where the module is."""
+        return batch
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def clip_gradients(self, largest: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), largest)
 
     # ---- facts and processes ---------------------------------------------------------------------------------------
 
@@ -98,11 +143,14 @@ class PlainLoop:
 
     @property
     def position(self) -> tuple[int, int]:
-        return 0, self._progress.batches
+        return self._epoch, self._progress.batches - self._began
 
     @property
     def validates(self) -> bool:
         return hasattr(self.module, "validation_step")
+
+    def log_figures(self, values: Mapping[str, float], step: int) -> None:
+        """There is no logger."""
 
     def counters(self) -> list[object]:
         return [self._progress]
@@ -158,7 +206,7 @@ class PlainLoop:
 
     def optimize(self) -> None:
         if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+            self.clip_gradients(self._clip)
         with contextlib.ExitStack() as after:
             for before_update, after_update in self._around:
                 before_update()
@@ -242,6 +290,9 @@ class PlainLoop:
         self._fetching.append((before, after))
         return lambda: self._fetching.remove((before, after))
 
+    def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
+        return lambda: None  # it writes no checkpoint
+
 
 class PlainMicroBatch:
     """One batch of a ``PlainLoop``; see ``MicroBatch``."""
@@ -266,7 +317,7 @@ class PlainMicroBatch:
             self._loop.optimizers[0].zero_grad()
         loss = self._loop.forward_loss({"batch": batch, "batch_idx": self.index})
         if loss is not None:
-            loss.backward()
+            self._loop.backward(loss)
         return {"loss": None if loss is None else loss.detach()}
 
     def forward(self, batch: Any, index: Any) -> None:

@@ -208,7 +208,7 @@ class Curves:
         self,
         *,
         device: torch.device,
-        pages: TensorBoardPages,
+        pages: TensorBoardPages | None,
         clock: StepClock,
         wait: DataWait,
         meter: Meter,
@@ -243,7 +243,8 @@ class Curves:
                 "time/slow_steps": self.slow.count,
                 **cost_scalars(self._compiler, self._energy, self._device),
             }
-            self._pages.scalars(points, window.steps[-1].number)
+            if self._pages is not None:
+                self._pages.scalars(points, window.steps[-1].number)
 
     def look(self) -> None:
         """Read the losses of all steps so far; waits for the device."""

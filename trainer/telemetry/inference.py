@@ -12,8 +12,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
-
+from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.curves import cost_scalars, rate_scalars, read_clocks, time_scalars
 from trainer.telemetry.meter import Meter, Rates, Step
@@ -38,8 +37,8 @@ class InferenceTelemetry(BaseTelemetry):
         self._runs = 0
         self._number = 0
 
-    def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
-        self._start(trainer)
+    def start(self, loop: Loop, pages: TensorBoardPages) -> None:
+        self._start(loop)
         self._pages = pages
 
     @contextlib.contextmanager

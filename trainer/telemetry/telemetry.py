@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 
+from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves
@@ -31,56 +31,9 @@ from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
-FETCH_HOOKS = ("_on_before_fetch", "_on_after_fetch")
-"""Methods of Lightning's loops that it hands to its data fetcher, which calls them around each ``next`` of the loader.
-https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py"""
 
 
-class TrainerLoop:
-    """All that telemetry reads of the training loop, here of Lightning's; the names are those of a ``Loop``."""
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-        self.device: torch.device = trainer.strategy.root_device
-        self.precision = str(trainer.precision)
-        self.is_first_process = trainer.is_global_zero
-        self.directory = trainer.default_root_dir
-        self.world_size = trainer.world_size
-
-    @property
-    def steps_done(self) -> int:
-        return self._trainer.global_step
-
-    @property
-    def position(self) -> tuple[int, int]:
-        return self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """A module may keep its own to itself: Lightning then has a mock of one."""
-        return self._trainer.optimizers
-
-    def reduced(self, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        """``tensor`` over all processes; every one of them has to call this."""
-        reduced = self._trainer.strategy.reduce(tensor, reduce_op=how)
-        assert isinstance(reduced, torch.Tensor)
-        return reduced
-
-    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """Call ``before`` and ``after`` each fetch of a batch, from the next epoch on; returns what undoes it."""
-        loop: Any = self._trainer.fit_loop.epoch_loop
-        for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
-            theirs = getattr(type(loop), hook).__get__(loop)
-            setattr(loop, hook, lambda theirs=theirs, ours=ours: (theirs(), ours()))
-
-        def undo() -> None:
-            for hook in FETCH_HOOKS:
-                loop.__dict__.pop(hook, None)
-
-        return undo
-
-
-def added_up(rates: Rates, loop: TrainerLoop) -> Rates:
+def added_up(rates: Rates, loop: Loop) -> Rates:
     """``rates`` with those that count things added up over all processes, None where one of them has none; every
     process has to call this."""
     if loop.world_size == 1:
@@ -108,9 +61,8 @@ class BaseTelemetry:
         self.count, self._measure_peak = count, measure_peak
         self._shapes = SeenShapes()
 
-    def _start(self, trainer: L.Trainer) -> TrainerLoop:
-        loop = self._loop = TrainerLoop(trainer)
-        self._device = loop.device
+    def _start(self, loop: Loop) -> None:
+        self._loop, self._device = loop, loop.device
         self.reporter = EventReporter(enabled=loop.is_first_process)
         self._clock = StepClock(self._device)
         self._energy = EnergyMeter(self._device)
@@ -118,7 +70,6 @@ class BaseTelemetry:
         self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
         self.wait = DataWait(self._device)
         hardware.reset_peaks(self._device)
-        return loop
 
     def _collect(self, *, warm: bool) -> None:
         """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
@@ -149,7 +100,6 @@ class Telemetry(BaseTelemetry):
         *,
         count: BatchCounter | None,
         warmup_steps: int,
-        log_every_n_steps: int,
         measure_peak: bool | None = None,
         profile_steps: int | None = None,
     ) -> None:
@@ -158,7 +108,7 @@ class Telemetry(BaseTelemetry):
         self.pause_seconds = 0.0
         self.preflight_seconds: float | None = None
         self.audit_seconds = 0.0
-        self._every = log_every_n_steps
+        self._every = 0
         self._profile_steps = profile_steps
         self._profiler: StepProfiler | None = None
         self._garbage = GarbageMonitor()
@@ -176,9 +126,10 @@ class Telemetry(BaseTelemetry):
     def steps_per_second(self) -> float | None:
         return None if self._curves is None else self._curves.steps_per_second
 
-    def start(self, trainer: L.Trainer, pages: TensorBoardPages) -> None:
+    def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
-        loop = self._start(trainer)
+        self._start(loop)
+        self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
         self._phases = PhaseEnergy(self._energy.reader)
         self._curves = Curves(

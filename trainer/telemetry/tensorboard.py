@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -29,16 +29,13 @@ from tensorboard.plugins.hparams.api_pb2 import (
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from strategies.credentials import hidden
+from strategies.loop import Loop
 from trainer.report.runs import set_parameters
 from trainer.telemetry.facts import profile_page, slow_steps_table
 from trainer.telemetry.facts import rows as facts_in
 from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source import shown
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
-
 
 SCALARS: dict[str, tuple[str, str]] = {
     "train/loss": ("task's own", "training loss, mean of the optimizer steps since the last point"),
@@ -141,61 +138,57 @@ name, and shows five."""
 
 
 class TensorBoardPages:
-    """Writes the scalars and pages of one run through its TensorBoardLogger; another logger gets the scalars alone."""
+    """Writes the scalars and pages of one run through its loop's writer; other loggers get the scalars alone."""
 
-    def __init__(self, logger: Logger | None) -> None:
-        from lightning.pytorch.loggers import TensorBoardLogger
-
-        self._logger = logger if isinstance(logger, TensorBoardLogger) else None
-        self._other = logger if self._logger is None else None
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._writer = loop, loop.writer
 
     def begin(self, record: RunRecord) -> None:
         """Open the run's row of the HParams table: its metrics stay blank until ``finish``, so that a run that was
         killed shows as unfinished instead of as zeros. Put what strategies are compared by on charts of all runs."""
-        if self._logger is None:
+        if self._writer is None:
             return
-        writer = self._logger.experiment._get_file_writer()
+        writer = self._writer._get_file_writer()
         writer.add_summary(Summary(value=[*row_begins(record), layout()]))
         config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
-        self._logger.experiment.add_text("run/config", _fenced(config), 0)
-        self._logger.experiment.flush()
+        self._writer.add_text("run/config", _fenced(config), 0)
+        self._writer.flush()
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
-        """Write the figures that exist at ``step``; loggers other than TensorBoard get them the ordinary way."""
+        """Write the figures that exist at ``step``."""
         present = {key: value for key, value in values.items() if value is not None}
-        if self._logger is not None:
+        if self._writer is not None:
             # One event for all of them: twenty add_scalar calls would cost half a millisecond more.
             points = [Summary.Value(tag=key, simple_value=value) for key, value in present.items()]
-            self._logger.experiment._get_file_writer().add_summary(Summary(value=points), step)
-        elif self._other is not None:
-            self._other.log_metrics(present, step)
+            self._writer._get_file_writer().add_summary(Summary(value=points), step)
+        self._loop.log_figures(present, step)
 
     def events(self, events: Iterable[Event], step: int) -> None:
-        if self._logger is not None:
-            self._logger.experiment.add_text("compile/events", events_table(events), step)
+        if self._writer is not None:
+            self._writer.add_text("compile/events", events_table(events), step)
 
     def finish(self, record: RunRecord, summary: Mapping[str, str]) -> None:
         """Write the final metrics; close the run's row in the HParams table when the run finished."""
-        if self._logger is None:
+        if self._writer is None:
             return
         step = record.steps or record.repeats or 0
         rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.items())
-        self._logger.experiment.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
+        self._writer.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
         if record.strategies:
-            self._logger.experiment.add_text("run/strategies", strategies_table(record), step)
+            self._writer.add_text("run/strategies", strategies_table(record), step)
         if record.run == "train":
             table = slow_steps_table(record.slow_steps, record.slow_step_count)
-            self._logger.experiment.add_text("run/slow_steps", table, step)
+            self._writer.add_text("run/slow_steps", table, step)
         if "profile" in record.report:
-            self._logger.experiment.add_text("run/profile", profile_page(record.report["profile"]), step)
+            self._writer.add_text("run/profile", profile_page(record.report["profile"]), step)
         if record.status == "finished":
             values = {key: getattr(record, name) for key, name in FINAL.items()}
             for key in values:
                 if "_milliseconds" in key and values[key] is not None:
                     values[key] *= 1e3
             self.scalars(values, step)
-            self._logger.experiment._get_file_writer().add_summary(Summary(value=[row_ends()]))
-        self._logger.experiment.flush()
+            self._writer._get_file_writer().add_summary(Summary(value=[row_ends()]))
+        self._writer.flush()
 
 
 def events_table(events: Iterable[Event]) -> str:

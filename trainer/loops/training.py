@@ -1,0 +1,366 @@
+"""What compiles and measures a training, whoever's loop it is: the core of ``Compile``.
+
+``CompiledTraining`` applies strategies to a module, begins them in a ``Loop``, guards and measures the steps, fills in
+the record and undoes what must not outlive the run. A framework's binding calls its methods at the moments of the
+framework's own loop: ``trainer.callback.Compile`` for Lightning. It imports nothing of Lightning's loop.
+
+A binding calls ``apply_to`` once model and device are known, ``begin`` once optimizers and restored state are there,
+``batch_begins`` and ``batch_ends`` around each micro-batch, ``pause`` before what belongs to no step, ``finish`` or
+``fail`` at the end, then ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from strategies import Program, Ragged, Stage, Strategy
+from strategies.base import StepRunner
+from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
+from strategies.loop import Loop
+from strategies.prepare import Preparation
+from strategies.regions import give_up
+from trainer.choices import profile_complaints
+from trainer.guards.audits import Audits
+from trainer.guards.compare import ParityError
+from trainer.guards.guards import Guards, refuse_accumulation
+from trainer.guards.parity import ReplayParity
+from trainer.guards.preflight import Guarding
+from trainer.guards.rollback import optimizer_to_eager
+from trainer.guards.slowdown import Sample
+from trainer.telemetry import hardware
+from trainer.telemetry.files import finite
+from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.telemetry import BatchCounter, Telemetry
+from trainer.telemetry.tensorboard import TensorBoardPages
+
+
+class CompiledTraining:
+    """Applies strategies in place before training starts, verifies that they compiled, and keeps the telemetry.
+
+    Args:
+        strategies: What to apply; empty means eager, measured by the same code.
+        whole, blocks, parts: What the module declares to the compiler, see ``strategies.Program``.
+        ragged: The batch's tensors of ragged length, see ``strategies.Ragged``.
+        count: Counts a batch for the throughput figures, see ``BatchCounter``; None leaves them out.
+        warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
+        measure_peak: Whether to time a product of large matrices first; None = on a CUDA device.
+        record: Filled in as the run goes; a plain one is made when None.
+        profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
+            ``<default_root_dir>/profile``; they are left out of the steady figures.
+        parity, on_compile_error, on_slower, on_difference: What to do when the compiled program is not eager's before
+            the first step, does not compile, is slower than eager or is not eager's later on, see
+            ``trainer.settings.Config``.
+
+    Raises:
+        ValueError: Strategies that conflict, or options that this machine or module does not have.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards.guards``.
+    """
+
+    def __init__(
+        self,
+        strategies: Iterable[Strategy] = (),
+        *,
+        whole: Iterable[str] = (),
+        blocks: Iterable[str] = (),
+        parts: Iterable[str] = (),
+        ragged: Iterable[tuple[str, int] | tuple[str, int, float] | tuple[str, int, float, int]] = (),
+        count: BatchCounter | None = None,
+        warmup_steps: int = 5,
+        measure_peak: bool | None = None,
+        record: RunRecord | None = None,
+        parity: str = "on",
+        on_compile_error: str = "fail",
+        on_slower: str = "warn",
+        on_difference: str = "fail",
+        profile: str = "off",
+        profile_steps: int = 5,
+    ) -> None:
+        self._guarding = Guarding(
+            parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
+        )
+        self.strategies = ordered(strategies)
+        check(self.strategies)
+        self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
+        self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
+        self.record = record or RunRecord(task="", label=label(self.strategies))
+        self.program: Program | None = None
+        self._declared: dict[str, Any] = {
+            "whole": tuple(whole),
+            "blocks": tuple(blocks),
+            "parts": tuple(parts),
+            "ragged": tuple(Ragged(*entry) for entry in ragged),
+        }
+        complaints = profile_complaints(profile, profile_steps)
+        if complaints:
+            raise ValueError("\n".join(complaints))
+        self._measured: dict[str, Any] = {
+            "count": count,
+            "warmup_steps": warmup_steps,
+            "measure_peak": measure_peak,
+            "profile_steps": profile_steps if profile == "on" else None,
+        }
+        self._loop: Loop | None = None
+        self._settings = contextlib.ExitStack()
+        self._pages: TensorBoardPages | None = None
+        self._guards: Guards | None = None
+        self._capture: StepRunner | None = None
+        self._audits: Audits | None = None
+        self._open, self._told = False, 0
+        self.telemetry = Telemetry(**self._measured)
+
+    @property
+    def profile_steps(self) -> int | None:
+        """Steps or batches that the profiler records; None without."""
+        return self._measured["profile_steps"]
+
+    # ---- before training -------------------------------------------------------------------------------------------
+
+    def apply_to(self, module: nn.Module, *, device: torch.device, precision: str, trains: bool = True) -> Program:
+        """Apply the strategies to ``module``, once; their settings hold until ``close``.
+
+        Args:
+            module: With its weights; it may still lie on another device.
+            device: Where it is going to run.
+            precision: As ``Loop.precision``.
+            trains: Whether a training follows, which is measured anew.
+        """
+        self._open = True
+        if self.program is None or self.program.module is not module:
+            if self._preparation is not None:
+                self._preparation.wait_for_imports()
+            self.program = Program(
+                module=module,
+                strategies=tuple(self.strategies),
+                device=device,
+                precision=precision,
+                **self._declared,
+            )
+            apply(self.strategies, self.program)
+            self._told = 0
+            self._tell(self.program)
+            self.record.regions = len(self.program.regions) if self.strategies else None
+            if self._preparation is not None:
+                self._preparation.wait()
+                self.record.preparation_seconds = self._preparation.cost_seconds
+        self._cuda_graphs = self.program.uses_cuda_graphs
+        self._settings.enter_context(
+            compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
+        )
+        if trains:
+            self.telemetry = Telemetry(**self._measured)
+            self.telemetry.compiler.start()
+        return self.program
+
+    def begin(self, loop: Loop) -> None:
+        """Model, optimizer and restored state are in place: begin to measure. Raises ValueError where the strategies
+        cannot train in ``loop``."""
+        assert self.program is not None
+        if self._cuda_graphs:
+            refuse_accumulation(loop)
+        loop.cuda_graphs = self._cuda_graphs
+        self.program.optimizers = tuple(loop.optimizers)
+        self.program.loop = self._loop = loop
+        begin(self.strategies, self.program)
+        self._tell(self.program)
+        self._pages = TensorBoardPages(loop)
+        self._pages.begin(self.record)
+        if self._choosing is None:
+            self._guard(loop, self.program)
+        self.telemetry.start(loop, self._pages)
+
+    def _choose(self, choosing: Strategy, loop: Loop, program: Program, batch: Any) -> None:
+        """Put the strategies that it chooses in the place of ``choosing``."""
+        assert choosing.chooser is not None
+        with self.telemetry.preflight():
+            make: Any = pkgutil.resolve_name(choosing.chooser)
+            chooser = make(choosing, loop, program, self.telemetry, self._settings)
+            chosen = chooser.choose(batch)
+        begin(chosen, program)
+        self._choosing = None  # chosen for good: another fit continues with it
+        self.strategies = ordered([*(strategy for strategy in self.strategies if strategy is not choosing), *chosen])
+        program.strategies = tuple(self.strategies)
+        self.record.chosen_strategies = [strategy.facts() for strategy in ordered(chosen)]
+        self.record.regions = len(program.regions) if self.strategies else None
+        self._guard(loop, program, chooser.sample, chosen=True)
+
+    def _guard(self, loop: Loop, program: Program, sample: Sample | None = None, *, chosen: bool = False) -> None:
+        """The strategies are final: capture steps where one of them says so, and guard what they do."""
+        if program.step is not None:
+            if self._guarding.parity != "off":
+                program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
+            self._capture = program.step.take_over(loop, program)
+        self._guards = Guards(self._guarding, loop, program, self.telemetry, self.record, sample=sample, chosen=chosen)
+        if self._guarding.parity != "off" and program.strategies:
+            assert self._pages is not None
+            self._audits = Audits(
+                self._guarding.parity,
+                loop,
+                program,
+                self.telemetry,
+                self._pages,
+                captured=lambda: program.captures_steps,
+                gradients=lambda: None if self._capture is None else self._capture.gradients,
+                differs=self._differs,
+            )
+            self.record.audits = self._audits.facts
+            if self._capture is not None:
+                self._capture.sample = self._audits.sample
+
+    def _differs(self, error: ParityError) -> None:
+        """An audited step is not eager's: end the run, or continue in eager."""
+        if self._guarding.on_difference != "eager":
+            raise error
+        assert self._audits is not None
+        assert self.program is not None
+        self._audits.facts.verdict = "went eager"
+        self._release()
+        give_up(self.program, list(self.program.regions), str(error))
+        if any(strategy.stage is Stage.OPTIMIZER for strategy in self.strategies):
+            optimizer_to_eager(self.program)
+            self.program.eager_parts["optimizer"] = str(error)
+        line = f"on_difference=eager: the run continues in eager. {error}"
+        rank_zero_warn(line)
+        self.program.notes.append(line)
+        event = Event(kind="fallback", reason=line, step=self.telemetry.steps_done + 1)
+        self.telemetry.compiler.events.append(event)
+
+    def _release(self) -> None:
+        """Give the loop its own steps back, in the opposite order."""
+        if self._audits is not None:
+            self._audits.release()
+            self._audits = None
+        if self._capture is not None:
+            self._capture.release()
+            self._capture = None
+
+    # ---- the hot path ----------------------------------------------------------------------------------------------
+
+    def batch_begins(self, batch: Any) -> None:
+        """``batch`` is on the device and its step begins; on the first one, choose strategies and run the preflight."""
+        program, loop = self.program, self._loop
+        assert program is not None
+        assert loop is not None
+        # Where parameters have no shape yet, the choice waits until eager has shaped them.
+        if self._choosing is not None and not any(map(is_lazy, program.module.parameters())):
+            self._choose(self._choosing, loop, program, batch)
+        if self._guards is not None:
+            self._guards.before_batch(batch)
+            self._tell(program)
+        self.mark_step()
+        self.telemetry.batch_start()
+
+    def batch_ends(self, loss: Any, batch: Any) -> None:
+        """``batch`` is through; ``loss`` is a detached scalar, divided by the micro-batches of a step, or None. After
+        the first optimizer step, verify the compile."""
+        if self._capture is not None and not self._capture.settled:
+            self.telemetry.disturb()
+        stepped = self.telemetry.batch_end(loss if isinstance(loss, torch.Tensor) else None, batch)
+        if self._guards is not None:
+            self._guards.after_batch(stepped=stepped)
+
+    def mark_step(self) -> None:
+        """A step or an evaluation batch begins. Without a backward, only this mark tells CUDA graphs which outputs
+        still belong together: one region's output would be overwritten by the next region of the same step."""
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def validation_batch_ends(self) -> None:
+        """Once all shapes are warmed, validation compiles nothing either."""
+        if self._guards is not None:
+            self._guards.after_validation_batch()
+
+    def pause(self, phase: str) -> None:
+        """``validating``, ``saving`` or something else begins that is not part of any step."""
+        self.telemetry.pause(phase)
+
+    # ---- after training --------------------------------------------------------------------------------------------
+
+    def finish(self, *, together: bool = True) -> None:
+        """Read what is still on its way and fill in the record; ``together`` as in ``Telemetry.fill``."""
+        self.telemetry.compiler.collect()
+        if self._pages is None or self._loop is None:  # it failed before training started
+            return
+        self.telemetry.finish()
+        if self._guards is not None:
+            self._guards.finish()
+        fill_in(self.record, self._loop, self.telemetry, self.program, together=together)
+        if self.strategies or "auto" in self.record.report:
+            self._pages.events(self.record.events, self.telemetry.steps_done)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
+        if self._guards is not None:
+            self._guards.on_exception(error)
+        for _ in range(2):
+            # Twice: of data workers that a signal to the group has killed, torch says each one's death from a signal
+            # handler, which raises wherever the main thread is, and so perhaps in here.
+            with contextlib.suppress(Exception):
+                self.finish(together=False)
+                break
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def close(self) -> None:
+        """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
+        with self._settings:
+            self._release()
+            if self.program is not None and self._open:
+                self._open = False
+                try:
+                    end(self.strategies, self.program)
+                finally:
+                    self._tell(self.program)
+        self.telemetry.compiler.stop()
+
+    def close_pages(self, summary: dict[str, str]) -> None:
+        """Write the last TensorBoard pages once the record is complete."""
+        if self._pages is not None:
+            self._pages.finish(self.record, summary)
+
+    def _tell(self, program: Program) -> None:
+        """Pass on what the strategies have noted since the last time."""
+        for note in program.notes[self._told :]:
+            self.record.notes.append(note)
+            rank_zero_info(f"compile: {note}")
+        self._told = len(program.notes)
+
+
+def note_machine(record: RunRecord, loop: Loop) -> None:
+    """Write into ``record`` what the run runs on."""
+    record.device, record.device_type = hardware.device_name(loop.device), loop.device.type
+    record.world_size, record.precision = loop.world_size, loop.precision
+
+
+def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Program | None, *, together: bool) -> None:
+    """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
+    ``Telemetry.fill``."""
+    telemetry.fill(record, together=together)
+    if program is not None:
+        if (profile := telemetry.profile()) is not None:
+            program.report["profile"] = profile
+        record.report = program.report
+        record.eager_parts = dict(program.eager_parts)
+        record.ended_in_eager = ended_in_eager(program)
+        # What was tried for a choice and not taken was compiled as well.
+        if program.strategies or "auto" in program.report:
+            record.take(telemetry.compiler.figures())
+            record.events = list(telemetry.compiler.events)
+    record.final_metrics = finite({name: float(value) for name, value in loop.metrics.items()})
+
+
+def ended_in_eager(program: Program) -> bool | None:
+    """Whether nothing is left that is compiled or captured; None where nothing was to be."""
+    optimizers = any(strategy.is_compiled(program) for strategy in program.strategies)
+    if not program.eager_parts:
+        return None if not program.regions and not optimizers else False
+    regions = any(region.path not in program.eager_parts for region in program.regions)
+    captured = program.captures_steps and program.step is not None and program.step.captures > 0
+    return not (regions or captured or optimizers)
