@@ -31,7 +31,7 @@ from strategies.optimizer.step import installed, own_step
 from strategies.options import BudgetedBackend, ModuleRequest, file_of_backend
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.guards.snapshot import Snapshot
-from trainer.loops.lightning import LightningLoop, why_not
+from trainer.loops.lightning import LightningLoop
 from trainer.telemetry import hardware
 from trainer.telemetry.source import is_library
 
@@ -68,7 +68,7 @@ class Bench:
         kinds: Sequence[str],
         notes: Sequence[str] = (),
     ) -> None:
-        reason = why_not(trainer)
+        reason = passes.why_not_apart()
         if reason is not None:
             raise ValueError(f"no step can be tried and undone: {reason}")
         self._program, self._batches, self._passes = program, list(batches), passes

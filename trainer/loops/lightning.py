@@ -11,6 +11,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
 from strategies.torch_patches import as_capturing
-from trainer.loops.manual import ManualSteps
+from trainer.loops.manual import ManualSteps, replaced
 from trainer.loops.micro_batch import LightningMicroBatch
 
 if TYPE_CHECKING:
@@ -42,19 +43,6 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytor
 
 Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
-
-
-def why_not(trainer: L.Trainer) -> str | None:
-    """Why no step can be run apart from this training, or None when one can."""
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
-    if getattr(trainer.strategy.model, "static_graph", False):
-        return "DDP with static_graph=True takes what its first backward does for what all later ones do"
-    if trainer.lightning_module.automatic_optimization:
-        return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
-    if not any(optimizer.param_groups for optimizer in trainer.optimizers):  # Lightning has a mock in place of none
-        return "manual optimization, and not with optimizers of configure_optimizers, which could be restored"
-    return None
 
 
 class LightningLoop:
@@ -175,7 +163,16 @@ class LightningLoop:
     # ---- single steps on a batch at hand ---------------------------------------------------------------------------
 
     def why_not_apart(self) -> str | None:
-        return why_not(self._trainer)
+        trainer = self._trainer
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
+        if getattr(trainer.strategy.model, "static_graph", False):
+            return "DDP with static_graph=True takes what its first backward does for what all later ones do"
+        if not self.manual:
+            return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
+        if not any(optimizer.param_groups for optimizer in trainer.optimizers):  # Lightning has a mock in place of none
+            return "manual optimization, and not with optimizers of configure_optimizers, which could be restored"
+        return None
 
     @property
     def span(self) -> Span:
@@ -396,8 +393,7 @@ class LightningLoop:
         loop = self._trainer.fit_loop.epoch_loop
         undo = contextlib.ExitStack()
         for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
-            theirs = getattr(loop, hook)
-            both = lambda theirs=theirs, ours=ours: (theirs(), ours())  # noqa: E731
+            both = partial(lambda theirs, ours: (theirs(), ours()), getattr(loop, hook), ours)
             undo.enter_context(replaced(loop, hook, both))
         return undo.close
 
@@ -452,20 +448,6 @@ class LightningLoop:
     def _mark(self) -> None:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-
-
-@contextlib.contextmanager
-def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
-    """Inside, ``owner.name`` is ``by``; yields what it was. An attribute of this one object, its class stays."""
-    before, own = getattr(owner, name), name in vars(owner)
-    vars(owner)[name] = by
-    try:
-        yield before
-    finally:
-        if own:
-            vars(owner)[name] = before
-        else:
-            vars(owner).pop(name, None)
 
 
 def _muted(logger: Logger) -> Logger:

@@ -83,23 +83,30 @@ class ManualSteps:
             outputs = self._loop.on_run_end()
         return outputs
 
-    @contextlib.contextmanager
-    def _backwards(self, inspect: Inspect) -> Iterator[None]:
-        strategy: Any = self._trainer.strategy
-        backward, before = strategy.backward, vars(strategy).get("backward")
+    def _backwards(self, inspect: Inspect) -> AbstractContextManager[Any]:
+        strategy = self._trainer.strategy
+        backward = strategy.backward
 
         def seen(loss: Tensor, *arguments: Any, **named: Any) -> Any:
             result = backward(loss, *arguments, **named)
             inspect(loss.detach())
             return result
 
-        strategy.backward = seen
-        try:
-            yield
-        finally:
-            del strategy.backward
-            if before is not None:
-                strategy.backward = before
+        return replaced(strategy, "backward", seen)
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
+    """Inside, ``owner.name`` is ``by``; yields what it was. An attribute of this one object, its class stays."""
+    before, own = getattr(owner, name), name in vars(owner)
+    vars(owner)[name] = by
+    try:
+        yield before
+    finally:
+        if own:
+            vars(owner)[name] = before
+        else:
+            vars(owner).pop(name, None)
 
 
 def _marking(stepped: set[int], place: int, then: Callable[[], Any] | None = None) -> Callable[..., None]:
