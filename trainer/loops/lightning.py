@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Hooks within a step; a replay would not call them."""
 REPLACED_METHODS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
-FETCH_HOOKS = ("_on_before_fetch", "_on_after_fetch")
-"""Methods of Lightning's loops that it hands to its data fetcher, which calls them around each ``next`` of the loader.
-https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py"""
 
 Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
@@ -111,8 +108,7 @@ class LightningLoop:
 
     @property
     def log_every_n_steps(self) -> int:
-        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every
+        return self._trainer.log_every_n_steps  # type: ignore[attr-defined,no-any-return]
 
     @property
     def metrics(self) -> Mapping[str, Tensor]:
@@ -124,9 +120,7 @@ class LightningLoop:
 
     @property
     def writer(self) -> SummaryWriter | None:
-        if not self.is_first_process:
-            return None
-        loggers = self._trainer.loggers
+        loggers = self._trainer.loggers if self.is_first_process else ()
         return next((logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)), None)
 
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
@@ -198,10 +192,8 @@ class LightningLoop:
         ):
             yield
 
-    @contextlib.contextmanager
-    def unlogged(self) -> Iterator[None]:
-        with replaced(self._trainer.fit_loop.epoch_loop._results, "log", _log_nothing):
-            yield
+    def unlogged(self) -> contextlib.AbstractContextManager[None]:
+        return replaced(self._trainer.fit_loop.epoch_loop._results, "log", _log_nothing)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -263,7 +255,8 @@ class LightningLoop:
         trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop.val_loop
         flags = [(module, module.training) for module in self._module.modules()]
-        self._mark()
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             self._module.eval()
             with as_capturing(False), torch.inference_mode() if loop.inference_mode else torch.no_grad():
@@ -390,23 +383,24 @@ class LightningLoop:
             yield
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        loop = self._trainer.fit_loop.epoch_loop
-        undo = contextlib.ExitStack()
-        for hook, ours in zip(FETCH_HOOKS, (before, after), strict=True):
+        # Lightning's loops hand these methods to their data fetcher, which calls them around each ``next``.
+        # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py
+        loop, undo = self._trainer.fit_loop.epoch_loop, contextlib.ExitStack()
+        for hook, ours in {"_on_before_fetch": before, "_on_after_fetch": after}.items():
             both = partial(lambda theirs, ours: (theirs(), ours()), getattr(loop, hook), ours)
             undo.enter_context(replaced(loop, hook, both))
         return undo.close
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
-        trainer, undo = self._trainer, contextlib.ExitStack()
-        if trainer.ckpt_path is not None:
-            saved(str(trainer.ckpt_path))
+        undo = contextlib.ExitStack()
+        if self._trainer.ckpt_path is not None:
+            saved(str(self._trainer.ckpt_path))
 
         def save_checkpoint(filepath: Any, *arguments: Any, **named: Any) -> None:
             save(filepath, *arguments, **named)
             saved(str(filepath))
 
-        save = undo.enter_context(replaced(trainer, "save_checkpoint", save_checkpoint))
+        save = undo.enter_context(replaced(self._trainer, "save_checkpoint", save_checkpoint))
         return undo.close
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
@@ -441,13 +435,10 @@ class LightningLoop:
         return torch.stack(returned) if returned else torch.empty(0)
 
     def _arguments(self, batch: Any, number: int) -> OrderedDict[str, Any]:
-        self._mark()
-        call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
-        return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
-
-    def _mark(self) -> None:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
+        call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
+        return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
 
 
 def _muted(logger: Logger) -> Logger:
@@ -456,5 +447,4 @@ def _muted(logger: Logger) -> Logger:
     return cast(Logger, type("Muted", (DummyLogger,), {"of": logger, **said})())
 
 
-def _log_nothing(*_: Any, **__: Any) -> None:
-    """In the place of ``self.log``."""
+def _log_nothing(*_: Any, **__: Any) -> None: ...
