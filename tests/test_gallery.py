@@ -1,0 +1,44 @@
+"""The scripts of docs/gallery, as they stand there, on a CPU: they train, they are compiled, and losses are eager's."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import crucible
+import pytest
+
+GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
+SCRIPTS = sorted(path for path in GALLERY.glob("*.py") if path.stem != "measure")
+BFLOAT16 = 0.02
+"""Relative; the parity gate of the run itself is stricter."""
+
+
+def run(script: Path, *arguments: str) -> dict[str, Any]:
+    """Its names after it has run."""
+    sys.argv = [str(script), *arguments]
+    return runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_of_the_gallery_trains_as_eager_does(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("diffusers" if "unet" in script.stem else "peft" if "lora" in script.stem else "transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    for name in ("Regional", "Whole"):  # Inductor takes half a minute for each
+        monkeypatch.setattr(crucible, name, functools.partial(getattr(crucible, name), backend="eager"), raising=False)
+    compiled, eager = run(script), run(script, "eager")
+    record = compiled["compiling"].record
+    assert eager["compiling"].record.graphs in (0, None)
+    assert record.report["parity"]["verdict"] == "passed"
+    assert record.regions_compiled == record.regions
+    assert record.graph_breaks == 0
+    losses = {name: value for name, value in compiled["trainer"].callback_metrics.items() if "loss" in name}
+    assert losses
+    for name, loss in losses.items():
+        assert float(loss) == pytest.approx(float(eager["trainer"].callback_metrics[name]), rel=BFLOAT16)
