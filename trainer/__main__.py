@@ -5,5 +5,7 @@ if __name__ == "__main__":
 
     working_directory_last()  # before anything is imported that a file there could hide
     from trainer.cli import main
+    from trainer.process import leaving
 
-    main()
+    with leaving():
+        main()

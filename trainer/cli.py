@@ -123,6 +123,8 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     if is_first_process() and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
     with starting_caches(config.repeat, run_dir):
+        if is_first_process() and "torch" not in sys.modules:
+            print("importing torch and Lightning", file=sys.stderr, flush=True)
         with importing():  # only now: torch takes seconds to import, and reads where its caches are
             from trainer.run import run
 
