@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +29,8 @@ AnyTelemetry = Telemetry | InferenceTelemetry
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
 REFRESH_SECONDS = 0.5
+FIRST_STEPS = 10
+"""Steps that an estimate of the end is made of at least."""
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
 
@@ -48,6 +50,8 @@ class ProgressView:
         self._style = ("live" if console.is_terminal else "plain") if style == "auto" else style
         self._total = total
         self._telemetry = telemetry
+        self._since: tuple[float, int] | None = None
+        """When the first steps were over, and how many there were."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
 
@@ -70,7 +74,6 @@ class ProgressView:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )
         with Progress(*columns, console=self._console, auto_refresh=False, transient=True) as progress:
@@ -82,42 +85,68 @@ class ProgressView:
                     bar,
                     completed=telemetry.steps_done,
                     description=activity(telemetry),
-                    figures=figures_line(telemetry),
+                    figures=self._figures(telemetry),
                 )
                 progress.refresh()
                 if over:
                     return
 
     def _plain(self) -> None:
-        said_at, phase_before = time.monotonic(), ""
+        said_at, said = time.monotonic() - PLAIN_SECONDS, ""
         while not self._over.wait(REFRESH_SECONDS):
             telemetry = self._telemetry()
-            phase = telemetry.phase if telemetry.compiler.compiling_seconds is None else "compiling"
-            now = time.monotonic()
-            if phase != phase_before or now - said_at >= PLAIN_SECONDS:
-                said_at, phase_before = now, phase
+            phase, now = telemetry.phase.partition(" ")[0], time.monotonic()
+            figures = self._figures(telemetry)
+            # What is over within two seconds (an audit, a small validation) is worth no line.
+            if now - said_at >= (PLAIN_SECONDS if phase == said else 4 * REFRESH_SECONDS):
+                said_at, said = now, phase
                 done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
-                line = f"{activity(telemetry)}: {done} {figures_line(telemetry)}"
-                self._console.print(line.rstrip(), highlight=False, soft_wrap=True)
+                self._console.print(
+                    f"{activity(telemetry)}: {done} {figures}".rstrip(), highlight=False, soft_wrap=True
+                )
+
+    def _figures(self, telemetry: AnyTelemetry) -> str:
+        """Speed and loss, and when the run ends, as far as they are known.
+
+        The end is by all that steps have taken since the first ones: what was compiled later and validations included.
+        None is named while something compiles: nobody knows how long that takes.
+        """
+        now, done = time.monotonic(), telemetry.steps_done
+        if self._since is None or done < self._since[1] + FIRST_STEPS:
+            self._since = self._since if self._since and done > self._since[1] else (now, done)
+            left = None
+        else:
+            left = (self._total - done) * (now - self._since[0]) / (done - self._since[1])
+        known = left is not None and left >= 1 and telemetry.compiler.compiling_seconds is None
+        return " · ".join([*figures_line(telemetry), *([f"about {_rough(left or 0.0)} left"] if known else [])])
+
+
+def _rough(seconds: float) -> str:
+    """Seconds, minutes or hours, to two digits at most."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{int(seconds < 10 * size)}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def activity(telemetry: AnyTelemetry) -> str:
-    """What the run is doing: compiling, and for how long, or a phase of the loop."""
-    compiling = telemetry.compiler.compiling_seconds
-    if compiling is not None:
-        total = telemetry.compiler.compile_seconds + compiling
-        return f"compiling graph {telemetry.compiler.compilations} · {compiling:.0f} s of {total:.0f} s"
-    return telemetry.phase
+    """What the run is doing: a phase of the loop, or compiling, and for how long so far."""
+    compiler, phase = telemetry.compiler, telemetry.phase
+    if compiler.compiling_seconds is None:
+        return "building data and model" if phase == "starting" else phase
+    whose = "validation's graph" if phase == "validating" else "graph"
+    so_far = compiler.compile_seconds + compiler.compiling_seconds
+    return f"compiling {whose} {compiler.compilations}" + (f" ({so_far:.0f} s so far)" if so_far >= 1 else "")
 
 
-def figures_line(telemetry: AnyTelemetry) -> str:
+def figures_line(telemetry: AnyTelemetry) -> list[str]:
     """Speed and loss, as far as they are known."""
     parts = []
     if telemetry.steps_per_second is not None:
         parts.append(f"{telemetry.steps_per_second:.2f} {telemetry.units[1]}/s")
     if telemetry.last_loss is not None:
         parts.append(f"loss {telemetry.last_loss:.3f}")
-    return " · ".join(parts)
+    return parts
 
 
 def print_summary(console: Console, record: RunRecord) -> None:

@@ -196,24 +196,22 @@ class Training(Job):
             self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
         )
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), compile_, checkpoints])
-        data = config.task.build_data(seed=config.seed)
-        module = config.task.build_module(max_steps=config.trainer.max_steps)
-        require_memory_of(module, trainer, record.command, trains=True)
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
-        try:
-            with (
-                self._loading(checkpoint),
-                ProgressView(
-                    self._console,
-                    style=config.trainer.progress,
-                    total=config.trainer.max_steps,
-                    telemetry=lambda: compile_.telemetry,
-                ),
-            ):
-                trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-        finally:
-            record.skipped_items = config.task.skipped_items(data)
+        with ProgressView(
+            self._console,
+            style=config.trainer.progress,
+            total=config.trainer.max_steps,
+            telemetry=lambda: compile_.telemetry,
+        ):
+            data = config.task.build_data(seed=config.seed)
+            module = config.task.build_module(max_steps=config.trainer.max_steps)
+            require_memory_of(module, trainer, record.command, trains=True)
+            try:
+                with self._loading(checkpoint):
+                    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+            finally:
+                record.skipped_items = config.task.skipped_items(data)
 
     def _checkpoint(self) -> Path | None:
         if self._config.resume is None:

@@ -109,7 +109,7 @@ class FakeTelemetry(SimpleNamespace):
     def __init__(self) -> None:
         compiler = SimpleNamespace(compiling_seconds=3.2, compilations=2, compile_seconds=4.0)
         super().__init__(
-            phase="training",
+            phase="preflight",
             units=("step", "steps"),
             steps_done=0,
             steps_per_second=None,
@@ -144,16 +144,17 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "compiling")
         telemetry.steps_done, telemetry.steps_per_second, telemetry.last_loss = 7, 12.5, 2.345
-        telemetry.compiler.compiling_seconds = None
+        telemetry.compiler.compiling_seconds, telemetry.phase = None, "training"
         wait_until(console, "training")
     compiling, training = printed(console).splitlines()
-    assert compiling.startswith("compiling graph 2 · 3 s")
+    assert compiling.startswith("compiling graph 2 (7 s so far)"), "and never what it will be in all"
     assert "step 0/200" in compiling
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
 
 
 def test_nothing_is_said_when_nothing_is_asked_for(console: Console) -> None:
-    with ProgressView(console, style="none", total=200, telemetry=FakeTelemetry):
+    telemetry: Any = FakeTelemetry()
+    with ProgressView(console, style="none", total=200, telemetry=lambda: telemetry):
         time.sleep(0.1)
     assert printed(console) == ""
 
@@ -168,3 +169,48 @@ def test_a_terminal_gets_a_live_bar() -> None:
     said = "\n".join(lines_of(console, FakeTelemetry(), "auto"))
     assert "compiling graph 2" in said
     assert "0/200" in said
+
+
+class StoppedClock(SimpleNamespace):
+    """Stands in for the view's module ``time``."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_what_lasts_a_moment_gets_no_line(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StoppedClock()
+    telemetry: Any = FakeTelemetry()
+    monkeypatch.setattr(trainer.console, "time", clock)
+    telemetry.compiler.compiling_seconds, telemetry.phase = None, "starting"
+    with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
+        wait_until(console, "building data and model")
+        telemetry.phase = "auditing"
+        time.sleep(0.1)
+        telemetry.phase = "training"
+        clock.now += 10
+        wait_until(console, "training")
+    assert [line.split(":")[0] for line in printed(console).splitlines()] == ["building data and model", "training"]
+
+
+def test_the_end_is_estimated_by_all_that_steps_took_and_not_while_it_compiles(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = StoppedClock()
+    monkeypatch.setattr(trainer.console, "time", clock)
+    telemetry: Any = FakeTelemetry()
+    view = ProgressView(console, style="none", total=300, telemetry=lambda: telemetry)
+
+    def left(seconds: float, done: int) -> str:
+        clock.now, telemetry.steps_done = clock.now + seconds, done
+        return view._figures(telemetry)
+
+    telemetry.compiler.compiling_seconds = None
+    assert [left(0, 0), left(60, 0), left(1, 5)] == ["", "", ""], "the wait before the first step says nothing of them"
+    assert left(4, 50) == "about 25 s left"
+    assert left(5, 100) == "about 20 s left"
+    assert left(30, 100) == "about 80 s left", "a validation that has taken so long may come again"
+    telemetry.compiler.compiling_seconds = 3.0
+    assert left(1, 100) == ""

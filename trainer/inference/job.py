@@ -50,43 +50,34 @@ class Inferring(Job):
         compile_ = self._compile = inference_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
         trainer = build_inference_trainer(config, self._run_dir, compile_)
-        data = config.task.build_data(seed=config.seed)
-        module = config.task.build_module(max_steps=config.trainer.max_steps)
-        require_step(module, mode.step)
-        require_memory_of(module, trainer, record.command, trains=False)
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
-        loop = InferenceLoop(
-            mode,
-            trainer,
-            compile_,
-            count=compile_.inference_telemetry.count,
-            stop=stop,
-        )
-        # Data modules open the set that the stage is for, and Lightning asks for a validation step where it validates.
-        validates = loader_name(data) == "val_dataloader" and is_overridden("validation_step", module)
-        # Attributes of these objects, because Lightning offers no way to bring a loop of one's own.
-        trainer.predict_loop.run = trainer.validate_loop.run = loop.run  # type: ignore[method-assign]
-        total = mode.batches * mode.repeats
-        try:
-            with (
-                self._loading(checkpoint),
-                ProgressView(
-                    self._console,
-                    style=config.trainer.progress,
-                    total=total,
-                    telemetry=lambda: compile_.inference_telemetry,
-                ),
-                warnings.catch_warnings(),
-            ):
-                # Only the weights are taken from it.
-                warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
-                if validates:
-                    trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
-                else:
-                    trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
-        finally:
-            record.skipped_items = config.task.skipped_items(data)
+        with ProgressView(
+            self._console,
+            style=config.trainer.progress,
+            total=mode.batches * mode.repeats,
+            telemetry=lambda: compile_.inference_telemetry,
+        ):
+            data = config.task.build_data(seed=config.seed)
+            module = config.task.build_module(max_steps=config.trainer.max_steps)
+            require_step(module, mode.step)
+            require_memory_of(module, trainer, record.command, trains=False)
+            loop = InferenceLoop(mode, trainer, compile_, count=compile_.inference_telemetry.count, stop=stop)
+            # Data modules open the set that the stage is for, and Lightning asks for a validation step where it
+            # validates.
+            validates = loader_name(data) == "val_dataloader" and is_overridden("validation_step", module)
+            # Attributes of these objects, because Lightning offers no way to bring a loop of one's own.
+            trainer.predict_loop.run = trainer.validate_loop.run = loop.run  # type: ignore[method-assign]
+            try:
+                with self._loading(checkpoint), warnings.catch_warnings():
+                    # Only the weights are taken from it.
+                    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+                    if validates:
+                        trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+                    else:
+                        trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+            finally:
+                record.skipped_items = config.task.skipped_items(data)
 
 
 def require_step(module: L.LightningModule, step: str) -> None:
