@@ -7,11 +7,13 @@ rounds after it start from what it cached, and give the steady steps. Each GPU r
 import argparse
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,7 +33,7 @@ print(json.dumps({
 
 def run(script: str, *arguments: str, device: int, folder: str) -> dict:
     """One run in a process of its own: its figures, or the last line of what it printed before it failed."""
-    caches = {name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    caches = {name: f"{folder}/{script}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     command = [sys.executable, "-c", CHILD, str(HERE / f"{script}.py"), *arguments]
     env = {**os.environ, **caches, "CUDA_VISIBLE_DEVICES": str(device)}
     ended = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -40,15 +42,21 @@ def run(script: str, *arguments: str, device: int, folder: str) -> dict:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def measure(script: str, device: int, rounds: int) -> dict:
-    """A row of the table: a cold run, then eager and compiled ones in turns."""
-    with tempfile.TemporaryDirectory() as folder:
-        cold = run(script, device=device, folder=folder)
-        pairs = [
-            (run(script, "eager", device=device, folder=folder), run(script, device=device, folder=folder))
-            for _ in range(rounds)
-        ]
-    return {"script": script, "cold": cold, "pairs": pairs}
+def spread(work: Callable[[str, int], dict], scripts: list[str], devices: int) -> dict[str, dict]:
+    """What ``work`` returns for each script, a script a device at a time."""
+    free: queue.Queue[int] = queue.Queue()
+    for device in range(devices):
+        free.put(device)
+
+    def one(script: str) -> dict:
+        device = free.get()
+        try:
+            return work(script, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(devices) as pool:
+        return dict(zip(scripts, pool.map(one, scripts), strict=True))
 
 
 def line(row: dict) -> str:
@@ -59,10 +67,10 @@ def line(row: dict) -> str:
         return f"| {row['script']} | failed: {failed} |"
     ratios = [eager["ms"] / compiled["ms"] for eager, compiled in row["pairs"]]
     eager_ms, compiled_ms = (statistics.median(run["ms"] for run in arm) for arm in zip(*row["pairs"], strict=True))
-    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     cold = row["cold"]
     return (
-        f"| {row['script']} | {cold['arm']} | {eager_ms:.1f} | {compiled_ms:.1f} | {spread} "
+        f"| {row['script']} | {cold['arm']} | {eager_ms:.1f} | {compiled_ms:.1f} | {ratio} "
         f"| {cold['warmup_seconds']:.0f} s | {cold['graphs']}, {cold['breaks']} | {cold['parity']} |"
     )
 
@@ -76,30 +84,28 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="GPUs to spread the scripts over (default: 1)")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object a script")
     options = parser.parse_args()
-    waiting, rows, lock = list(options.scripts), [], threading.Lock()
-
-    def work(device: int) -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                script = waiting.pop(0)
-            row = measure(script, device, options.rounds)
-            with lock:
-                rows.append(row)
-                print(line(row), flush=True)
-                if options.out:
-                    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    print(
-        "| script | strategies | eager, ms | compiled, ms | eager / compiled | cold warm-up | graphs, breaks | parity |"
-    )
+    print("| script | strategies | eager, ms | compiled, ms | ratio | cold warm-up | graphs, breaks | parity |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    workers = [threading.Thread(target=work, args=(device,)) for device in range(options.devices)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        # All cold runs first: the processes that compile for one script would slow the eager steps of another.
+        cold = spread(
+            lambda script, device: run(script, device=device, folder=folder), options.scripts, options.devices
+        )
+
+        def rounds(script: str, device: int) -> dict:
+            pairs = [
+                [run(script, *arm, device=device, folder=folder) for arm in (["eager"], [])]
+                for _ in range(options.rounds)
+            ]
+            row = {"script": script, "cold": cold[script], "pairs": pairs}
+            print(line(row), flush=True)
+            rows.append(row)
+            if options.out:
+                options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            return row
+
+        spread(rounds, options.scripts, options.devices)
 
 
 if __name__ == "__main__":
