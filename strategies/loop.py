@@ -91,6 +91,23 @@ class MicroBatch(Protocol):
 RunMicroBatch = Callable[[MicroBatch], dict[str, Any]]
 """Stands in for the loop's own way to run a micro-batch, which is ``MicroBatch.run``."""
 
+Around = Callable[[MicroBatch], AbstractContextManager[dict[str, Any]] | None]
+"""Makes what a micro-batch is run in, or None; it may be given the outputs, in its dictionary."""
+
+
+def run_within(around: Around) -> RunMicroBatch:
+    """What runs micro-batches in what ``around`` makes, for a loop that others can take over."""
+
+    def run(micro_batch: MicroBatch) -> dict[str, Any]:
+        within = around(micro_batch)
+        if within is None:
+            return micro_batch.run(micro_batch.batch)
+        with within as outputs:
+            outputs.update(micro_batch.run(micro_batch.batch))
+        return outputs
+
+    return run
+
 
 class Loop(Protocol):
     """A training loop, from the beginning of a training to its end."""
@@ -254,6 +271,10 @@ class Loop(Protocol):
     def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
         """Let ``run`` run every micro-batch from now on; returns what undoes it. Whoever takes over later stands
         outside, and has to undo it first."""
+
+    def around_micro_batches(self, around: Around) -> Callable[[], None]:
+        """Run every micro-batch from now on in what ``around`` makes; returns what undoes it. Unlike ``take_over`` it
+        leaves the loop its own order of forward, backward and optimizer, which may lie far apart."""
 
     def recording_logs(self) -> AbstractContextManager[list[tuple[LogCall, Any]]]:
         """Inside, what the training step logs is not logged but kept in the list."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,14 @@ class Audits:
             self._never["update"] = self._update.reason
         self._forward = EagerForward(loop, program)
         self._first, self._schedule = loop.steps_done, Schedule(loop)
-        self._undo.callback(loop.take_over(self._run))
+        self._undo.callback(loop.around_micro_batches(self._around))
 
     def release(self) -> None:
         """Give the loop its own way to run a micro-batch back."""
         self._undo.close()
 
-    def _run(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Run one micro-batch; audit the one that ends an optimizer step when one is due."""
+    def _around(self, micro_batch: MicroBatch) -> AbstractContextManager[dict[str, Any]] | None:
+        """What audits a micro-batch that ends an optimizer step, when one is due."""
         recording = self._telemetry.phase == "profiling" and self._loop.world_size == 1
         if micro_batch.ends and self._schedule.due(micro_batch.batch, later=recording):
             compiled = self._program.regions or self._program.step is not None
@@ -125,12 +126,15 @@ class Audits:
                 return self._audit(micro_batch)
             self.facts.reason = "nothing is compiled or captured"
             self._schedule.stop()
-        return micro_batch.run(micro_batch.batch)
+        return None
 
-    def _audit(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _audit(self, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
+        """Inside, the micro-batch is run, and its outputs go into the dictionary."""
         peak = hardware.peak_bytes(self._loop.device)
         self.facts.not_compared, self._shares = dict(self._never), []
-        pair = self._pair(micro_batch, update=True)
+        with self._paired(micro_batch, update=True) as pair:
+            yield pair.outputs
         with self._telemetry.auditing():
             complaints = self._judged(pair, micro_batch)
             update = max(pair.update or (), key=lambda one: one.share, default=None)
@@ -145,11 +149,11 @@ class Audits:
         self._schedule.next(self._telemetry.audit_seconds)
         if wrong:
             self._differs(self._error(complaints))
-        return pair.outputs
 
-    def _pair(self, micro_batch: MicroBatch, *, update: bool = False) -> Pair:
-        """Run the step, and eager's forward before it: where ``training_step`` is called and Python runs it, else
-        before all of it, because of a captured step nothing else is known to Python."""
+    @contextlib.contextmanager
+    def _paired(self, micro_batch: MicroBatch, *, update: bool = False) -> Iterator[Pair]:
+        """Inside, the step is run, and eager's forward before it: where ``training_step`` is called and Python runs it,
+        else before all of it, because of a captured step nothing else is known to Python."""
         pair = Pair({})
         update = update and "update" not in self._never
         auditing = self._telemetry.auditing
@@ -158,12 +162,12 @@ class Audits:
                 self._run_eager(pair, micro_batch.arguments)
                 if update:
                     self._prepare_captured(pair, micro_batch)
-            pair.outputs = micro_batch.run(micro_batch.batch)
+            yield pair
             with auditing():
                 self._see_step(pair, pair.outputs.get("loss"))
                 if update:
                     self._compare_update(pair, self._gradients())
-            return pair
+            return
         called: list[Any] = []
 
         def before_training_step(arguments: Mapping[str, Any]) -> None:
@@ -192,8 +196,7 @@ class Audits:
             around.enter_context(self._loop.around_training_step(before_training_step, after_training_step))
             if update:
                 around.enter_context(self._loop.around_update(before_update, after_update))
-            pair.outputs = micro_batch.run(micro_batch.batch)
-        return pair
+            yield pair
 
     def _run_eager(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
         if {"loss", "buffers"} <= self._never.keys():
@@ -287,7 +290,9 @@ class Audits:
                 after.restore(same_plan=True)
                 pair.eager.before.restore()
                 perturb(weights, unit, SEED + number)
-                again = self._differences(self._pair(micro_batch))
+                with self._paired(micro_batch) as repeated:
+                    repeated.outputs.update(micro_batch.run(micro_batch.batch))
+                again = self._differences(repeated)
                 for kind in [kind for kind, one in found.items() if one.share > 1]:
                     if kind not in again or again[kind].share <= 1:
                         del found[kind]

@@ -26,10 +26,11 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
+from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
 from trainer.loops.manual import ManualSteps, replaced
 from trainer.loops.micro_batch import LightningMicroBatch
+from trainer.loops.one_process import evaluating
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -254,21 +255,16 @@ class LightningLoop:
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
         trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop.val_loop
-        flags = [(module, module.training) for module in self._module.modules()]
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        try:
-            self._module.eval()
-            with as_capturing(False), torch.inference_mode() if loop.inference_mode else torch.no_grad():
-                if step == "training_step":
-                    return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
-                call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
-                call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
-                given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
-                return call._call_strategy_hook(trainer, step, *given)
-        finally:
-            for module, training in flags:
-                module.training = training
+        inference = torch.inference_mode() if loop.inference_mode else contextlib.nullcontext()
+        with evaluating(self._module), as_capturing(False), inference:
+            if step == "training_step":
+                return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
+            call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
+            call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
+            given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
+            return call._call_strategy_hook(trainer, step, *given)
 
     def to_device(self, batch: Any) -> Any:
         """Convert and move a batch as Lightning's loops do, hooks of the module and the data module included."""
@@ -318,6 +314,9 @@ class LightningLoop:
             automatic.run = original  # type: ignore[method-assign]
 
         return undo
+
+    def around_micro_batches(self, around: Around) -> Callable[[], None]:
+        return self.take_over(run_within(around))
 
     @contextlib.contextmanager
     def recording_logs(self) -> Iterator[list[tuple[LogCall, Any]]]:

@@ -10,14 +10,13 @@ import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from strategies.loop import Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span
-
-Value = TypeVar("Value")
+from strategies.loop import Around, Inspect, RunMicroBatch, SkippedStep, run_within
+from trainer.loops.one_process import OneProcess, evaluating
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Watcher(Protocol):
     def batch_ends(self, loss: Tensor | None, batch: Any) -> None: ...
 
 
-class PlainLoop:
+class PlainLoop(OneProcess):
     """Trains ``module`` with ``optimizer``; see ``Loop`` for what the members mean.
 
     Args:
@@ -48,12 +47,7 @@ class PlainLoop:
         precision: ``bf16-mixed`` enters autocast, anything else is left to the module.
     """
 
-    cuda_graphs = False
-    manual = False
     scaler = None
-    span = Span()
-    world_size = 1
-    is_first_process = True
     writer = None
 
     def __init__(
@@ -135,7 +129,7 @@ class PlainLoop:
     def clip_gradients(self, largest: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), largest)
 
-    # ---- facts and processes ---------------------------------------------------------------------------------------
+    # ---- facts ----------------------------------------------------------------------------------------------------
 
     @property
     def steps_done(self) -> int:
@@ -155,32 +149,7 @@ class PlainLoop:
     def counters(self) -> list[object]:
         return [self._progress]
 
-    def anywhere(self, flag: bool) -> bool:
-        return flag
-
-    def everywhere(self, flag: bool) -> bool:
-        return flag
-
-    def broadcast(self, value: Value) -> Value:
-        return value
-
-    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        return tensor
-
     # ---- single steps ----------------------------------------------------------------------------------------------
-
-    def why_not_apart(self) -> str | None:
-        return None
-
-    def quiet(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    unlogged = apart = quiet
-
-    def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
-        from trainer.guards.snapshot import Snapshot
-
-        return Snapshot(self, batch, weights=weights)
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         loss = PlainMicroBatch(self, batch, 0).forward_backward(batch)["loss"]
@@ -215,14 +184,8 @@ class PlainLoop:
         self._progress.steps += 1
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        flags = [(module, module.training) for module in self.module.modules()]
-        try:
-            self.module.eval()
-            with torch.no_grad(), self.autocast():
-                return getattr(self.module, step)(batch, 0)
-        finally:
-            for module, training in flags:
-                module.training = training
+        with evaluating(self.module), self.autocast():
+            return getattr(self.module, step)(batch, 0)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What forward and loss run in."""
@@ -235,9 +198,6 @@ class PlainLoop:
     def why_not_capture(self) -> Iterable[str]:
         return ()
 
-    def unreadable(self) -> Mapping[type, str]:
-        return {}
-
     def constants(self) -> Hashable:
         return self.micro_batches, self._clip
 
@@ -249,12 +209,8 @@ class PlainLoop:
 
         return undo
 
-    @contextlib.contextmanager
-    def recording_logs(self) -> Iterator[list[tuple[LogCall, Any]]]:
-        yield []
-
-    def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
-        """Nothing is logged."""
+    def around_micro_batches(self, around: Around) -> Callable[[], None]:
+        return self.take_over(run_within(around))
 
     @contextlib.contextmanager
     def around_training_step(
