@@ -1,0 +1,412 @@
+"""Hugging Face's ``transformers.Trainer`` behind the protocol ``strategies.loop.Loop``.
+
+The Trainer keeps its own loop. A few of its methods are replaced on this one object while it trains: ``training_step``
+(a batch begins), ``get_batch_samples`` (batches are fetched), ``_prepare_inputs`` (they are on the device), ``log`` and
+its accelerator's ``backward`` (the loss is there). A step that is run apart is made of the Trainer's ``training_step``,
+whatever a subclass made of it.
+Tried with transformers 5.23 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from strategies.loop import Around, Inspect, RunMicroBatch
+from strategies.padding import Padding, edge_of, length_of, to_edge
+from strategies.torch_patches import as_capturing
+from trainer.loops.manual import replaced
+from trainer.loops.one_process import OneProcess, evaluating
+
+LOGGED = (
+    "throughput/steps_per_second",
+    "throughput/samples_per_second",
+    "throughput/tokens_per_second",
+    "throughput/useful_tokens_per_second",
+    "time/step_milliseconds_median",
+    "compile/seconds",
+    "compile/recompiles",
+    "memory/peak_device_gib",
+)
+"""Figures that go into the Trainer's own log, which is printed, too; TensorBoard has all of them."""
+CAPTURES = "transformers.Trainer clips and steps the optimizer apart from its training_step"
+
+
+class HuggingFaceLoop(OneProcess):
+    """The loop of one ``Trainer.train``; see ``Loop`` for what the members mean.
+
+    Args:
+        trainer: Whose model, optimizer and restored state are in place.
+        begins: Called with each batch when it is on the device and before its training step.
+        resumed: Checkpoint that the training continues from.
+        padding: What pads and sees each batch, of training and evaluation.
+    """
+
+    _losses: Callable[[Tensor], None] | None = None
+
+    def __init__(
+        self, trainer: transformers.Trainer, begins: Callable[[Any], None], resumed: str | None, padding: Padding | None
+    ) -> None:
+        self._trainer: Any = trainer
+        self._resumed, self._padding = resumed, padding
+        self._accelerator, self._begins = self._trainer.accelerator, begins
+        self._kind: type = dict
+        self._items: Any = None
+        self._batches = 0
+        self._quiet = False
+        self._figures: dict[str, float] = {}
+        self._flops = 0.0
+        self._useful: Tensor | None = None
+        self._observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]] = []
+        self._fetching: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._saving: list[Callable[[str], None]] = []
+        self._audit: Around | None = None
+        self._audited = contextlib.ExitStack()
+        self.batch: Any = None
+        """The batch under way."""
+        self.loss: Tensor | None = None
+        """Its loss, detached and divided by the micro-batches of a step."""
+        self._replaced = contextlib.ExitStack()
+        replace: Any = lambda *replacing: self._replaced.enter_context(replaced(*replacing))  # noqa: E731
+        self._step = replace(trainer, "training_step", self._training_step)
+        self._samples = replace(trainer, "get_batch_samples", self._get_batch_samples)
+        self._prepare = replace(trainer, "_prepare_inputs", self._prepare_inputs)
+        self._write_log = replace(trainer, "log", self._log)
+        self._take_backward = replace(self._accelerator, "backward", self._backward)
+
+    def release(self) -> None:
+        """Give the Trainer its own methods back."""
+        self._audited.pop_all()
+        self._replaced.close()
+
+    # ---- what the Trainer calls ------------------------------------------------------------------------------------
+
+    def _training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        inputs = self._trainer._prepare_inputs(inputs)
+        self._kind, self._items = type(inputs), num_items_in_batch
+        self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        self._flops, self._useful = self._trainer.current_flos, self._count_useful()
+        self._begins(self.batch)
+        micro_batch: Any = HuggingFaceMicroBatch(self, self.batch, self._batches)
+        if self._audit is not None and (audit := self._audit(micro_batch)) is not None:
+            self._audited.enter_context(audit)
+        self.loss = self._observed_step(inputs)
+        return self.loss
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs, padding = self._prepare(inputs), self._padding
+        if padding is not None:
+            edge = edge_of(length_of(inputs, padding.ragged), padding.edges, padding.multiple, padding.limit)
+            inputs = to_edge(inputs, padding.ragged, edge)
+            if padding.observe is not None:
+                padding.observe(inputs)
+        return inputs
+
+    def micro_batch_ends(self) -> None:
+        """The Trainer is through with the batch and, where it was the last of a step, with the optimizer."""
+        self._batches += 1
+        self._audited.pop_all().close()
+
+    def epoch_begins(self) -> None:
+        """Batches are counted anew; of a resumed epoch, those that were trained on before are left out."""
+        epoch, loader = self._trainer.state.epoch or 0.0, self._trainer.callback_handler.train_dataloader
+        self._batches = round(epoch % 1 * len(loader)) if epoch % 1 and hasattr(loader, "__len__") else 0
+
+    def saved(self) -> None:
+        """The Trainer has written a checkpoint."""
+        for saved in self._saving:
+            saved(f"{self.directory}/checkpoint-{self.steps_done}")
+
+    def _observed_step(self, inputs: Any) -> Tensor:
+        """Forward and backward as the Trainer does them."""
+        for before, _ in self._observers:
+            before({"batch": self.batch, "num_items_in_batch": self._items})
+        return self._step(self._trainer.model_wrapped, inputs, self._items)
+
+    def _backward(self, loss: Tensor, **options: Any) -> None:
+        if self._losses is not None:
+            self._losses(loss)
+            return
+        for _, after in self._observers:
+            after(loss.detach())
+        self._take_backward(loss, **options)
+
+    def _get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
+        def fetched() -> Iterator[Any]:
+            while True:
+                for before, _ in self._fetching:
+                    before()
+                try:
+                    batch = next(epoch_iterator)
+                except StopIteration:
+                    return
+                finally:
+                    for _, after in self._fetching:
+                        after()
+                yield batch
+
+        return self._samples(fetched(), *arguments, **named)
+
+    def _log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        if self._quiet:
+            return
+        if "loss" in logs:
+            logs.update(self._figures)
+        self._write_log(logs, *arguments, **named)
+
+    # ---- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        return self._trainer.model
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return (getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer),)
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        return (getattr(self._trainer.lr_scheduler, "scheduler", self._trainer.lr_scheduler),)
+
+    @property
+    def scaler(self) -> Any | None:
+        return self._accelerator.scaler
+
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.args.device
+
+    @property
+    def precision(self) -> str:
+        return precision_of(self._trainer)
+
+    @property
+    def micro_batches(self) -> int:
+        return self._trainer.args.gradient_accumulation_steps
+
+    @property
+    def steps_done(self) -> int:
+        return self._trainer.state.global_step
+
+    @property
+    def steps_planned(self) -> int | None:
+        return self._trainer.state.max_steps
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return int(self._trainer.state.epoch or 0), self._batches
+
+    @property
+    def validates(self) -> bool:
+        return self._trainer.args.eval_strategy != "no" and self._trainer.eval_dataset is not None
+
+    @property
+    def log_every_n_steps(self) -> int:
+        return max(1, int(self._trainer.state.logging_steps or 500))
+
+    @property
+    def metrics(self) -> Mapping[str, Tensor]:
+        found = {name: value for entry in self._trainer.state.log_history for name, value in entry.items()}
+        kept = {name: value for name, value in found.items() if name not in (*LOGGED, "step", "epoch")}
+        return {name: torch.tensor(value) for name, value in kept.items() if isinstance(value, int | float)}
+
+    @property
+    def directory(self) -> str:
+        return self._trainer.args.output_dir
+
+    @property
+    def writer(self) -> Any | None:
+        callbacks = self._trainer.callback_handler.callbacks
+        return next((found for one in callbacks if (found := getattr(one, "tb_writer", None)) is not None), None)
+
+    def log_figures(self, values: Mapping[str, float], step: int) -> None:
+        self._figures.update({name: value for name, value in values.items() if name in LOGGED})
+
+    def counters(self) -> list[object]:
+        return [types.SimpleNamespace(**self._of_subclass())]
+
+    def count(self, batch: Any) -> tuple[int, int | None, int | None, int | None]:
+        """Samples, token positions, those that are no padding (where there is an attention mask), and the Trainer's own
+        count of floating-point operations, of the batch under way."""
+        tensors = [one for one in batch.values() if isinstance(one, Tensor) and one.ndim]
+        words = batch.get("input_ids")
+        # Copied while the step ran. Only where the Trainer has read the loss since is the copy certain to be there.
+        known = self.device.type == "cpu" or self._trainer.args.logging_nan_inf_filter
+        useful = int(self._useful) if known and self._useful is not None else None
+        flops = int(self._trainer.current_flos - self._flops)
+        return len(tensors[0]) if tensors else 1, None if words is None else words.numel(), useful, flops or None
+
+    def _count_useful(self) -> Tensor | None:
+        mask = self.batch.get("attention_mask") if isinstance(self.batch, dict) else None
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return None
+        return mask.sum().to("cpu", non_blocking=True)
+
+    # ---- single steps on a batch at hand ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """What a subclass of Trainer keeps on itself is put back, too."""
+        before, self._quiet, kept = self._quiet, True, self._of_subclass()
+        try:
+            yield
+        finally:
+            self._quiet = before
+            for name in self._of_subclass().keys() - kept.keys():
+                delattr(self._trainer, name)
+            vars(self._trainer).update(kept)
+
+    unlogged = quiet
+
+    def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
+        self._mark()
+        self.module.zero_grad()
+        loss = self._step(self._trainer.model_wrapped, self._inputs(batch), self._items)
+        if inspect is not None:
+            inspect(loss)
+        return loss
+
+    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
+        loss = self.train(batch, inspect)
+        self.optimize()
+        return loss
+
+    def forward(self, batch: Any) -> Any:
+        return self.forward_loss({"batch": batch, "num_items_in_batch": self._items})
+
+    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        losses: list[Tensor] = []
+        with replaced(self, "_losses", losses.append):
+            batch, items = arguments["batch"], arguments["num_items_in_batch"]
+            self._step(self._trainer.model_wrapped, self._inputs(batch), items)
+        return losses[-1] if losses else None
+
+    def optimize(self) -> None:
+        state, largest = self._accelerator.gradient_state, self._trainer.args.max_grad_norm
+        before = state.sync_gradients
+        state._set_sync_gradients(True)  # accelerate leaves out the steps of micro-batches that are not the last
+        try:
+            if largest is not None and largest > 0:
+                self._accelerator.clip_grad_norm_(self._trainer.model_wrapped.parameters(), largest)
+            self._trainer.optimizer.step()
+        finally:
+            state._set_sync_gradients(before)
+
+    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        self._mark()
+        with evaluating(model), as_capturing(False):
+            if step == "validation_step":
+                loss, *_ = trainer.prediction_step(model, self._inputs(batch), prediction_loss_only=True)
+                return {"loss": loss}
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, self._inputs(batch), num_items_in_batch=self._items)
+
+    # ---- standing around the loop's own steps ----------------------------------------------------------------------
+
+    def why_not_capture(self) -> Iterable[str]:
+        return (CAPTURES,)
+
+    def constants(self) -> Hashable:
+        return self.micro_batches, self._trainer.args.max_grad_norm
+
+    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+        raise RuntimeError(CAPTURES)
+
+    def around_micro_batches(self, around: Around) -> Callable[[], None]:
+        self._audit = around
+
+        def undo() -> None:
+            self._audit = None
+
+        return undo
+
+    @contextlib.contextmanager
+    def around_training_step(
+        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
+    ) -> Iterator[None]:
+        self._observers.append((before, after))
+        try:
+            yield
+        finally:
+            self._observers.remove((before, after))
+
+    @contextlib.contextmanager
+    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
+        optimizer = self._trainer.optimizer
+        stepped = optimizer.step
+
+        @functools.wraps(stepped)  # with the mark by which schedulers know it
+        def step(*given: Any, **named: Any) -> Any:
+            before()
+            result = stepped(*given, **named)
+            after(bool(self._accelerator.optimizer_step_was_skipped))
+            return result
+
+        with replaced(optimizer, "step", step):
+            yield
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        self._fetching.append((before, after))
+        return lambda: self._fetching.remove((before, after))
+
+    def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
+        if self._resumed is not None:
+            saved(self._resumed)
+        self._saving.append(saved)
+        return lambda: self._saving.remove(saved)
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _inputs(self, batch: Any) -> Any:
+        """``batch`` as the Trainer was given it: a collator may make a ``BatchEncoding``, say."""
+        return self._kind(batch) if isinstance(batch, dict) and self._kind is not dict else batch
+
+    def _of_subclass(self) -> dict[str, Any]:
+        """Attributes that are not the Trainer's own: a subclass may count in them."""
+        return {name: value for name, value in vars(self._trainer).items() if name not in TRAINERS_OWN}
+
+    def _mark(self) -> None:
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+
+class HuggingFaceMicroBatch:
+    """One batch of a ``HuggingFaceLoop``; see ``MicroBatch``. The Trainer runs it itself; ``run`` repeats it."""
+
+    def __init__(self, loop: HuggingFaceLoop, batch: Any, index: int) -> None:
+        self._loop, self.batch, self.index = loop, batch, index
+        self.arguments: Mapping[str, Any] = {"batch": batch, "num_items_in_batch": loop._items}
+        self.begins = index % loop.micro_batches == 0
+        self.ends = bool(loop._accelerator.gradient_state.sync_gradients)
+
+    def run(self, batch: Any) -> dict[str, Any]:
+        loss = self._loop._observed_step(self._loop._inputs(batch))
+        if self.ends:
+            self._loop.optimize()
+        return {"loss": loss}
+
+
+def precision_of(trainer: transformers.Trainer) -> str:
+    """Lightning's name for the precision that the Trainer's arguments ask for, or that its weights have."""
+    args: Any = trainer.args
+    if args.bf16 or args.fp16:
+        return "bf16-mixed" if args.bf16 else "16-mixed"
+    model: Any = trainer.model
+    kind = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    return {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}.get(kind, "32-true")
+
+
+TRAINERS_OWN = {
+    name
+    for method in vars(transformers.Trainer).values()
+    for name in getattr(getattr(method, "__code__", None), "co_names", ())
+}
+"""Attributes that ``transformers.Trainer`` itself may set; all others are a subclass's."""
