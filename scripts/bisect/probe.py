@@ -22,12 +22,13 @@ from strategies.errors import is_recompile_limit, one_line
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.preflight import REPLAYED_FROM
-from trainer.guards.slowdown import MARGIN, seconds_of
+from trainer.guards.slowdown import MARGIN
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
 from trainer.telemetry import source
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.facts import number as figure
+from trainer.telemetry.hardware import seconds_of
 from trainer.telemetry.record import Event
 
 SETTLING_STEPS, AGAIN_STEPS = 3, 3

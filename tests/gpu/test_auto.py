@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.auto.trial import Work, captured_seconds, device_work
-from trainer.guards.slowdown import seconds_of
 from trainer.loops.lightning import LightningLoop
+from trainer.telemetry.hardware import seconds_of
 
 pytestmark = pytest.mark.gpu
 

@@ -22,9 +22,9 @@ from strategies.loop import Loop, SkippedStep
 from strategies.prepare import Preparation, is_prepared
 from strategies.regions import uncompile
 from trainer.auto.estimates import EAGER, GAPS, Estimates, Module
-from trainer.guards.slowdown import seconds_of
 from trainer.guards.snapshot import Snapshot
 from trainer.telemetry import hardware
+from trainer.telemetry.hardware import seconds_of
 from trainer.telemetry.telemetry import Telemetry
 
 NO_MEMORY = "it needs more memory than there is"

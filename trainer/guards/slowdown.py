@@ -8,17 +8,14 @@ hand: other batches, a slow loader or a busy machine must not pass for a slow co
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.telemetry import hardware
+from trainer.telemetry.hardware import seconds_of
 from trainer.telemetry.telemetry import Telemetry
 
 STEADY_STEPS = 20
@@ -96,13 +93,3 @@ class Slowdown:
     def steady_seconds(self) -> float:
         """Median of the steady steps so far."""
         return self._telemetry.meter.median_seconds or 0.0
-
-
-def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
-    """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    hardware.wait(device)
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    hardware.wait(device)
-    return (time.perf_counter() - began) / times

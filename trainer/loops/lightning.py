@@ -109,7 +109,7 @@ class LightningLoop:
 
     @property
     def log_every_n_steps(self) -> int:
-        return self._trainer.log_every_n_steps  # type: ignore[attr-defined,no-any-return]
+        return self._trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     @property
     def metrics(self) -> Mapping[str, Tensor]:

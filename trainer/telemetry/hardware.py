@@ -13,12 +13,14 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from trainer.telemetry.machine import processor_name
+from trainer.telemetry.machine import now, processor_name
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
 GIB = 1024.0**3
@@ -226,12 +228,7 @@ def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator
     product = torch.empty_like(left)
 
     def window(count: int) -> float:
-        wait(device)
-        began = time.perf_counter()
-        for _ in range(count):
-            torch.mm(left, right, out=product)
-        wait(device)  # nothing is being trained yet
-        return (time.perf_counter() - began) / count
+        return seconds_of(device, lambda: torch.mm(left, right, out=product), times=count)
 
     window(WARMUP)
     once = window(1)
@@ -243,6 +240,16 @@ def wait(device: torch.device) -> None:
     """Until the device is through with what it was given; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
+    """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
+    wait(device)
+    began = now()
+    for _ in range(times):
+        work()
+    wait(device)
+    return (now() - began) / times
 
 
 def _share(teraflops: float | None, peak: float | None) -> float | None:

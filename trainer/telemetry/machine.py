@@ -86,6 +86,11 @@ class MachineFacts:
         return "; ".join(reasons) or None
 
 
+def now() -> float:
+    """Seconds of the host's clock; steps, pauses and waits are timed by it. Tests replace it here."""
+    return time.perf_counter()
+
+
 class MachineMonitor:
     """Looks at the machine from ``begin`` on; every reading is None where the system does not tell.
 
@@ -246,9 +251,9 @@ class GarbageMonitor:
 
     def _called(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._began = time.perf_counter()
+            self._began = now()
         else:
-            self._seconds += time.perf_counter() - self._began
+            self._seconds += now() - self._began
 
 
 class EnergyMeter:
@@ -271,7 +276,7 @@ class EnergyMeter:
     def begin(self) -> None:
         """Open a window, unless one is open."""
         if self.handle is not None and self._window is None:
-            self._window, self._window_samples = (self._read_joules(), time.perf_counter()), 0
+            self._window, self._window_samples = (self._read_joules(), now()), 0
 
     def add(self, samples: int) -> None:
         self._window_samples += samples
@@ -281,7 +286,7 @@ class EnergyMeter:
         if self._window is not None:
             joules, began = self._window
             self._joules += self._read_joules() - joules
-            self._seconds += time.perf_counter() - began
+            self._seconds += now() - began
             self._samples += self._window_samples
             self._window = None
 
@@ -319,11 +324,11 @@ class PhaseEnergy:
         """``phase`` begins and the one before it ends; None ends it alone."""
         if self._read is None or phase == self._phase:
             return
-        joules, now = self._read(), time.perf_counter()
+        joules, at = self._read(), now()
         if self._phase is not None:
             self._joules[self._phase] += joules - self._began[0]
-            self._seconds[self._phase] += now - self._began[1]
-        self._phase, self._began = phase, (joules, now)
+            self._seconds[self._phase] += at - self._began[1]
+        self._phase, self._began = phase, (joules, at)
 
     def figures(self) -> dict[str, float]:
         """Joules by phase, of those that are long enough for the counter."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from trainer.telemetry.machine import now
 
 QUANTILES = 21
 """Points of a distribution of step times that a record keeps: 0%, 5%, ... 100%."""
@@ -262,7 +263,7 @@ class _Marks:
 
     def now(self) -> Any:
         if not self._on_cuda:
-            return time.perf_counter()
+            return now()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves
 from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.hardware import find_peak
-from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy
+from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy, now
 from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler
 from trainer.telemetry.record import RunRecord
@@ -150,7 +149,7 @@ class Telemetry(BaseTelemetry):
         self.steps_done = loop.steps_done
         self.last_step = Step(self.steps_done)
         self._begin_step()
-        self._paused, self._paused_at = True, time.perf_counter()
+        self._paused, self._paused_at = True, now()
         self._running = True
 
     def _begin_step(self) -> None:
@@ -172,15 +171,15 @@ class Telemetry(BaseTelemetry):
         self._compiler_phase("preflight")
         self._phases.enter("preflight")
         self.compiler.step = None
-        began = time.perf_counter()
+        began = now()
         try:
             yield
         finally:
             hardware.wait(self._device)
-            self.preflight_seconds = (self.preflight_seconds or 0.0) + time.perf_counter() - began
+            self.preflight_seconds = (self.preflight_seconds or 0.0) + now() - began
             self._collect(warm=False)
             self.compiler.step = self._step.number
-            self._paused_at = time.perf_counter()
+            self._paused_at = now()
             hardware.reset_peaks(self._device)  # an eager pass for comparison is not the run's own memory
 
     def batch_start(self) -> None:
@@ -191,7 +190,7 @@ class Telemetry(BaseTelemetry):
                 self.ready_seconds = hardware.process_age_seconds()
             self._compiler_phase("training")
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
-            self.pause_seconds += time.perf_counter() - self._paused_at
+            self.pause_seconds += now() - self._paused_at
             self._clock.mark()
             self.wait.forget()  # before the lap began
             self._garbage.take()
@@ -263,12 +262,12 @@ class Telemetry(BaseTelemetry):
             self._step.compiled = self._step.recompiled = True
         self.pause("auditing", within_step=True)
         hardware.wait(self._device)
-        began = time.perf_counter()
+        began = now()
         try:
             yield
         finally:
             hardware.wait(self._device)
-            self.audit_seconds += time.perf_counter() - began
+            self.audit_seconds += now() - began
             self.batch_start()
 
     def pause(self, phase: str, *, within_step: bool = False) -> None:
@@ -283,7 +282,7 @@ class Telemetry(BaseTelemetry):
         self._after = phase
         within_step = within_step or self._step.batches > 0
         if not self._paused:
-            self._paused, self._paused_at = True, time.perf_counter()
+            self._paused, self._paused_at = True, now()
             if within_step:  # inside an accumulation: what was done of the step so far is a lap of its own
                 self._clock.lap()
                 self._step.laps += 1
