@@ -161,31 +161,22 @@ def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
 
 def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
     from trainer.guards.forward import EagerForward
-    from trainer.telemetry import telemetry
 
     taken: list[float] = []
-
-    class Clock:
-        now = 0.0
-
-        @classmethod
-        def perf_counter(cls) -> float:
-            return cls.now
-
     look = EagerForward.run
 
     def slow(self: Any, arguments: Any) -> Any:
-        Clock.now += 0.2
-        taken.append(Clock.now)
+        CLOCK.sleep(0.2)
+        taken.append(CLOCK.now)
         return look(self, arguments)
 
     class Steps(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            Clock.now += 1.0
+            CLOCK.sleep(1.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(telemetry, "time", Clock)
-        patch.setattr("trainer.guards.schedule.time", Clock)
+        stop_time(patch)
+        patch.setattr("trainer.guards.schedule.time", CLOCK)
         patch.setattr(EagerForward, "run", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
