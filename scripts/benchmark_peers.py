@@ -1,7 +1,6 @@
 """Ours beside what people do without it, in rounds, each run in a fresh process with empty compile caches:
 
-    python -m scripts.benchmark_peers --out DIR --rounds 2 --ours eager '[regional,cuda_graph]' whole \
-        -- experiment=captioning_base task.data.pad_to=64 trainer.max_steps=150
+    crucible benchmark_peers --out DIR --rounds 2 --ours eager '[regional,cuda_graph]' whole -- experiment=gpt2
 
 An arm of ours is a value of ``compile=``, with further overrides after a blank. Peers are a hand-written loop, eager
 and with torch.compile, plain Lightning over a compiled module, and accelerate's regional compilation. All train the
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts import compare
+from scripts.arguments import parser, positive, seconds
 from scripts.matrix import ALWAYS
 from scripts.peers.cell import BACKENDS, OVERRIDE, PEERS, REFUSED, flags, mark, refuse, refuse_workload
 from trainer import errors
@@ -65,27 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what is not a flag is an override of every run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmark_peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ours", nargs="+", default=["eager"], metavar="ARM", help="values of compile=, overrides after (eager)")
+    made = parser("benchmark_peers", __doc__ or "")
+    add = made.add_argument
+    ours_help = "values of compile=, with overrides after a blank (default: eager)"
+    add("--ours", nargs="+", default=["eager"], metavar="ARM", help=ours_help)
     add("--peers", nargs="+", default=list(PEERS), metavar="PEER", help=f"of {', '.join(PEERS)} (default: all)")
-    add("--rounds", type=int, default=1, help="rounds of all arms (default 1)")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the runs")
-    add("--timeout", type=float, metavar="SECONDS", help="longest time of one run; then it has failed (default: none)")
-    add("--backend", choices=BACKENDS, default=BACKENDS[0], help="of the peers' torch.compile (default inductor)")
-    add("--config-dir", metavar="DIR", help="your own options and plugin.py, as for python -m trainer")
-    options, overrides = parser.parse_known_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} must be at least 1")
-    if options.timeout is not None and not options.timeout > 0:
-        parser.error(f"--timeout {options.timeout:g} must be above 0")
+    add("--rounds", type=positive, default=1, metavar="N", help="rounds of all arms (default: %(default)s)")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the runs (no default)")
+    timeout_help = "longest time of one run; then it has failed (default: no limit)"
+    add("--timeout", type=seconds, metavar="SECONDS", help=timeout_help)
+    backend_help = "of the peers' torch.compile (default: %(default)s)"
+    add("--backend", choices=BACKENDS, default=BACKENDS[0], help=backend_help)
+    add("--config-dir", metavar="DIR", help="your own options and plugin.py, as for crucible train")
+    options, overrides = made.parse_known_args(arguments)
     words = [word for word in overrides if word != "--"]
     if flags := [word for word in words if word.startswith("-")]:
-        parser.error(f"unknown option {flags[0]}")
+        made.error(f"unknown option {flags[0]}")
     # After a list of arms an override is taken for one of them; unlike an arm it has a name of its own before the "=".
     for arms in (options.ours, options.peers):
         words += [arm for arm in arms if re.match(r"^[+~\w./]+=", arm)]
@@ -94,9 +89,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for word in options.overrides:
         name = word.lstrip("+~").partition("=")[0]
         if "=" not in word:
-            parser.error(f"{word!r} is not an override (name=value)")
+            made.error(f"{word!r} is not an override (name=value)")
         if name.partition(".")[0] in RESERVED:
-            parser.error(f"{word}: arms are named by --ours and --peers, and all of them train from a cold start")
+            made.error(f"{word}: arms are named by --ours and --peers, and all of them train from a cold start")
     return options
 
 

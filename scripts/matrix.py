@@ -1,4 +1,4 @@
-"""Every workload under every strategy that it can run, for docs/results: ``python -m scripts.matrix --minutes 60``
+"""Every workload under every strategy that it can run, for docs/results: ``crucible matrix --minutes 60``
 
 Each row is a workload and the arms that are compared on it, a sweep of its own (docs/sweeps.md) in a folder of its own
 below ``--out``. Called again it continues with what is missing. At the end come the table of ``scripts.compare`` and
@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import compare, report
+from scripts.arguments import parser, positive, seconds
 from trainer.process import keep_streams
 from trainer.sweep.plan import quoted
 
 EXAMPLES = """\
 examples:
-  python -m scripts.matrix --list                               # the rows, with their arms
-  python -m scripts.matrix --rounds 3 --warm                    # everything, cold and warm, three rounds: hours
-  python -m scripts.matrix gpt2 resnet50 --out outputs/two      # two rows
-  python -m scripts.matrix --minutes 9                          # as far as that goes; the same again continues
-  python -m scripts.matrix --smoke --out outputs/try            # in small: does it run here?
+  crucible matrix --list                               # the rows, with their arms
+  crucible matrix --rounds 3 --warm                    # everything, cold and warm, three rounds: hours
+  crucible matrix gpt2 resnet50 --out outputs/two      # two rows
+  crucible matrix --minutes 9                          # as far as that goes; the same again continues
+  crucible matrix --smoke --out outputs/try            # in small: does it run here?
 
 Exit codes: 0 all ran, 1 some cells failed, 2 wrong arguments, 3 time was up, 128 + signal interrupted.
 """
@@ -167,30 +168,24 @@ def sweep_arguments(row: Row, options: argparse.Namespace) -> list[str]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.matrix",
-        description=(__doc__ or "").partition(":")[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    names = [row.name for row in ROWS]
-    add("rows", nargs="*", metavar="ROW", help=f"default all: {', '.join(names)}")
-    add("--list", action="store_true", help="show the rows and their arms, run nothing")
-    add("--out", type=Path, default=Path("outputs/matrix"), metavar="DIR", help="default: %(default)s")
-    add("--rounds", type=int, default=1, metavar="N", help="rounds of all arms, for the spread (default %(default)s)")
-    add("--warm", action="store_true", help="warm starts of every row, not of captioning_start alone")
-    add("--minutes", type=float, metavar="N", help="stop after so long; the same command continues (default: no limit)")
-    add("--timeout", type=int, default=300, metavar="SECONDS", help="a cell is given up then (default %(default)s)")
-    add("--smoke", action="store_true", help="the experiments in small (what needs CUDA fails without)")
-    options = parser.parse_args(arguments)
+    made = parser("matrix", __doc__ or "", EXAMPLES)
+    add, names = made.add_argument, [row.name for row in ROWS]
+    add("rows", nargs="*", metavar="ROW", help=f"of {', '.join(names)} (default: all)")
+    add("--list", action="store_true", help="show the rows and their arms, run nothing (default: run)")
+    out_help = "folder of the sweeps and the page (default: %(default)s)"
+    add("--out", type=Path, default=Path("outputs/matrix"), metavar="DIR", help=out_help)
+    rounds_help = "rounds of all arms, for the spread (default: %(default)s)"
+    add("--rounds", type=positive, default=1, metavar="N", help=rounds_help)
+    add("--warm", action="store_true", help="warm starts of every row (default: of captioning_start alone)")
+    minutes_help = "stop after so many minutes; the same command continues (default: no limit)"
+    add("--minutes", type=seconds, metavar="MINUTES", help=minutes_help)
+    timeout_help = "longest time of a cell; then it has failed (default: %(default)s)"
+    add("--timeout", type=positive, default=300, metavar="SECONDS", help=timeout_help)
+    add("--smoke", action="store_true", help="the experiments in small; what needs CUDA fails without (default: whole)")
+    options = made.parse_args(arguments)
     for name in options.rows:
         if name not in names:
-            parser.error(f"{quoted(name)} is not a row; there are {', '.join(names)}")
-    if options.rounds < 1 or options.timeout < 1:
-        parser.error("--rounds and --timeout must be at least 1")
-    if options.minutes is not None and not options.minutes > 0:
-        parser.error("--minutes must be above 0")
+            made.error(f"{quoted(name)} is not a row; there are {', '.join(names)}")
     return options
 
 

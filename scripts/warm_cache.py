@@ -1,4 +1,4 @@
-"""Fill and keep a store of compiled artifacts: ``python -m scripts.warm_cache fill compile=[regional,cached]``.
+"""Fill and keep a store of compiled artifacts: ``crucible warm_cache fill compile=[regional,cached]``.
 
 Meant for CI and image builds: what ``compile.cached`` would have to compile in a first run is compiled here, so that
 every run with the same model, strategies, versions and kind of device starts warm.
@@ -17,17 +17,17 @@ from typing import Any
 
 from rich.console import Console
 
-from scripts.training_arguments import positive
+from scripts.arguments import parser, positive
 from strategies.cached.store import KEY_VARIABLE, ArtifactStore, Refused, read_key
 
 EXAMPLES = f"""\
 examples:
-  python -m scripts.warm_cache fill task=captioning compile=[regional,cached]
-  python -m scripts.warm_cache fill compile=[whole,cached] compile.cached.url=s3://bucket/compiled task/size=base
-  python -m scripts.warm_cache fill --config-dir mine task=ours compile=[regional,cached]
-  python -m scripts.warm_cache list s3://bucket/compiled
-  python -m scripts.warm_cache verify ~/.cache/crucible/compiled
-  python -m scripts.warm_cache prune s3://bucket/compiled --max-gib 5 --older-than-days 30
+  crucible warm_cache fill task=captioning compile=[regional,cached]
+  crucible warm_cache fill compile=[whole,cached] compile.cached.url=s3://bucket/compiled task/size=base
+  crucible warm_cache fill --config-dir mine task=ours compile=[regional,cached]
+  crucible warm_cache list s3://bucket/compiled
+  crucible warm_cache verify ~/.cache/crucible/compiled
+  crucible warm_cache prune s3://bucket/compiled --max-gib 5 --older-than-days 30
 
 A store that is not a local folder of your own is signed: set {KEY_VARIABLE} to a secret of 16 characters or more.
 Exit codes: 0 done, 1 not (nothing stored, bundles refused), 2 wrong arguments.
@@ -138,30 +138,32 @@ def prune(store: ArtifactStore, *, max_gib: float | None, older_than_days: float
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.warm_cache",
-        description=(__doc__ or "").splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="fill | list | verify | prune")
+    made = parser("warm_cache", __doc__ or "", EXAMPLES)
+    actions = made.add_subparsers(dest="action", required=True, metavar="fill | list | verify | prune")
     filling = actions.add_parser("fill", help="compile what a training would compile, and store it")
-    filling.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m trainer")
-    filling.add_argument("--config-dir", metavar="DIR", help="your own options and plugin.py, as for python -m trainer")
-    filling.add_argument("--steps", type=positive, default=2, help="optimizer steps to run (default %(default)s)")
+    filling.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="overrides, as for crucible train")
+    filling.add_argument("--config-dir", metavar="DIR", help="your own options and plugin.py, as for crucible train")
+    steps_help = "optimizer steps to run (default: %(default)s)"
+    filling.add_argument("--steps", type=positive, default=2, metavar="N", help=steps_help)
     for name, help_text in (
         ("list", "what a store holds"),
         ("verify", "read every bundle; exit code 1 when one would be refused"),
         ("prune", "remove bundles"),
     ):
         action = actions.add_parser(name, help=help_text)
-        action.add_argument("url", metavar="URL", help="folder, as compile.cached.url")
-        action.add_argument("--key-file", help=f"file with the key; else {KEY_VARIABLE}")
-        action.add_argument("--storage-option", type=pair, action="append", default=[], metavar="NAME=VALUE")
+        action.add_argument("url", metavar="URL", help="the store: a folder or a URL, as compile.cached.url")
+        key_help = f"file with the key of the signatures (default: the variable {KEY_VARIABLE})"
+        action.add_argument("--key-file", metavar="FILE", help=key_help)
+        storage_help = "option of the URL's file system, as compile.cached.storage_options (default: none)"
+        action.add_argument(
+            "--storage-option", type=pair, action="append", default=[], metavar="NAME=VALUE", help=storage_help
+        )
         if name == "prune":
-            action.add_argument("--max-gib", type=float, help="remove the bundles used longest ago above this size")
-            action.add_argument("--older-than-days", type=float, help="remove bundles not used for so long")
-    return parser.parse_args(arguments)
+            gib_help = "GiB to keep; what was used longest ago goes (default: no limit)"
+            action.add_argument("--max-gib", type=float, metavar="GIB", help=gib_help)
+            days_help = "remove bundles not used for so many days (default: no limit)"
+            action.add_argument("--older-than-days", type=float, metavar="DAYS", help=days_help)
+    return made.parse_args(arguments)
 
 
 def pair(text: str) -> tuple[str, str]:

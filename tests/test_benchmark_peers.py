@@ -14,7 +14,7 @@ from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run, find
 from trainer.telemetry.record import RunRecord
 

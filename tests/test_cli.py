@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tasks import TASKS
 from tests.conftest import ROOT
+from trainer.crucible import __main__ as command
 
 Calls = list[dict[str, Any]]
 
@@ -228,15 +230,107 @@ def test_the_full_error_can_be_asked_for(command_line: Any, called: Calls, monke
 def test_help_shows_choices_values_and_examples(command_line: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert command_line("compile=regional", "--help") == 0
     text = capfd.readouterr().out
-    assert "python -m trainer -m compile=eager,whole,regional" in text
-    assert re.search(r"compile= +auto \| buckets \| .*eager \| .*regional \| whole", text)
-    assert re.search(r"task/data= +.*coco.*shapes", text)
-    assert "fullgraph: true" in text
+    assert "crucible train -m compile=eager,regional,whole" in text
+    assert re.search(
+        r"compile=regional  how it is compiled.*\n +auto .*(.*\n)+ +whole .*(.*\n)+ +also debug, eager", text
+    )
+    assert re.search(r"task/data=shapes  what it is learned from\n +coco,.*shapes", text)
+    assert re.search(r"trainer.max_steps=600 +Optimizer steps to train", text)
+    assert re.search(r"compile.regional.fullgraph=true +Stop with the reason at a graph break", text)
     assert "schema" not in text
     assert "hydra/" not in text
 
 
-COLD = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "
+def test_every_option_of_every_task_and_strategy_has_a_meaning_in_help(
+    command_line: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for task in TASKS:
+        assert command_line(f"task={task}", "compile=full_stack", "--help") == 0
+        options = capfd.readouterr().out.partition("\nset (")[2].splitlines()[1:]
+        named = [number for number, line in enumerate(options) if re.match(r"  [a-z]", line)]
+        bare = [options[number] for number in named if not "".join(options[number : number + 2])[40:].strip()]
+        assert len(named) > 40
+        assert bare == []
+
+
+def crucible(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The console script, as an installation maps it."""
+    (cwd / "crucible").symlink_to(ROOT / "trainer" / "crucible")
+    code = COLD + "from crucible.__main__ import main; sys.argv[0] = 'crucible'; sys.exit(main())"
+    path = os.pathsep.join([str(ROOT), str(cwd)])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_alone_names_its_commands_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert command.main(arguments) == 0
+        text = capsys.readouterr().out
+        assert all(re.search(rf"^  {name} +\w", text, re.MULTILINE) for name in command.COMMANDS)
+        assert text.count("\n  crucible ") == 3
+
+
+@pytest.mark.parametrize(("word", "hint"), [("trian", "near: train"), ("zzz", "there are train, compare,")])
+def test_an_unknown_command_is_refused_with_those_that_resemble_it(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([word, "task=captioning"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {word} is not a command of crucible; {hint}")
+
+
+def test_overrides_alone_are_those_of_train(edge: None, called: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["seed=5"], ["train", "seed=5"]):
+        monkeypatch.setattr(sys, "argv", ["crucible", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            command.main()
+        assert stopped.value.code == 0
+    assert [call["command"] for call in called] == [["seed=5"], ["seed=5"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "arms"),
+    [
+        (["task=micro"], ["compile=eager,regional,whole", "task=micro"]),
+        (["task=micro", "compile=eager,debug"], ["task=micro", "compile=eager,debug"]),
+    ],
+)
+def test_compare_with_overrides_trains_the_arms_in_a_sweep(
+    arguments: list[str], arms: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["crucible"])
+    monkeypatch.setattr("trainer.cli.main", lambda: 0)
+    assert command.main(["compare", *arguments]) == 0
+    assert sys.argv[1:] == ["-m", *arms]
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_help_of_every_command_takes_under_a_second_and_no_torch(name: str, tmp_path: Path) -> None:
+    done = crucible(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: crucible {name}" in done.stdout
+    torch, seconds = done.stderr.split()[-2:]
+    assert torch == "False"
+    assert float(seconds) < 1
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("crucible dr", ["drift"]),
+        ("crucible train compile=re", ["compile=regional"]),
+        ("crucible compile=re", ["compile=regional"]),
+    ],
+)
+def test_completion_knows_commands_and_overrides(line: str, choices: list[str], tmp_path: Path) -> None:
+    assert crucible("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line).stdout.split() == choices
+
+
+COLD = (
+    "import sys, atexit, time; "
+    "atexit.register(lambda: print('torch' in sys.modules, time.process_time(), file=sys.stderr)); "
+)
 MAIN = COLD + "from trainer.cli import main; sys.argv[0] = 'crucible'; main()"
 
 
@@ -248,7 +342,7 @@ def test_torch_is_not_imported_before_it_is_needed(
 ) -> None:
     monkeypatch.setenv("COMP_LINE", "crucible compile=")
     done = python(MAIN, *arguments, cwd=tmp_path)
-    assert done.stderr.splitlines()[-1] == "False"
+    assert done.stderr.split()[-2] == "False"
     assert done.returncode == (2 if "trainer.max_steps=0" in arguments else 0)
 
 

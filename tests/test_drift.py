@@ -1,4 +1,4 @@
-"""``python -m scripts.compare --against``: references made and compared with, what it refuses, and exit codes."""
+"""``crucible drift``: references made and compared with, what it refuses, and exit codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.compare import main
+from scripts import compare
+from scripts.drift import main
 from tests.report.records import record, save
 
 HOST = "AMD EPYC 9654"
@@ -73,7 +74,7 @@ def test_runs_of_another_machine_are_not_compared(
     errors = capsys.readouterr().err
     assert errors.startswith("error: ")
     assert "machine of these runs (NVIDIA H200, Another, torch 2, triton 3, cuda 13); it has NVIDIA H200, AMD" in errors
-    assert f"make one: python -m scripts.compare RUNS {' '.join(reference)} --update" in errors
+    assert f"make one: crucible drift RUNS {' '.join(reference)} --update" in errors
 
 
 def test_a_row_that_was_not_run_is_reported(
@@ -94,8 +95,8 @@ def test_a_row_that_was_not_run_is_reported(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--update"], "--update and --strict need a file: --against FILE"),
-        (["--against", "drift.json", "--tolerance", "-1"], "argument --tolerance: must be at least 0"),
+        (["--tolerance", "much"], "argument --tolerance: 'much' is not a number"),
+        (["--against", "drift.json", "--tolerance", "-1"], "argument --tolerance: -1 must be at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -109,3 +110,12 @@ def test_runs_with_nothing_but_eager_make_no_reference(tmp_path: Path, capsys: p
     folder = str(save([record("eager", processor=HOST)], tmp_path / "runs"))
     assert main([folder, "--against", str(tmp_path / "drift.json"), "--update"]) == 2
     assert "nothing but eager" in capsys.readouterr().err
+
+
+def test_the_option_that_compare_had_for_it_still_works(
+    reference: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main([night(tmp_path / "second", 13.0), *reference]) == 1
+    said, warned = capsys.readouterr()
+    assert "WORSE: experiment=gpt2 compile=regional" in said
+    assert warned == "compare --against is crucible drift --against now\n"

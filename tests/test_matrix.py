@@ -106,7 +106,7 @@ def test_time_that_is_up_stops_the_sweep_as_ctrl_c_does(
     [
         (["gtp2"], "'gtp2' is not a row; there are captioning, "),
         (["--rounds", "0"], "must be at least 1"),
-        (["--minutes", "nan"], "--minutes must be above 0"),
+        (["--minutes", "nan"], "--minutes: nan must be above 0"),
     ],
 )
 def test_wrong_arguments_end_it_before_any_work(

@@ -63,9 +63,9 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
     public = [sys.executable, "-P", "-c", "from crucible import Compile, Regional; print(Compile([Regional()]).record)"]
     subprocess.run(public, cwd=elsewhere, env=environment, check=True)
     for command in ([sys.executable, "-m", "trainer"], [sys.executable, str(installed / "bin" / "crucible")]):
-        for arguments in (["--cfg", "job", "compile=whole"], ["--help"]):
+        for arguments, seed in ((["--cfg", "job", "compile=whole"], "\nseed: 0"), (["seed=1", "--help"], "\n  seed=1")):
             done = subprocess.run(
                 [*command, *arguments], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, done.stderr
-            assert "\nseed: 0" in done.stdout
+            assert seed in done.stdout

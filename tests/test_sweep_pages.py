@@ -15,7 +15,7 @@ from scripts import compare as script
 from tests.conftest import ROOT
 from tests.instant_cells import InstantCells
 from tests.report.records import ragged, record, save, static
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
 from trainer.report.sweep import FOLDER, WITHOUT_CURVES, write, write_summary
 from trainer.sweep import launcher

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
 from trainer.report import reference, tables
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
 from trainer.sweep.environment import described
 from trainer.sweep.ledger import Ledger, expanded

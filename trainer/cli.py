@@ -6,22 +6,27 @@ and errors are immediate. Exit codes: 0 finished, 1 failed, 2 refused before any
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import os
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 import hydra._internal.utils
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from omegaconf import DictConfig, OmegaConf
 
 from trainer import errors
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -30,6 +35,36 @@ CONF = HERE / "conf" if (HERE / "conf" / "config.yaml").is_file() else ROOT / "c
 REFUSED = 2
 """Exit code for a command that was refused before any work started."""
 _COMPOSE = Hydra.compose_config
+EXAMPLES = """\
+usage: crucible train [NAME=VALUE ...]     (or python -m trainer)
+
+Train a task under compile strategies, and measure what they cost and give.
+
+examples:
+  crucible train task=captioning compile=regional
+  crucible train task=captioning task/data=coco task.data.root=/data/coco compile=regional trainer.max_steps=2000
+  crucible train experiment=gpt2 compile=regional         # a named workload for a GPU; gpt2_smoke runs on a CPU
+  crucible train -m compile=eager,regional,whole          # a sweep: each cell in a fresh process, a table at the end
+  crucible train -m compile=eager,regional repeat=cold,warm    # from empty compile caches, then from filled ones
+  crucible train -m sweep=DIR                             # continue a sweep that was stopped
+  crucible train compile=whole resume=RUN                 # continue from a run's directory or a checkpoint
+  crucible train -m task=micro run=inference compile=eager,whole    # the forward alone: latency and throughput
+  crucible train compile=regional profile=on              # a trace of a few steps: is the GPU idle, what takes longest?
+
+--help after other words shows the values that they lead to; --cfg job prints only those. --config-dir DIR adds your own
+strategies and tasks (docs/extending.md). Tab completion: eval "$(crucible -sc install=bash)"
+"""
+GROUPS = {
+    "task": "what is learned",
+    "task/data": "what it is learned from",
+    "task/network": "which network",
+    "task/size": "how large",
+    "compile": "how it is compiled; several together: compile=[regional,cuda_graph]",
+    "run": "train, or the forward alone",
+    "trainer": "how long, on what, how often to validate and log",
+    "experiment": "a named workload: task, sizes and lengths together",
+}
+"""Meaning of each group of options."""
 
 
 def main() -> None:
@@ -67,6 +102,7 @@ def main() -> None:
     # Hydra would print its own report of any exception and exit with 1; errors.explain is shorter.
     hydra._internal.utils.run_and_report = _call
     Hydra.compose_config = _compose  # type: ignore[method-assign]
+    Hydra.app_help = _help  # type: ignore[method-assign]
     try:
         config.register()
         launcher.register()
@@ -106,6 +142,82 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
     cfg = _COMPOSE(self, *args, **options)
     refuse_written_credentials(cfg)
     return cfg
+
+
+def _help(self: Hydra, config_name: str | None, args_parser: Any, args: Any) -> None:
+    """``--help``: examples, the choices, and each option with the value that it would have and its meaning."""
+    from strategies import STRATEGIES
+    from tasks import TASKS
+
+    cfg = self.compose_config(config_name, args.overrides, run_mode=hydra.types.RunMode.RUN)
+    chosen, known = cfg.hydra.runtime.choices, {"task": TASKS, "compile": STRATEGIES}
+    repository = self.config_loader.repository  # type: ignore[attr-defined]
+    print(f"{EXAMPLES}\nchoose (what this command would take comes first):")
+    for group in (name for name in _groups(repository, "") if chosen.get(name) is not None or name in GROUPS):
+        options = sorted(repository.get_group_options(group, ObjectType.CONFIG))
+        print(f"  {group}={chosen.get(group) or ''}  {GROUPS.get(group, '')}")
+        explained = [option for option in options if option in known.get(group, {})]
+        for option in explained:
+            print(_columns(f"      {option}", 28, _sentence(inspect.getdoc(known[group][option]) or "", {})))
+        if others := [option for option in options if option not in explained]:
+            print(_columns("", 6, ("also " if explained else "") + ", ".join(others)))
+    print("\nset (with the value that this command would use):")
+    for name, value, meaning in _options(self.get_sanitized_cfg(cfg, "job"), ""):
+        print(_columns(f"  {name}={value}", 40, meaning))
+
+
+def _groups(repository: Any, parent: str) -> Iterator[str]:
+    for name in sorted(repository.get_group_options(parent, ObjectType.GROUP)):
+        if parent or name not in ("hydra", "schema"):
+            group = f"{parent}/{name}" if parent else name
+            yield group
+            yield from _groups(repository, group)
+
+
+def _options(node: DictConfig, prefix: str) -> Iterator[tuple[str, str, str]]:
+    """Name, value and meaning of each option below ``node``."""
+    kind = OmegaConf.get_type(node)
+    meanings = _meanings(kind) if dataclasses.is_dataclass(kind) else {}
+    for key in map(str, node):
+        name, value = f"{prefix}{key}", "???" if OmegaConf.is_missing(node, key) else node[key]
+        if isinstance(value, DictConfig) and (len(value) or dataclasses.is_dataclass(OmegaConf.get_type(value))):
+            yield from _options(value, f"{name}.")
+        else:
+            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            yield name, text, meanings.get(key, "")
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """First sentence of the docstring below each field of a dataclass, with the choices that it names."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):  # a plug-in without a file
+            continue
+        for field, doc in zip(body.body, body.body[1:], strict=False) if isinstance(body, ast.ClassDef) else ():
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = ast.get_docstring(ast.Module([doc], [])) if isinstance(doc, ast.Expr) else None
+                found[field.target.id] = _sentence(text or "", vars(sys.modules[base.__module__]))
+    return found
+
+
+def _sentence(text: str, constants: dict[str, Any]) -> str:
+    first = re.split(r"(?<=[a-z0-9)`])\.\s", f"{' '.join(text.split())} ", maxsplit=1)[0].strip()
+
+    def choices(match: re.Match[str]) -> str:
+        values = constants.get(match[1])
+        return " | ".join(values) if isinstance(values, tuple) else match[0]
+
+    return re.sub(r"[Oo]ne of ``([A-Z_]+)``", choices, first).replace("``", "")
+
+
+def _columns(name: str, width: int, meaning: str) -> str:
+    """``name`` in a column of ``width`` and ``meaning`` beside it, wrapped; below it where the name is long."""
+    room = max(40, shutil.get_terminal_size((120, 24)).columns - width)
+    lines = textwrap.wrap(meaning, room, break_on_hyphens=False) or [""]
+    first = f"{name:<{width}}{lines.pop(0)}".rstrip() if len(name) < width else name
+    return "\n".join([first, *(f"{'':{width}}{line}" for line in lines)])
 
 
 def train(cfg: DictConfig) -> tuple[int, float | None]:

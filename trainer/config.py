@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -50,7 +50,6 @@ def register() -> None:
         ConfigStore.instance().store(group="schema/hydra/launcher", name=name, node=node)
     OmegaConf.register_new_resolver("task_name", task_name, replace=True)
     OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
-    OmegaConf.register_new_resolver("option_list", option_list, replace=True)
 
 
 def register_schema(path: str, schema: type) -> None:
@@ -174,29 +173,6 @@ def strategy_names(compile: DictConfig | None) -> str:
     kinds = [OmegaConf.get_type(compile, str(name)) for name in compile or {}]
     chosen = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Strategy) and kind is not Strategy]
     return "+".join(kind.name for kind in sorted(chosen, key=lambda kind: (kind.stage, kind.name))) or "eager"
-
-
-def option_list() -> str:
-    """Lines ``group=option|option`` for the help text, plug-ins included; empty where nobody asks for help.
-
-    OmegaConf resolves the help text whenever it merges it, in every composition, and the lists take longer than all
-    the rest.
-    """
-    if not any(argument == "-h" or argument.startswith("--h") for argument in sys.argv[1:]):
-        return ""
-    loader = GlobalHydra.instance().config_loader()
-    rows = [(group, sorted(loader.get_group_options(group))) for group in _groups(loader.list_groups, "")]
-    width = max(len(group) for group, _ in rows) + 2
-    return "\n".join(f"  {group + '=':<{width}}{' | '.join(options)}" for group, options in rows if options)
-
-
-def _groups(list_groups: Callable[[str], list[str]], parent: str) -> Iterator[str]:
-    for name in sorted(list_groups(parent)):
-        if not parent and name in ("hydra", "schema"):
-            continue
-        group = f"{parent}/{name}" if parent else name
-        yield group
-        yield from _groups(list_groups, group)
 
 
 def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:

@@ -202,7 +202,7 @@ class Config:
     finite checkpoint stays; or the run continues, with a warning, and saves as before."""
 
     profile: str = "off"
-    """One of ``PROFILE``: ``on`` = torch's profiler records a few steady steps (batches, in inference): a trace for
+    """``off`` or ``on``: torch's profiler records a few steady steps (batches, in inference): a trace for
     Perfetto, the share of the time in which the GPU is idle, the kernels or operators that take most of it."""
     profile_steps: int = 5
     """Optimizer steps, or batches, that it records; they are no part of the steady figures."""

@@ -1,4 +1,4 @@
-"""Find the submodule, shape or option that a compile goes wrong with: ``python -m scripts.bisect compile=whole``.
+"""Find the submodule, shape or option that a compile goes wrong with: ``crucible bisect compile=whole``.
 
 Takes the trainer's overrides and tries what they compile piece by piece, each try in a process that may crash or hang:
 the smallest submodule that fails, breaks the graph, compiles again and again, differs from eager or is slower.
@@ -10,8 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.bisect.trial import SYMPTOMS, searched
-from scripts.training_arguments import (
+from scripts.arguments import (
     REFUSED,
     check_file,
     check_folder,
@@ -21,14 +20,15 @@ from scripts.training_arguments import (
     positive,
     seconds,
 )
+from scripts.bisect.trial import SYMPTOMS, searched
 from trainer.process import keep_streams
 
 EXAMPLES = """\
 examples:
-  python -m scripts.bisect                                      # the default task, as compile=whole would run it
-  python -m scripts.bisect task=captioning compile=regional
-  python -m scripts.bisect experiment=gpt2_smoke compile=whole compile.whole.backend=aot_eager --for breaks
-  python -m scripts.bisect compile=whole --for slower --shapes 1 --json found.json
+  crucible bisect                                      # the default task, as compile=whole would run it
+  crucible bisect task=captioning compile=regional
+  crucible bisect experiment=gpt2_smoke compile=whole compile.whole.backend=aot_eager --for breaks
+  crucible bisect compile=whole --for slower --shapes 1 --json found.json
 
 Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments, 3 it takes several submodules together,
 128 + signal interrupted.
@@ -92,21 +92,22 @@ def bisect(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser("bisect", __doc__ or "", EXAMPLES)
+    made = parser("bisect", __doc__ or "", EXAMPLES, overrides=True)
     add = made.add_argument
     symptom_help = "what to look for (default: the first of these that everything compiled shows)"
     add("--for", dest="symptom", choices=SYMPTOMS, help=symptom_help)
-    batches_help = "batches to look at for shapes (default %(default)s)"
+    batches_help = "batches to look at for shapes (default: %(default)s)"
     add("--batches", type=positive, default=32, metavar="N", help=batches_help)
-    shapes_help = "different shapes of batch to try (default %(default)s)"
+    shapes_help = "different shapes of batch to try (default: %(default)s)"
     add("--shapes", type=positive, default=4, metavar="N", help=shapes_help)
-    trial_help = "a trial that takes longer hangs (default %(default)g)"
-    add("--trial-seconds", type=seconds, default=600.0, metavar="S", help=trial_help)
-    add("--isolate", action="store_true", help="a fresh process for each trial, not only after a crash")
-    output_help = "where the reproducer goes (default outputs/bisect/<task>-<module>)"
+    trial_help = "a trial that takes longer counts as hanging (default: %(default)g)"
+    add("--trial-seconds", type=seconds, default=600.0, metavar="SECONDS", help=trial_help)
+    isolate_help = "a fresh process for each trial (default: only after a crash)"
+    add("--isolate", action="store_true", help=isolate_help)
+    output_help = "folder of the reproducer (default: outputs/bisect/<task>-<module>)"
     add("--output", type=Path, metavar="DIR", help=output_help)
-    add("--no-reproducer", action="store_true", help="write none")
-    add("--json", type=Path, metavar="FILE", help="everything, for programs")
+    add("--no-reproducer", action="store_true", help="write no reproducer (default: written, and run)")
+    add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
     return made.parse_intermixed_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Check this machine before anything is trained on it: ``python -m scripts.doctor``.
+"""Check this machine before anything is trained on it: ``crucible doctor``.
 
 Works before anything else does: without torch, without a compiler, without a GPU, with a broken driver.
 """
@@ -12,19 +12,19 @@ import os
 import sys
 from collections.abc import Iterator
 
+from scripts.arguments import exit_code, parser, seconds
 from scripts.doctor.compiling import compiling, cpp
 from scripts.doctor.devices import ask_torch, devices
 from scripts.doctor.finding import ERROR, WARNING, Finding, warning
 from scripts.doctor.machine import busy, limits, places
 from scripts.doctor.software import packages, variables
-from scripts.training_arguments import seconds
 from trainer.telemetry.files import finite
 
 EXAMPLES = """\
 examples:
-  python -m scripts.doctor
-  python -m scripts.doctor --no-compile              # seconds, without compiling anything
-  python -m scripts.doctor --json > machine.json     # for a ticket, or a job that checks its node
+  crucible doctor
+  crucible doctor --no-compile              # seconds, without compiling anything
+  crucible doctor --json > machine.json     # for a ticket, or a job that checks its node
 
 Every line is ok, warning (it works, but worse than it could) or error (a run would fail), with the fix below it.
 Exit codes: 0 no error, 1 an error, 2 wrong arguments.
@@ -34,25 +34,25 @@ COMPILE_SECONDS = 240.0
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    return exit_code(lambda _: examined(options))
+
+
+def examined(options: argparse.Namespace) -> int:
+    """Print every finding as it comes; returns the exit code."""
     findings: list[Finding] = []
-    try:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        for finding in diagnosis(compiles=not options.no_compile, seconds=options.compile_seconds):
-            findings.append(finding)
-            if not options.json:
-                print(finding.lines(colour=colour), flush=True)
-        errors, warnings = (sum(finding.status == status for finding in findings) for status in (ERROR, WARNING))
-        if options.json:
-            listed = [dataclasses.asdict(finding) for finding in findings]
-            facts = finite({"errors": errors, "warnings": warnings, "findings": listed})
-            print(json.dumps(facts, indent=1, allow_nan=False), flush=True)
-        else:
-            print(f"{count(errors, 'error')}, {count(warnings, 'warning')}", flush=True)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1 if any(finding.status == ERROR for finding in findings) else 0
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for finding in diagnosis(compiles=not options.no_compile, seconds=options.compile_seconds):
+        findings.append(finding)
+        if not options.json:
+            print(finding.lines(colour=colour), flush=True)
+    errors, warnings = (sum(finding.status == status for finding in findings) for status in (ERROR, WARNING))
+    if options.json:
+        listed = [dataclasses.asdict(finding) for finding in findings]
+        facts = finite({"errors": errors, "warnings": warnings, "findings": listed})
+        print(json.dumps(facts, indent=1, allow_nan=False), flush=True)
+    else:
+        print(f"{count(errors, 'error')}, {count(warnings, 'warning')}", flush=True)
+    return int(errors > 0)
 
 
 def diagnosis(*, compiles: bool, seconds: float) -> Iterator[Finding]:
@@ -82,22 +82,12 @@ def count(number: int, what: str) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.doctor",
-        description=(__doc__ or "").splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--no-compile", action="store_true", help="leave the last question out: compile nothing")
-    parser.add_argument(
-        "--compile-seconds",
-        type=seconds,
-        default=COMPILE_SECONDS,
-        metavar="SECONDS",
-        help="longest time for the tiny compile (default %(default)g)",
-    )
-    return parser.parse_args(arguments)
+    made = parser("doctor", __doc__ or "", EXAMPLES)
+    made.add_argument("--json", action="store_true", help="print one JSON object (default: a line for each finding)")
+    made.add_argument("--no-compile", action="store_true", help="compile nothing (default: a tiny function, last)")
+    seconds_help = "longest time for the tiny compile (default: %(default)g)"
+    made.add_argument("--compile-seconds", type=seconds, default=COMPILE_SECONDS, metavar="SECONDS", help=seconds_help)
+    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Say where the compiler breaks, repeats or leaves out a training step: ``python -m scripts.explain compile=whole``.
+"""Say where the compiler breaks, repeats or leaves out a training step: ``crucible explain compile=whole``.
 
 Takes the trainer's overrides, runs an epoch's shapes through forward, backward and optimizer step, and names each graph
 break and recompile with its line of code and the usual fix. Nothing is trained for keeps, nothing written unasked.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from scripts.training_arguments import (
+from scripts.arguments import (
     check_file,
     check_folder,
     composed_training,
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  python -m scripts.explain                                     # the default task, as compile=whole would run it
-  python -m scripts.explain task=captioning compile=regional
-  python -m scripts.explain experiment=gpt2_smoke compile=whole --json why.json --html why.html
-  python -m scripts.explain compile=whole --backend inductor --code generated   # kernels and fusions, generated code
-  python -m scripts.explain compile=whole --batches 20          # the first batches alone
+  crucible explain                                     # the default task, as compile=whole would run it
+  crucible explain task=captioning compile=regional
+  crucible explain experiment=gpt2_smoke compile=whole --json why.json --html why.html
+  crucible explain compile=whole --backend inductor --code generated   # kernels and fusions, generated code
+  crucible explain compile=whole --batches 20          # the first batches alone
 
 Breaks and recompiles need no Inductor: off a GPU the default backend is aot_eager, on one the strategies' own.
 Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wrong arguments, 128 + signal interrupted.
@@ -168,16 +168,17 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser("explain", __doc__ or "", EXAMPLES)
+    made = parser("explain", __doc__ or "", EXAMPLES, overrides=True)
     add = made.add_argument
-    add("--backend", choices=BACKENDS, help="compile with this (default: see below)")
-    add("--batches", type=positive, metavar="N", help="batches of the epoch to look at (default all)")
-    add("--seconds", type=seconds, default=120.0, help="for batches after the first four (default %(default)g)")
-    add("--no-profile", action="store_true", help="leave out which part of the step is compiled")
-    add("--json", type=Path, metavar="FILE", help="everything, for programs")
-    add("--html", type=Path, metavar="FILE", help="one page that needs no network")
-    add("--code", type=Path, metavar="DIR", help="copy the code that Inductor generated")
-    add("--trace", type=Path, metavar="DIR", help="torch's own trace, and its page with tlparse")
+    add("--backend", choices=BACKENDS, help="compiler; configured = each strategy's own (default: see below)")
+    add("--batches", type=positive, metavar="N", help="batches of the epoch to look at (default: all)")
+    seconds_help = "longest time for batches after the first four (default: %(default)g)"
+    add("--seconds", type=seconds, default=120.0, metavar="SECONDS", help=seconds_help)
+    add("--no-profile", action="store_true", help="leave out which part of the step is compiled (default: profiled)")
+    add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
+    add("--html", type=Path, metavar="FILE", help="write a page there that needs no network (default: nowhere)")
+    add("--code", type=Path, metavar="DIR", help="copy the code that Inductor generated there (default: nowhere)")
+    add("--trace", type=Path, metavar="DIR", help="torch's own trace, and its page with tlparse (default: none)")
     return made.parse_intermixed_args(arguments)
 
 

@@ -33,10 +33,8 @@ def own_directory(notes: list[str]) -> Iterator[Path]:
     It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
     this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
     """
-    # Private to torch, on all versions supported; there is no public way to ask for either.
+    # Private to torch, on all versions supported; there is no public way to ask for it, nor for those below.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
-    from torch._inductor.utils import clear_caches
-    from torch.compiler._cache import CacheArtifactManager
 
     usual: str | None = cache_dir()
     if reason := distrust_of(os.path.realpath(str(usual))):
@@ -44,6 +42,16 @@ def own_directory(notes: list[str]) -> Iterator[Path]:
         notes.append(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
     directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
     atexit.register(_remove, directory, os.getpid())
+    with compiling_in(directory):
+        yield directory
+
+
+@contextlib.contextmanager
+def compiling_in(directory: Path) -> Iterator[None]:
+    """Until the block ends, what compiles is looked for in ``directory`` alone, and kept there."""
+    from torch._inductor.utils import clear_caches
+    from torch.compiler._cache import CacheArtifactManager
+
     # The artifacts of an earlier run of this process would be saved along; saved a second time, they would hide the new
     # ones (of two sections of one kind, CacheArtifactManager.deserialize keeps the last).
     with CacheArtifactManager.with_fresh_cache():
@@ -51,7 +59,7 @@ def own_directory(notes: list[str]) -> Iterator[Path]:
         try:
             variables = dict(zip(VARIABLES, (str(directory), str(directory / "triton")), strict=True))
             with environment(variables), tuning_in(directory):
-                yield directory
+                yield
         finally:
             clear_caches()
 

@@ -131,4 +131,4 @@ def test_help_shows_examples_without_importing_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0
-    assert "python -m scripts.bisect task=captioning compile=regional" in done.stdout
+    assert "crucible bisect task=captioning compile=regional" in done.stdout

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.report.records import ragged, record, static
-from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
 from trainer.report.verdicts import rounded
 from trainer.telemetry.record import RunRecord

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.records import record
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
 from trainer.report.verdicts import Cost, break_even_steps, envelope, overhead_seconds
 

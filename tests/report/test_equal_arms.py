@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.records import record
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
 from trainer.report.statistics import Sample, ratio
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.report.records import record
-from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
 from trainer.telemetry.record import Event, RunRecord
 

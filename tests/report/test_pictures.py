@@ -15,7 +15,8 @@ from matplotlib.text import Text
 
 from tests.report.records import figures, ragged, record, save, static
 from trainer.report import pictures
-from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.pictures import style, total_time
 from trainer.report.pictures.bars import Bar, Section, draw, spread
 from trainer.report.pictures.total_time import Line, lines

@@ -16,7 +16,7 @@ import pytest
 from scripts.report import main
 from tests.conftest import ROOT
 from tests.report.records import ragged, record, save, static
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.pictures import PICTURES
 from trainer.report.runs import find
 from trainer.telemetry.record import Event, RunRecord
@@ -102,7 +102,7 @@ def test_every_arm_and_every_figure_is_there_with_its_command(html: str) -> None
     assert page.figures() == [*(f"w1-{name}" for name in names if name != "padding"), *(f"w2-{name}" for name in names)]
     for figure in re.findall(r"<figure.*?</figure>", html, flags=re.DOTALL):
         assert "python -m trainer task=captioning" in figure
-        assert re.search(r"python -m scripts\.report .* --pictures pictures", figure)
+        assert re.search(r"crucible report .* --pictures pictures", figure)
         assert "<title" in figure
         assert "<desc" in figure
 

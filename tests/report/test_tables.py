@@ -14,7 +14,8 @@ from rich.console import Console
 
 from tests.report.records import ragged, record, static
 from trainer.report import tables
-from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
 from trainer.report.tables import ABSENT, tables_of
 from trainer.telemetry.record import RunRecord

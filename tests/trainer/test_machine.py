@@ -18,7 +18,7 @@ from scripts.doctor.finding import OK, WARNING
 from tests.report.records import record
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.report.comparison import compare
+from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
 from trainer.telemetry import machine
 from trainer.telemetry.machine import MachineFacts, MachineMonitor

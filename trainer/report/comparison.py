@@ -126,7 +126,7 @@ class WorkloadComparison:
         return first if first.cell.finished and first.ratio is None and _is(first.cell, self.baseline) else None
 
 
-def compare(
+def compare_runs(
     runs: Sequence[Run], *, baseline: str = "eager", at_steps: Sequence[int] = AT_STEPS
 ) -> list[WorkloadComparison]:
     """Compare the arms of each workload in ``runs``, in the order in which they come.

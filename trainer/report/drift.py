@@ -1,4 +1,4 @@
-"""Drift: has a strategy become slower? ``python -m scripts.compare RUNS --against drift.json``
+"""Drift: has a strategy become slower? ``crucible drift RUNS --against drift.json``
 
 Rows of a reference file against what the same arms are in newer runs: which figures moved, noise considered.
 """
@@ -113,7 +113,7 @@ def against(runs: Sequence[Run], file: Path, tolerances: Tolerances, *, strict: 
         others = f"; it has {'; '.join(machines)}" if machines else ""
         raise ValueError(
             f"{file} has no reference for the machine of these runs ({machine}){others}\n"
-            f"make one: python -m scripts.compare RUNS --against {file} --update"
+            f"make one: crucible drift RUNS --against {file} --update"
         )
     now = {row.key: row for row in measured(runs)}
     drifts = [drift(row, now.get(row.key), tolerances) for row in rows]

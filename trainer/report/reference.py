@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.printable import printable
-from trainer.report.comparison import Row, WorkloadComparison, compare
+from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY, DECISIVE_VERSIONS
 from trainer.report.runs import LOOSE, SILENT, Run
 from trainer.report.statistics import Estimate, Ratio
@@ -113,7 +113,7 @@ def measured(runs: Sequence[Run]) -> list[ReferenceRow]:
         workloads.setdefault(identity(run.record.command)[0], []).append(run)
     rows = []
     for workload, members in workloads.items():
-        for found in compare(members):
+        for found in compare_runs(members):
             if found.unlike:
                 name = " ".join(workload) or found.workload
                 raise ValueError(f"runs of {name} are unlike: {'; '.join(found.unlike)}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.report import tables
-from trainer.report.comparison import WorkloadComparison, compare
+from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run, find
 from trainer.report.tables import ABSENT, footnotes, number, paid_back, plain_lines, speed
 from trainer.telemetry.record import RunRecord
@@ -67,7 +67,7 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: in
     they do not show.
     """
     runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
-    compared = compare(runs) if runs else []
+    compared = compare_runs(runs) if runs else []
     lines: list[str] = []
     for inference in (False, True):
         chosen = [cell for cell in cells if (cell.record is not None and cell.record.run == "inference") is inference]
@@ -136,7 +136,7 @@ def write_summary(sweep_dir: Path) -> str | None:
     Nothing is written where no two arms of one workload are there to compare. A sweep does not fail for want of it.
     """
     try:
-        compared = compare(find([sweep_dir], unreadable=lambda reason: None))
+        compared = compare_runs(find([sweep_dir], unreadable=lambda reason: None))
         if all(len(found.rows) < 2 for found in compared):
             return None
         return write(compared, sweep_dir / FOLDER)

@@ -1,0 +1,114 @@
+"""What the commands share: one style of parser, the trainer's overrides, exit codes; on the standard library alone."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.process import StopRequest
+    from trainer.settings import Config
+
+REFUSED = 2
+"""Exit code of wrong arguments, and of what the system refuses."""
+
+
+def composed_training(overrides: list[str], *, config_dir: str | None, looks: str) -> tuple[Config, list[str]]:
+    """The configuration, with ``compile=whole`` where no strategy is named, and its overrides.
+
+    ``looks`` says who looks at what, for the message. Raises ValueError.
+    """
+    from strategies import Whole
+    from trainer.config import compose
+
+    config = compose(overrides, config_dir=config_dir)
+    named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)
+    if not config.compile and not named:
+        # Not composed again: a plugin.py need not bear to be run twice.
+        overrides, config = [*overrides, "compile=whole"], dataclasses.replace(config, compile={"whole": Whole()})
+    if config.run.name != "train":
+        raise ValueError(f"run={config.run.name}: {looks} training steps; leave run= out")
+    return config, overrides
+
+
+def check_file(option: str, file: Path | None) -> None:
+    """Raise ValueError, before any work, for a file that cannot be written."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        raise ValueError(f"--{option}={str(file)!r} is a folder, or lies in none")
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Raise ValueError, before any work, for a folder that something else stands in the place of."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"--{option}={str(folder)!r} is not a folder")
+
+
+def parser(name: str, about: str, more: str = "", *, overrides: bool = False) -> argparse.ArgumentParser:
+    """A parser of ``crucible NAME``; ``more`` comes last in its help.
+
+    With ``overrides`` it takes the trainer's, and ``--config-dir``.
+    """
+    made = argparse.ArgumentParser(
+        prog=f"crucible {name}",
+        description=about.replace("``", ""),
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if overrides:
+        made.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="overrides, as for crucible train")
+        made.add_argument("--config-dir", metavar="DIR", help="your own options and plugin.py, as for crucible train")
+    return made
+
+
+def at_least(least: float, kind: type[int] | type[float] = float, *, above: bool = False) -> Callable[[str], Any]:
+    """A type of arguments: numbers from ``least`` on, or ``above`` it."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
+        if not (value > least if above else value >= least):
+            raise argparse.ArgumentTypeError(f"{text} must be {'above' if above else 'at least'} {least:g}")
+        return value
+
+    return number
+
+
+positive = at_least(1, int)
+seconds = at_least(0, above=True)
+
+
+def exit_code(work: Callable[[StopRequest], int], *, place: object = "", interrupted: str = "") -> int:
+    """What ``work`` returns; errors of the user and the system, and signals, are a line and an exit code.
+
+    ``place`` is where, for a system's error that names no file; ``interrupted`` what a Ctrl-C leaves.
+    """
+    from trainer.process import Interrupted, StopRequest
+
+    try:
+        with StopRequest(print) as stop:
+            code = work(stop)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # ``| head`` has read enough; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Interrupted as stopped:
+        print(f"interrupted ({stopped}){': ' * bool(interrupted)}{interrupted}", file=sys.stderr)
+        return 128 + stopped.signum
+    except Exception as error:
+        from trainer import errors  # Hydra's as well, which takes a while to import
+
+        if isinstance(error, errors.REFUSALS):
+            errors.report(error)
+        elif isinstance(error, OSError):
+            errors.report_system(error, place)
+        else:
+            raise
+        return REFUSED

@@ -1,0 +1,349 @@
+"""``crucible.compare(module, data)``: would torch.compile help this module? Trains copies of it, eager and compiled.
+
+All arms share this process, which a sweep's do not. What that costs in precision, and what is done about it:
+
+- Every arm starts from the same weights, random numbers and data order, and takes as many steps as eager. The arms take
+  turns in rounds. The first batches are compared: a note says where the order of the data does not repeat.
+- Each arm has compile caches of its own. Before each turn the compiler's state in this process is reset. Round 1 is
+  cold; later rounds start on the arm's own caches and count as warm.
+- What a process does once (importing the compiler, the first kernels) comes before the first turn. Importing the
+  compiler is charged to every compiled arm. Other state of libraries and of the allocator is shared; peak memory of the
+  process is left out, since it never falls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from rich.console import Console
+from torch.utils import _pytree as pytree
+
+from strategies import CudaGraph, Regional, Strategy, Whole
+from strategies.cached.directory import compiling_in
+from strategies.compose import label, ordered
+from strategies.environment import environment
+from strategies.errors import one_line
+from strategies.prepare import Preparation
+from strategies.regions import find_containers
+from trainer.build import note_machine
+from trainer.callback import Compile
+from trainer.guards.rollback import throwaway_trainer
+from trainer.process import process_settings
+from trainer.report import tables
+from trainer.report.comparison import WorkloadComparison, compare_runs
+from trainer.report.runs import Run
+from trainer.settings import TrainerConfig
+from trainer.telemetry import hardware
+from trainer.telemetry.machine import processor_name
+from trainer.telemetry.record import RunRecord
+
+WARMUP_STEPS = 5
+MIN_STEADY_STEPS = 10
+LONGEST = 3.0
+"""A turn of steps that takes so many times eager's seconds ends there."""
+MAX_STEPS = 1_000_000_000
+"""For learning-rate schedules, which are the same in every arm; turns end before."""
+OWN = ("logger", "max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "enable_checkpointing")
+"""Options of Lightning's Trainer that are the comparison's."""
+WIDTH = 100
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelComparison:
+    """What ``crucible.compare`` measured."""
+
+    runs: list[Run] = field(default_factory=list)
+    """A record for each turn: of every arm one a round. Failed and interrupted ones are among them."""
+    comparison: WorkloadComparison
+    """The arms side by side, as ``crucible.compare_runs`` makes it of any runs."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and what weakens the figures."""
+
+    @property
+    def verdict(self) -> str:
+        """Which arm to use, for how many steps, in a sentence."""
+        return self.comparison.verdict
+
+    @property
+    def table(self) -> str:
+        """Table, verdict and notes as plain text."""
+        out = io.StringIO()
+        self.show(Console(file=out, width=WIDTH, highlight=False, color_system=None))
+        return out.getvalue()
+
+    def show(self, console: Console) -> None:
+        """Print what ``table`` is."""
+        tables.show([self.comparison], console)
+        for note in self.notes:
+            console.print(f"note: {note}", markup=False)
+
+    def __str__(self) -> str:
+        return self.table
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.runs)} runs: {self.verdict}>"
+
+
+def compare(
+    module: L.LightningModule | Callable[[], L.LightningModule],
+    data: Any,
+    strategies: Sequence[Strategy | Sequence[Strategy]] | None = None,
+    *,
+    seconds: float = 60.0,
+    rounds: int = 3,
+    seed: int = 0,
+    trainer: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    quiet: bool = False,
+    **declared: Any,
+) -> ModelComparison:
+    """Train copies of ``module`` eager and under strategies, in turn, and print which one to use for how many steps.
+
+    Afterwards the module, the random numbers and torch's settings are what they were. Ctrl-C ends the comparison with
+    what was measured so far. An arm that fails is a row with its reason.
+
+    Args:
+        module: A LightningModule, or a function that makes one where it cannot be copied.
+        data: A DataLoader, a LightningDataModule, or whatever ``Trainer.fit`` takes for training.
+        strategies: Beside eager: a strategy or a list of them for each arm. None = ``Regional()`` where blocks repeat,
+            ``Whole()``, and on CUDA one of them with ``CudaGraph()``.
+        seconds: Of eager's steady steps, all rounds together. Other arms take as many steps, and compile besides.
+        rounds: Turns of each arm. Three give an interval; in one or two, less is shown.
+        seed: Of the order of the data, of dropout, and of weights that a function makes.
+        trainer: Options of ``lightning.Trainer``, such as ``{"precision": "bf16-mixed"}``; one device.
+        out: Folder for the records, which ``crucible report`` and ``crucible compare`` read. None = not kept.
+        quiet: Print nothing.
+        declared: Further arguments of ``Compile``: ``blocks``, ``parts``, ``whole``, ``ragged``, ``count``.
+
+    Raises:
+        ValueError: Options that cannot be used.
+        Exception: What eager itself raises.
+    """
+    options = _checked(trainer, seconds=seconds, rounds=rounds)
+    console = Console(quiet=quiet, highlight=False)
+    make = (lambda: copy.deepcopy(module)) if isinstance(module, L.LightningModule) else module
+    with isolate_rng(), process_settings(TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())):
+        torch.manual_seed(seed)
+        arms, notes = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
+        turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, console=console, out=out)
+        names = ", ".join(label(arm) for arm in arms)
+        console.print(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
+        try:
+            turns.all(arms, rounds, seconds / rounds)
+        except KeyboardInterrupt:
+            notes.append("interrupted: what follows is what was measured until then")
+            if not turns.runs:
+                raise
+    if len(set(turns.first_batches)) > 1:
+        notes.append("the arms did not see the same first batch: the order of the data does not repeat under one seed")
+    found = ModelComparison(runs=turns.runs, comparison=compare_runs(turns.runs)[0], notes=notes)
+    if out is not None:
+        for run in found.runs:
+            run.record.save(run.directory)
+    found.show(console)
+    return found
+
+
+def _checked(trainer: Mapping[str, Any] | None, *, seconds: float, rounds: int) -> dict[str, Any]:
+    options = {"devices": 1, "limit_val_batches": 0, **(trainer or {})}
+    if taken := [name for name in OWN if name in options]:
+        raise ValueError(f"compare: trainer[{taken[0]!r}] is for the comparison to set; leave it out")
+    if options["devices"] not in (1, "1", [0]) or options.get("num_nodes", 1) != 1:
+        raise ValueError(f"compare: trainer['devices']={options['devices']!r} must be 1; sweeps compare on several")
+    if not seconds > 0 or rounds < 1:
+        raise ValueError(f"compare: seconds={seconds:g} must be above 0, rounds={rounds} at least 1")
+    return options
+
+
+def _arms(
+    given: Sequence[Strategy | Sequence[Strategy]] | None,
+    module: L.LightningModule,
+    declared: Mapping[str, Any],
+    accelerator: str,
+) -> tuple[list[list[Strategy]], list[str]]:
+    """Eager and the others, and what to know of their choice."""
+    notes: list[str] = []
+    if given is None:
+        given = [Whole()]
+        if declared.get("blocks") or declared.get("parts") or find_containers(module):
+            given = [Regional(), Whole()]
+        else:
+            notes.append("regional is left out: no repeated blocks were found; blocks=[...] names them")
+        if torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda"):
+            given = [*given, [given[0], CudaGraph()]]
+    arms = [ordered([arm] if isinstance(arm, Strategy) else arm) for arm in given]
+    if choosing := [one.name for arm in arms for one in arm if one.chooser is not None]:
+        raise ValueError(f"compare: {choosing[0]} chooses by the length of a run, which a comparison does not have")
+    return [[], *(arm for arm in arms if arm)], notes
+
+
+@dataclass(kw_only=True, slots=True)
+class _Turns:
+    """The turns of all arms, one after the other."""
+
+    make: Callable[[], L.LightningModule]
+    data: Any
+    seed: int
+    options: dict[str, Any]
+    declared: dict[str, Any]
+    console: Console
+    out: str | Path | None
+    runs: list[Run] = field(default_factory=list)
+    first_batches: list[Any] = field(default_factory=list)
+    preparation_seconds: float = 0.0
+
+    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float) -> None:
+        """Every arm once a round; who fails is left out from then on. Raises what eager raises."""
+        with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
+            with self.console.status("getting ready"):
+                preparation = Preparation()
+                self._turn([], folder, limit=_Limit(steps=2), kept=False)  # what a process does once
+                preparation.wait_for_imports()
+                preparation.wait()
+                self.preparation_seconds = preparation.cost_seconds
+            steps = None
+            for number in range(1, rounds + 1):
+                for place, arm in enumerate(arms):
+                    limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
+                    with self.console.status(f"{label(arm)}, round {number} of {rounds}"):
+                        record = self._turn(arm, str(Path(folder, str(place))), limit=limit, round=number)
+                    self.console.print(f"{label(arm)}, round {number} of {rounds}: {_said(record)}")
+                    steps = steps or record.steps
+                failed = {run.record.label for run in self.runs if run.record.status != "finished"}
+                arms = [arm for arm in arms if label(arm) not in failed]
+
+    def _turn(
+        self, arm: Sequence[Strategy], folder: str, *, limit: _Limit, round: int | None = None, kept: bool = True
+    ) -> RunRecord:
+        torch.compiler.reset()
+        strategies = copy.deepcopy(list(arm))
+        record = RunRecord(
+            task="",
+            strategies=[strategy.facts() for strategy in strategies],
+            label=label(strategies),
+            seed=self.seed,
+            round=round,
+            start="cold" if round == 1 else "warm",
+            processor=processor_name(),
+            versions=hardware.versions(),
+        )
+        began = time.perf_counter()
+        variables = {"PL_GLOBAL_SEED": str(self.seed), "PL_SEED_WORKERS": "0"}  # as they were, afterwards
+        with environment(variables), _rewound(self.data), _sigint_kept(), contextlib.ExitStack() as stack:
+            if strategies:
+                stack.enter_context(compiling_in(Path(folder)))
+            L.seed_everything(self.seed, verbose=False)
+            module = self.make()
+            record.task = type(module).__name__
+            compile_ = Compile(
+                strategies, record=record, measure_peak=False, warmup_steps=WARMUP_STEPS, **self.declared
+            )
+            options = {**self.options, "callbacks": [*copy.deepcopy(self._callbacks), compile_, limit]}
+            trainer = throwaway_trainer(folder, options.pop("callbacks"), max_steps=MAX_STEPS, max_epochs=-1, **options)
+            note_machine(record, trainer)
+            if kept:
+                self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
+            try:
+                data = copy.copy(self.data) if isinstance(self.data, L.LightningDataModule) else self.data
+                trainer.fit(module, data)
+                record.status = "finished"
+            except BaseException as error:
+                record.status, record.reason = "failed", one_line(error)
+                if limit.interrupted or not isinstance(error, Exception):
+                    record.status = "interrupted"
+                    raise KeyboardInterrupt from error  # Lightning has made a SystemExit of it
+                if not strategies:
+                    raise
+            finally:
+                record.total_seconds = time.perf_counter() - began
+                record.peak_process_memory_gib = None
+                if strategies:
+                    record.preparation_seconds = self.preparation_seconds
+                self.first_batches += [] if limit.first_batch is None else [limit.first_batch]
+                del module, trainer, compile_
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+        return record
+
+    @property
+    def _callbacks(self) -> list[L.Callback]:
+        given = self.options.get("callbacks") or []
+        return given if isinstance(given, list) else [given]
+
+
+class _Limit(L.Callback):
+    """Ends a turn after ``steps``, or after ``seconds`` of steady steps."""
+
+    def __init__(self, *, steps: int | None = None, seconds: float | None = None) -> None:
+        self._steps, self._seconds = steps, seconds
+        self._began: float | None = None
+        self.first_batch: Any = None
+        self.interrupted = False
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.first_batch is None:
+            leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+            self.first_batch = tuple((tuple(leaf.shape), leaf.detach().float().sum().item()) for leaf in leaves)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        steps, now = trainer.global_step, time.perf_counter()
+        if steps >= WARMUP_STEPS:
+            self._began = self._began or now
+        over = self._seconds is not None and self._began is not None and now - self._began >= self._seconds
+        enough = steps >= WARMUP_STEPS + MIN_STEADY_STEPS
+        trainer.should_stop |= (self._steps is not None and steps >= self._steps) or (over and enough)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.interrupted = isinstance(exception, KeyboardInterrupt)
+
+
+def _said(record: RunRecord) -> str:
+    """What came of a turn, in a few words."""
+    if record.status != "finished" or record.steady_step_seconds_mean is None:
+        return f"{record.status}: {record.reason or 'no steady step'}"
+    return (
+        f"{tables.number(record.steady_step_seconds_mean * 1e3)} ms a step over {record.steady_steps} steady steps, "
+        f"after {tables.number(record.warmup_seconds)} s of warm-up"
+    )
+
+
+@contextlib.contextmanager
+def _rewound(data: Any) -> Iterator[None]:
+    """Leave generators that data loaders keep of their own as they are now, so that the next arm finds the same."""
+    loaders = data if isinstance(data, list | tuple) else [data]
+    owners = [*loaders, *(getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler"))]
+    generators = [one for owner in owners if isinstance(one := getattr(owner, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def _sigint_kept() -> Iterator[None]:
+    """Lightning ignores SIGINT once it has met one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
