@@ -39,9 +39,10 @@ from strategies.environment import environment
 from strategies.errors import one_line
 from strategies.prepare import Preparation
 from strategies.regions import find_containers
-from trainer.build import note_machine
 from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer
+from trainer.loops.lightning import LightningLoop
+from trainer.loops.training import note_machine
 from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
@@ -254,7 +255,7 @@ class _Turns:
             )
             options = {**self.options, "callbacks": [*copy.deepcopy(self._callbacks), compile_, limit]}
             trainer = throwaway_trainer(folder, options.pop("callbacks"), max_steps=MAX_STEPS, max_epochs=-1, **options)
-            note_machine(record, trainer)
+            note_machine(record, LightningLoop(trainer))
             if kept:
                 self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
             try:

@@ -1,0 +1,208 @@
+"""``crucible.compare``: arms start alike and take turns, failures and Ctrl-C keep the rest, nothing stays changed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from scripts import compare as command
+from strategies import Regional, Strategy, Whole
+from trainer.report.runs import find
+from trainer.sweep.in_process import ModelComparison, compare
+
+SHORT: dict[str, Any] = {"seconds": 0.02, "rounds": 2, "trainer": {"accelerator": "cpu"}}
+
+
+class Blocks(L.LightningModule):
+    """Two blocks alike; every copy adds what it saw to one list."""
+
+    def __init__(self, seen: list[Any] | None = None, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(blocks)))
+        self._seen = [[]] if seen is None else seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Blocks:
+        self._seen.append([])
+        made = Blocks(self._seen, len(self.blocks))
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._seen[-1].append((round(batch[0].sum().item(), 3), outputs["loss"].item()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.blocks(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Fails(Whole):
+    def apply(self, program: Any) -> None:
+        raise RuntimeError("this arm does not work")
+
+
+class Interrupts(Whole):
+    turns = 0
+
+    def apply(self, program: Any) -> None:
+        type(self).turns += 1
+        if self.turns == 2:
+            raise KeyboardInterrupt
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(256.0).view(64, 4) / 256), batch_size=8, shuffle=True, **options)
+
+
+def rows(found: ModelComparison) -> list[str]:
+    return [row.cell.arm for row in found.comparison.rows]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelComparison, Blocks, Path]:
+    out, module = tmp_path_factory.mktemp("out"), Blocks()
+    arms: list[Strategy] = [Regional(backend="eager"), Whole(backend="eager")]
+    found = compare(module, loader(generator=torch.Generator().manual_seed(3)), arms, out=out, **SHORT)
+    return found, module, out
+
+
+def test_arms_take_turns_over_the_same_steps(compared: tuple[ModelComparison, Blocks, Path]) -> None:
+    records = [run.record for run in compared[0].runs]
+    labels = ["eager", "regional", "whole"]
+    assert [(record.label, record.round, record.start) for record in records] == [
+        *((label, 1, "cold") for label in labels),
+        *((label, 2, "warm") for label in labels),
+    ]
+    assert {record.status for record in records} == {"finished"}
+    assert len({record.steps for record in records}) == 1
+    assert all(record.steady_step_seconds_mean for record in records)
+
+
+def test_arms_start_from_the_same_weights_data_and_random_numbers(
+    compared: tuple[ModelComparison, Blocks, Path],
+) -> None:
+    found, module, _ = compared
+    turns = [losses for losses in module._seen if len(losses) > 5][-6:]
+    assert len(turns) == 6
+    batches, losses = ([[each[part] for each in turn] for turn in turns] for part in (0, 1))
+    assert batches == [batches[0]] * 6
+    assert losses == [pytest.approx(losses[0])] * 6, "with dropout"
+    assert found.notes == []
+
+
+def test_the_answer_is_a_table_a_verdict_and_records_that_the_commands_read(
+    compared: tuple[ModelComparison, Blocks, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _, out = compared
+    assert rows(found) == ["eager", "regional (backend=eager)", "whole (backend=eager)"]
+    assert found.verdict in " ".join(str(found).split())
+    assert "whole" in found.table
+    assert len(find([out])) == 6
+    assert command.main([str(out)]) == 0
+    assert "Blocks" in capsys.readouterr().out
+
+
+def test_everything_is_afterwards_as_it_was() -> None:
+    module, generator = Blocks(), torch.Generator().manual_seed(7)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random, drawn, environment = torch.get_rng_state(), generator.get_state(), dict(os.environ)
+    settings = torch.get_float32_matmul_precision(), torch.is_grad_enabled(), signal.getsignal(signal.SIGINT)
+    compare(module, loader(generator=generator), [Whole(backend="eager")], quiet=True, **SHORT)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(drawn, generator.get_state())
+    assert dict(os.environ) == environment
+    assert settings == (
+        torch.get_float32_matmul_precision(), torch.is_grad_enabled(), signal.getsignal(signal.SIGINT)
+    )  # fmt: skip
+    assert module._compiled_call_impl is None
+    assert module._trainer is None
+
+
+def test_an_arm_that_fails_is_a_row_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(Blocks, loader(), [Fails(), Regional(backend="eager")], **SHORT)
+    failed = [run.record for run in found.runs if run.record.status == "failed"]
+    assert [record.reason for record in failed] == ["RuntimeError: this arm does not work"], "and it has no second turn"
+    assert rows(found)[:2] == ["eager", "whole"]
+    assert any("this arm does not work" in flag for flag in found.comparison.rows[1].flags)
+    assert "whole, round 1 of 2: failed: RuntimeError: this arm does not work" in capsys.readouterr().out
+    assert sum(run.record.status == "finished" for run in found.runs) == 4
+
+
+def test_what_eager_raises_is_raised() -> None:
+    class Wrong(Blocks):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            raise IndexError("of the module")
+
+    with pytest.raises(IndexError, match="of the module"):
+        compare(Wrong, loader(), [Whole(backend="eager")], quiet=True, **SHORT)
+
+
+def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    Interrupts.turns = 0
+    handler = signal.getsignal(signal.SIGINT)
+    found = compare(Blocks, loader(), [Regional(backend="eager"), Interrupts()], **SHORT)
+    assert [run.record.status for run in found.runs] == [*["finished"] * 5, "interrupted"]
+    assert found.notes == ["interrupted: what follows is what was measured until then"]
+    assert "note: interrupted" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_without_blocks_regional_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.sweep.in_process import _arms
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arms, notes = _arms(None, Blocks(blocks=1), {}, "auto")
+    assert [[one.name for one in arm] for arm in arms] == [[], ["whole"]]
+    assert notes == ["regional is left out: no repeated blocks were found; blocks=[...] names them"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arms, notes = _arms(None, Blocks(), {}, "auto")
+    assert [[one.name for one in arm] for arm in arms] == [[], ["regional"], ["whole"], ["regional", "cuda_graph"]]
+
+
+def test_data_that_does_not_repeat_is_noted() -> None:
+    class Ever(torch.utils.data.Dataset[Tensor]):
+        drawn = 0
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> list[Tensor]:
+            Ever.drawn += 1
+            return [torch.full((4,), Ever.drawn / 1e4)]
+
+    found = compare(Blocks, DataLoader(Ever(), batch_size=8), [], quiet=True, **SHORT)
+    assert "the arms did not see the same first batch" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trainer": {"max_steps": 5}}, r"trainer\['max_steps'\] is for the comparison to set"),
+        ({"trainer": {"devices": 2}}, r"trainer\['devices'\]=2 must be 1"),
+        ({"seconds": 0}, "seconds=0 must be above 0"),
+        ({"rounds": 0}, "rounds=0 at least 1"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare(Blocks, loader(), **options)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_each_arm_from_caches_of_its_own(tmp_path: Path) -> None:
+    usual = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    found = compare(Blocks(), loader(), [Whole()], quiet=True, **SHORT)
+    cold, warm = [run.record for run in found.runs if run.record.label == "whole"]
+    assert (cold.cache, warm.cache) == ("cold", "warm")
+    assert cold.graphs
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == usual
