@@ -45,7 +45,7 @@ python -m scripts.COMMAND for the others. Your own model, in Python: crucible.co
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int | None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` begin with; returns its exit code. Overrides alone are ``train``'s."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given in ([], ["-h"], ["--help"], ["help"]):
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         print(version("crucible-train"))
         return 0
     if "COMP_LINE" in os.environ:
-        return complete(given)
+        complete(given)
+        return 0
     named = re.fullmatch(r"[A-Za-z][\w-]*", given[0]) is not None  # an override has "=", a flag begins with "-"
     name, rest = (given[0].replace("-", "_"), given[1:]) if named else ("train", given)
     if name not in COMMANDS:
@@ -66,8 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         print(f"error: {given[0]} is not a command of crucible; {hint}", file=sys.stderr)
         return 2
     if name == "train":
-        return train(rest)
-    return importlib.import_module(f"scripts.{name}{'.__main__' * (name in PACKAGES)}").main(rest)
+        train(rest)
+        return 0  # it exits with its own
+    script = importlib.import_module(f"scripts.{name}{'.__main__' * (name in PACKAGES)}")
+    code: int = script.main(rest)
+    return code
 
 
 def train(arguments: list[str]) -> None:
