@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
-from lightning.pytorch.trainer import call
 
 from scripts.bisect.bench import Bench
 from scripts.bisect.trial import searched
@@ -109,8 +108,7 @@ class _BenchCallback(L.Callback):
         """Everything is in place: use the bench, then end."""
         program = self._compile.program
         assert program is not None
-        on_device = [batch, *(_on_device(trainer, other) for other in self._chosen[1:])]
-        kinds = list(self._kinds)[: len(on_device)]
+        kinds = list(self._kinds)[: len(self._chosen)]
         if len(self._kinds) > len(kinds):
             self._notes.append(
                 f"{len(self._kinds)} shapes among the first {self._kinds.total()} batches, {len(kinds)} of them tried "
@@ -118,6 +116,7 @@ class _BenchCallback(L.Callback):
             )
         cuda_graphs = program.uses_cuda_graphs
         passes = LightningLoop(trainer, cuda_graphs=cuda_graphs)
+        on_device = [batch, *(passes.to_device(other) for other in self._chosen[1:])]
         with passes.quiet():
             bench = Bench(
                 trainer,
@@ -144,10 +143,3 @@ class _BenchCallback(L.Callback):
                 break
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
         return [copy.deepcopy(batch) for batch in self._chosen[:1] * 2]
-
-
-def _on_device(trainer: L.Trainer, batch: Any) -> Any:
-    """As Lightning's training loop brings a batch to its device."""
-    converted = trainer.precision_plugin.convert_input(batch)
-    converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=0)
-    return call._call_strategy_hook(trainer, "batch_to_device", converted, dataloader_idx=0)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from strategies.loop import Around, Inspect, RunMicroBatch
 from strategies.padding import Padding, edge_of, length_of, to_edge
 from strategies.torch_patches import as_capturing
-from trainer.loops.manual import replaced
 from trainer.loops.one_process import OneProcess, evaluating
+from trainer.loops.private import replaced
 
 LOGGED = (
     "throughput/steps_per_second",

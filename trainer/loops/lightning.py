@@ -1,4 +1,4 @@
-"""Lightning's Trainer behind the protocol ``strategies.loop.Loop``, with all of Lightning's private names that we use.
+"""Lightning's Trainer behind the protocol ``strategies.loop.Loop``, made of the pieces of ``private``.
 
 A step that is run apart is made of Lightning's own pieces (its closure and its hooks), so that whatever the module or a
 Lightning strategy has overridden is in force. See ``_AutomaticOptimization`` in
@@ -12,25 +12,21 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
-from trainer.loops.manual import ManualSteps, replaced
-from trainer.loops.micro_batch import LightningMicroBatch
+from trainer.loops.manual import ManualSteps
 from trainer.loops.one_process import evaluating
+from trainer.loops.private import CALL, LightningMicroBatch, gone, missing, muted, replaced, resolve
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +91,7 @@ class LightningLoop:
     def steps_planned(self) -> int | None:
         try:
             planned = self._trainer.estimated_stepping_batches
-        except MisconfigurationException:  # a loader without a length
+        except Exception:  # MisconfigurationException, a private class, for a loader without a length
             return None
         return None if planned in (-1, float("inf")) else int(planned)
 
@@ -163,6 +159,8 @@ class LightningLoop:
             return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
         if getattr(trainer.strategy.model, "static_graph", False):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
+        if lost := missing(trainer):
+            return gone(lost)
         if not self.manual:
             return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):  # Lightning has a mock in place of none
@@ -175,16 +173,17 @@ class LightningLoop:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        trainer, module, call_hooks = self._trainer, self._module, call._call_callback_hooks
+        trainer, module, call_hooks = self._trainer, self._module, resolve(CALL)._call_callback_hooks
 
         def of_others(whose: L.Trainer, *given: Any, **named: Any) -> None:
-            return None if whose is trainer else call_hooks(whose, *given, **named)
+            if whose is not trainer:
+                call_hooks(whose, *given, **named)
 
         with (
             # Other threads read these at any time: a progress bar finds itself in ``trainer.callbacks``. So that list
             # stays as it is, only its hooks are not called, and what stands in for a logger says what the logger says.
-            replaced(call, "_call_callback_hooks", of_others),
-            replaced(trainer, "_loggers", [_muted(logger) for logger in trainer.loggers]),
+            replaced(resolve(CALL), "_call_callback_hooks", of_others),
+            replaced(trainer, "_loggers", [muted(logger) for logger in trainer.loggers]),
             # A manual step tells it when an optimizer step begins, and not when that ends with an error.
             replaced(trainer, "profiler", PassThroughProfiler()),
             replaced(module, "_current_fx_name", module._current_fx_name),
@@ -261,21 +260,24 @@ class LightningLoop:
         with evaluating(self._module), as_capturing(False), inference:
             if step == "training_step":
                 return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
-            call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
-            call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
+            resolve(CALL)._call_lightning_module_hook(trainer, "on_validation_epoch_start")
+            resolve(CALL)._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
             given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
-            return call._call_strategy_hook(trainer, step, *given)
+            return resolve(CALL)._call_strategy_hook(trainer, step, *given)
 
     def to_device(self, batch: Any) -> Any:
         """Convert and move a batch as Lightning's loops do, hooks of the module and the data module included."""
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+        return resolve(CALL)._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
     def why_not_capture(self) -> Iterator[str]:
         module = self._module
+        if lost := missing(self._trainer):
+            yield gone(lost)
+            return
         if not module.automatic_optimization:
             yield "manual optimization: the training step itself steps the optimizers"
             return
@@ -386,8 +388,9 @@ class LightningLoop:
         # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py
         loop, undo = self._trainer.fit_loop.epoch_loop, contextlib.ExitStack()
         for hook, ours in {"_on_before_fetch": before, "_on_after_fetch": after}.items():
-            both = partial(lambda theirs, ours: (theirs(), ours()), getattr(loop, hook), ours)
-            undo.enter_context(replaced(loop, hook, both))
+            if hasattr(loop, hook):  # else waiting for data is not measured
+                both = partial(lambda theirs, ours: (theirs(), ours()), getattr(loop, hook), ours)
+                undo.enter_context(replaced(loop, hook, both))
         return undo.close
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
@@ -405,12 +408,14 @@ class LightningLoop:
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _training_step(self, arguments: Mapping[str, Any]) -> Any:
-        return call._call_strategy_hook(self._trainer, "training_step", *arguments.values())
+        return resolve(CALL)._call_strategy_hook(self._trainer, "training_step", *arguments.values())
 
     def _optimizer_step(self, closure: Callable[[], Tensor]) -> None:
         trainer = self._trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure)
+        resolve(CALL)._call_lightning_module_hook(
+            trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure
+        )
 
     def _closure(self, batch: Any, inspect: Inspect | None) -> Callable[[], Tensor]:
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
@@ -436,14 +441,8 @@ class LightningLoop:
     def _arguments(self, batch: Any, number: int) -> OrderedDict[str, Any]:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
+        resolve(CALL)._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
         return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
-
-
-def _muted(logger: Logger) -> Logger:
-    """In the place of ``logger``: writes nothing, and says the same of itself."""
-    said = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}
-    return cast(Logger, type("Muted", (DummyLogger,), {"of": logger, **said})())
 
 
 def _log_nothing(*_: Any, **__: Any) -> None: ...

@@ -9,7 +9,7 @@ steps once for five steps of its critic is not left out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strategies.loop import Inspect, Span
+from trainer.loops.private import replaced
 
 MAX_BATCHES = 32
 """Training steps after which no optimizer is waited for that has not stepped yet."""
@@ -93,20 +94,6 @@ class ManualSteps:
             return result
 
         return replaced(strategy, "backward", seen)
-
-
-@contextlib.contextmanager
-def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
-    """Inside, ``owner.name`` is ``by``; yields what it was. An attribute of this one object, its class stays."""
-    before, own = getattr(owner, name), name in vars(owner)
-    vars(owner)[name] = by
-    try:
-        yield before
-    finally:
-        if own:
-            vars(owner)[name] = before
-        else:
-            vars(owner).pop(name, None)
 
 
 def _marking(stepped: set[int], place: int, then: Callable[[], Any] | None = None) -> Callable[..., None]:

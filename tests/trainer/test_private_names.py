@@ -1,0 +1,105 @@
+"""Lightning's and torch's private names: one that is gone ends nothing, and a patch that nobody needs is found."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from strategies import Regional, torch_patches
+from tests.conftest import ROOT
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile
+from trainer.loops import private
+from trainer.loops.lightning import LightningLoop
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def oldest(package: str) -> str:
+    """The lowest version that pyproject.toml allows."""
+    (found,) = (line for line in PROJECT["dependencies"] if line.startswith(f"{package}>="))
+    return found.removeprefix(f"{package}>=").split(",")[0]
+
+
+class Looks(L.Callback):
+    """Sees the names that are missing while a module trains."""
+
+    found: list[str] | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        self.found = private.missing(trainer)
+
+
+def test_this_lightning_has_all_private_names_that_are_used(tmp_path: Path) -> None:
+    """A new minor version is let in (pyproject.toml) once this passes with it."""
+    looks = Looks()
+    fit(Blocks(), tmp_path, [looks])
+    assert looks.found == []
+
+
+@pytest.mark.slow
+def test_renamed_private_classes_do_not_break_the_import() -> None:
+    code = """
+import sys
+import lightning.fabric.utilities.exceptions as exceptions, lightning.pytorch.loggers.logger as loggers
+del exceptions.MisconfigurationException, loggers.DummyLogger
+sys.modules["lightning.pytorch.trainer.call"] = None
+import trainer.callback, trainer.loops.lightning
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_training_without_a_private_name_goes_on_and_names_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "OF_TRAINER", (*private.OF_TRAINER, "fit_loop._renamed"))
+    monkeypatch.setattr(private, "OF_LIGHTNING", (*private.OF_LIGHTNING, "lightning.pytorch.gone:Gone"))
+    callback = Compile([Regional(backend="aot_eager")], blocks=("layers",))
+    fit(Blocks(), tmp_path, [callback])
+    reason = f"Lightning {L.__version__} has no lightning.pytorch.gone:Gone, Trainer.fit_loop._renamed"
+    assert callback.record.regions_compiled
+    assert any(reason in note for note in callback.record.notes), callback.record.notes
+    assert callback.record.audits is not None
+    assert reason in str(callback.record.audits.reason)
+    loop = LightningLoop(L.Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path))
+    assert "has no lightning.pytorch.gone:Gone" in next(iter(loop.why_not_capture()))
+
+
+def test_what_needs_a_name_that_is_gone_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"has no lightning\.pytorch\.gone:Gone: pip install"):
+        private.resolve("lightning.pytorch.gone:Gone")
+
+
+def test_the_pin_is_the_one_that_messages_name() -> None:
+    assert any(line.startswith("lightning>=2.6,<2.7") for line in PROJECT["dependencies"])
+
+
+# ---- torch's: each fails when its patch in strategies/torch_patches.py can go ----
+
+
+def test_faults_of_torch_2_11_are_avoided_as_long_as_it_is_supported() -> None:
+    assert TorchVersion(oldest("torch")) < "2.12", "fixed in 2.12: delete faults_avoided and test_inductor_faults.py"
+
+
+def test_libraries_still_ask_torch_whether_a_step_is_captured() -> None:
+    with torch_patches.as_capturing():
+        assert torch.cuda.is_current_stream_capturing(), "torch asks by another name: as_capturing does nothing"
+    asks = pytest.importorskip("transformers.utils.import_utils")
+    assert "is_current_stream_capturing" in inspect.getsource(asks), "transformers does not ask: delete as_capturing"
+
+
+def test_inductor_still_adds_an_embeddings_gradient_in_any_order() -> None:
+    from torch._inductor import decomposition
+
+    gradient = torch.ops.aten.embedding_dense_backward.default
+    assert gradient in decomposition.decompositions, "Inductor calls eager's kernel: delete embeddings_as_in_eager"
+    source = inspect.getsource(decomposition.decomp_embedding_dense_backward)
+    assert "index_put_accumulate" in source, "no atomics: delete embeddings_as_in_eager"
