@@ -133,6 +133,8 @@ class Program:
     """Lightning's name for the precision of the run."""
     optimizers: Sequence[torch.optim.Optimizer] = ()
     """Optimizers with their restored state; empty before ``begin``."""
+    own_steps: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    """Of each optimizer, what makes its step its own; filled in before any strategy begins, see ``compose.begin``."""
     loop: Loop | None = None
     """What trains the module; known from ``begin`` on."""
     padding: Padding | None = None
@@ -161,6 +163,11 @@ class Program:
     it loaded; the run adds its own, for that strategy to keep."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
+
+    @property
+    def compiled_beside_regions(self) -> list[Strategy]:
+        """Strategies of which something runs compiled that is neither a region nor a captured step."""
+        return [strategy for strategy in self.strategies if strategy.is_compiled(self)]
 
     @property
     def captures_steps(self) -> bool:
@@ -217,6 +224,11 @@ class Strategy:
         return False
 
     @property
+    def compiles(self) -> bool:
+        """Whether it changes how a step computes, so that a step is compared with eager's."""
+        return self.stage in (Stage.MODULE, Stage.OPTIMIZER)
+
+    @property
     def recomputes(self) -> str | None:
         """The option, as it is typed, by which activations are computed again in the backward; None without one."""
         return None
@@ -230,15 +242,34 @@ class Strategy:
     def is_compiled(self, program: Program) -> bool:
         """Whether something that it put in the place of torch's own still runs compiled, beside the program's regions
         and captured steps."""
-        return self.stage is Stage.OPTIMIZER and "optimizer" not in program.eager_parts
+        return self.stage is Stage.OPTIMIZER and self.name not in program.eager_parts
+
+    def is_exact(self, program: Program) -> bool:
+        """Whether that computes torch's own formulas in the precision of the weights and draws no random numbers, so
+        that parity allows it no more than rounding."""
+        return not self.is_compiled(program)
+
+    def gradient_scale(self, optimizer: Any, device: torch.device) -> torch.Tensor | float:
+        """What the last step of ``optimizer`` multiplied gradients on ``device`` by, because it clips them itself."""
+        return 1.0
+
+    def take(self, program: Program) -> Callable[[], None]:
+        """Remember what it keeps on the host beside the state of module and optimizers; returns what puts it back, once
+        these are as they were, any number of times."""
+        return lambda: None
 
     def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
         """Inside, the program runs as if this strategy were not there, and afterwards as before: to compare with eager.
 
-        Compiled code is set aside for all strategies alike, by torch's stance; what else a strategy put in the place of
-        torch's own, it takes out of the way here.
+        Compiled code is set aside for all strategies alike, by torch's stance, and so is whatever took the place of an
+        optimizer's ``step``; what else a strategy put in the place of torch's own, it takes out of the way here.
         """
         return contextlib.nullcontext()
 
+    def give_up(self, program: Program, reason: str) -> None:
+        """Run in eager from now on, but for regions and captured steps, which are given up apart."""
+        self.end(program)
+
     def end(self, program: Program) -> None:
-        """Training is over, finished or broken: keep what is worth keeping and undo what must not outlive the run."""
+        """Training is over, finished or broken: keep what is worth keeping and undo what must not outlive the run. May
+        be called twice. Optimizers get their own steps back in any case."""

@@ -70,14 +70,22 @@ def eager(program: Program) -> Iterator[None]:
     compiled, or lost."""
     import torch
 
-    from strategies.optimizer.step import own_step
     from strategies.torch_patches import as_capturing
 
-    with torch.compiler.set_stance("force_eager"), as_capturing(False), contextlib.ExitStack() as aside:
+    with torch.compiler.set_stance("force_eager"), as_capturing(False), aside(program):
+        yield
+
+
+@contextlib.contextmanager
+def aside(program: Program) -> Iterator[None]:
+    """Inside, optimizers take their own steps, and nothing else that strategies put in the place of torch's own is in
+    force; regions may still be compiled."""
+    with contextlib.ExitStack() as stack:
         for strategy in program.strategies:
-            aside.enter_context(strategy.aside(program))
-        for optimizer in program.optimizers:  # also of a strategy from outside that does not step aside itself
-            aside.enter_context(own_step(optimizer))
+            stack.enter_context(strategy.aside(program))
+        for optimizer, own in program.own_steps:
+            stack.callback(_bind, optimizer, "step", vars(optimizer).get("step"))
+            _bind(optimizer, "step", own["step"])
         yield
 
 
@@ -89,6 +97,8 @@ def apply(strategies: Iterable[Strategy], program: Program) -> None:
 
 def begin(strategies: Iterable[Strategy], program: Program) -> None:
     """Tell ``strategies`` that training is about to begin, in the order of their stages."""
+    if not program.own_steps:
+        program.own_steps = [(one, {name: vars(one).get(name) for name in _OF_A_STEP}) for one in program.optimizers]
     for strategy in ordered(strategies):
         strategy.begin(program)
 
@@ -96,5 +106,34 @@ def begin(strategies: Iterable[Strategy], program: Program) -> None:
 def end(strategies: Iterable[Strategy], program: Program) -> None:
     """Tell ``strategies`` that training is over, in reverse order; one that fails does not keep the others from it."""
     with contextlib.ExitStack() as ends:
+        ends.callback(program.own_steps.clear)
+        ends.callback(_restore_steps, program)
         for strategy in ordered(strategies):
             ends.callback(strategy.end, program)
+
+
+def give_up_others(program: Program, reason: str) -> list[str]:
+    """Let all that is compiled beside regions and captured steps run eager from now on; returns whose it was."""
+    given_up = program.compiled_beside_regions
+    for strategy in given_up:
+        strategy.give_up(program, reason)
+        program.eager_parts[strategy.name] = reason
+    _restore_steps(program)
+    return [strategy.name for strategy in given_up]
+
+
+_OF_A_STEP = ("step", "_step_supports_amp_scaling")
+"""Attributes of an optimizer by which it steps in another way than its class does: a scheduler sets the first."""
+
+
+def _restore_steps(program: Program) -> None:
+    for optimizer, own in program.own_steps:
+        for name, value in own.items():
+            _bind(optimizer, name, value)
+
+
+def _bind(optimizer: Any, name: str, value: Any) -> None:
+    if value is not None:
+        setattr(optimizer, name, value)
+    elif name in vars(optimizer):
+        delattr(optimizer, name)

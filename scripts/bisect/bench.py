@@ -13,7 +13,7 @@ import os
 import pickle
 import pprint
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from scripts.bisect.probe import Probe
 from scripts.bisect.trial import OPTIMIZER, Node, Outcome, Site, Trial, holds
 from strategies import Modular, Program, Stage, Strategy
+from strategies.compose import aside
 from strategies.errors import one_line
 from strategies.modular import Part
-from strategies.optimizer.step import installed, own_step
 from strategies.options import BudgetedBackend, ModuleRequest, file_of_backend
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.guards.snapshot import Snapshot
@@ -78,14 +78,14 @@ class Bench:
         paths = [region.path for region in program.regions]
         uncompile(program)
         self._probe = Probe(trainer, program, passes, cuda_graphs=cuda_graphs)
-        self._snapshot = Snapshot(passes, self._batches)
+        self._snapshot = Snapshot(passes, self._batches, program)
         called = self._called()
         self.site = Site(
             regions=[_node(program.module.get_submodule(path), path, called) for path in paths],
             strategy=strategy.name if strategy is not None else None,
             requests={path: _not_neutral(self._requests[path]) for path in paths},
             paths=[path for path, _ in program.module.named_modules() if path],
-            optimizer=any(installed(optimizer) is not None for optimizer in program.optimizers),
+            optimizer=bool(program.compiled_beside_regions),
             batches=list(kinds),
             device=self._device,
             versions=hardware.versions(),
@@ -98,7 +98,7 @@ class Bench:
         batches = [self._batches[number] for number in trial.batches]
         with contextlib.ExitStack() as stack:
             if OPTIMIZER not in trial.paths:
-                stack.enter_context(self._eager_optimizers())
+                stack.enter_context(aside(self._program))
             stack.callback(self._snapshot.restore)
             stack.callback(uncompile, self._program)
             self._compile(trial)
@@ -168,7 +168,7 @@ class Bench:
         self._snapshot.restore()
         handle = module.register_forward_pre_hook(capture, with_kwargs=True)
         try:
-            with self._eager_optimizers():
+            with aside(self._program):
                 self._passes.step(self._batches[batch])
         except _Captured:
             pass
@@ -202,7 +202,7 @@ class Bench:
         called: set[int] = set()
         handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
         try:
-            with self._eager_optimizers():
+            with aside(self._program):
                 for batch in self._batches:
                     try:
                         self._passes.step(batch)
@@ -213,13 +213,6 @@ class Bench:
         finally:
             handle.remove()
         return called
-
-    @contextlib.contextmanager
-    def _eager_optimizers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for optimizer in self._program.optimizers:
-                stack.enter_context(own_step(optimizer))
-            yield
 
 
 def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -90,23 +91,48 @@ class Optimizer(CompileOptions):
 
     def is_compiled(self, program: Program) -> bool:
         """Whether any optimizer's step is compiled, or to be."""
+        forms = [update.form for update in self._updates(program)]
+        return self.name not in program.eager_parts or any(form != "eager" for form in forms)
+
+    @staticmethod
+    def _updates(program: Program) -> list[Update]:
         from strategies.optimizer.step import installed
 
-        updates = [installed(optimizer) for optimizer in program.optimizers]
-        forms = [getattr(update, "form", "eager") for update in updates]
-        return self.name not in program.eager_parts or any(form != "eager" for form in forms)
+        return [update for optimizer in program.optimizers if (update := installed(optimizer)) is not None]
 
     def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
         """Let the optimizers take torch's own step inside."""
-        from strategies.optimizer.step import own_step
+        from strategies.optimizer.step import ATTRIBUTE
 
         stack = contextlib.ExitStack()
-        for optimizer in program.optimizers:
-            stack.enter_context(own_step(optimizer))
+        for optimizer in program.optimizers:  # so that it is clipped as eager clips it
+            if (update := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
+                stack.callback(setattr, optimizer, ATTRIBUTE, update)
         return stack
 
+    def is_exact(self, program: Program) -> bool:
+        """Whether every step is computed by formulas, or torch's own."""
+        return all(update.exact for update in self._updates(program))
+
+    def gradient_scale(self, optimizer: Any, device: torch.device) -> Tensor | float:
+        """What clips them within the update."""
+        from strategies.optimizer.step import installed
+
+        update = installed(optimizer)
+        return 1.0 if update is None else update.scale_on(device)
+
+    def take(self, program: Program) -> Callable[[], None]:
+        """Steps are counted on the host, and the updates hold on to state tensors that may be gone after a restore."""
+        put_back = [update.take() for update in self._updates(program)]
+
+        def put_all_back() -> None:
+            for put in put_back:
+                put()
+
+        return put_all_back
+
     def end(self, program: Program) -> None:
-        """Give every optimizer its own step back, and Lightning its clipping."""
+        """Let go of the updates, and give Lightning its clipping back."""
         from strategies.optimizer.functional import FunctionalUpdate
         from strategies.optimizer.step import installed, unfold_clipping, uninstall
 

@@ -44,7 +44,7 @@ class FunctionalUpdate:
     """
 
     form = "functional"
-    clips = True
+    clips = exact = True
 
     def __init__(
         self,
@@ -150,18 +150,22 @@ class FunctionalUpdate:
         stale = self._plan is None or not self._planner.owns_state(self._plan)
         return self._plans + int(stale)
 
-    def counted(self) -> list[int]:
-        """Steps counted on the host so far, for ``recount``."""
-        return [] if self._plan is None else [clock.steps for clock in self._plan.clocks]
+    def take(self) -> Callable[[], None]:
+        """Remember the counts of steps. Where the state tensors are then still those of the plan, it stays, and with it
+        what was captured by it; else the next step plans anew."""
+        plan = self._plan
+        counted = [] if plan is None else [clock.steps for clock in plan.clocks]
 
-    def recount(self, counted: list[int]) -> None:
-        """Go back to ``counted``, as all state tensors have; the plan stays, and with it what was captured by it."""
-        if self._plan is None or not counted:
-            return
-        for clock, steps in zip(self._plan.clocks, counted, strict=True):
-            clock.steps = steps
-        for count in self._plan.counts:
-            count.version = count.steps._version
+        def put_back() -> None:
+            if plan is None or plan is not self._plan or not self._planner.holds_state(plan):
+                self.forget()
+                return
+            for clock, steps in zip(plan.clocks, counted, strict=True):
+                clock.steps = steps
+            for count in plan.counts:
+                count.version = count.steps._version
+
+        return put_back
 
     def forget(self) -> None:
         """Plan anew at the next step, from the optimizer's own state."""
@@ -275,13 +279,17 @@ class Planner:
 
     def owns_state(self, plan: Plan) -> bool:
         """Whether the optimizer's state is still what the plan works on, and nobody else has counted steps."""
+        return self.holds_state(plan) and all(count.steps._version == count.version for count in plan.counts)
+
+    def holds_state(self, plan: Plan) -> bool:
+        """Whether the optimizer's state is still in the tensors that the plan works on."""
         for chunk in plan.chunks:
             state = self._optimizer.state.get(chunk.parameters[0], {})
             if any(state.get(name) is not kind[0] for name, kind in zip(chunk.names, chunk.states, strict=True)):
                 return False
             if self._formula.counted and state.get("step") is not chunk.step:
                 return False
-        return all(count.steps._version == count.version for count in plan.counts)
+        return True
 
     def gradients_for(self, plan: Plan) -> list[Tensor] | None:
         """Gradients of the plan's parameters; None unless they and the groups are those that it was made for."""

@@ -6,10 +6,9 @@ optimizer call it as before. The closure runs before the update and is not compi
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._dynamo.utils import counters
 
 ATTRIBUTE = "_compiled_update"
-"""Attribute of the optimizer: the update and the attribute ``step`` that was there before, or None."""
-UNSCALES = "_unscaled_before_compiled_update"
+"""Attribute of the optimizer that holds the update."""
 LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
@@ -31,6 +29,8 @@ class Update(Protocol):
     """What stands in for the step."""
 
     form: str
+    exact: bool
+    """Whether it computes torch's formulas in the precision of the weights and draws no random numbers."""
     clips: bool
     """Whether it clips by norm itself, in a step before which ``max_norm`` was set."""
     max_norm: float | None
@@ -44,34 +44,49 @@ class Update(Protocol):
     def facts(self) -> dict[str, Any]:
         """Figures for the record."""
 
+    def scale_on(self, device: torch.device) -> Tensor | float:
+        """What the last step multiplied gradients by to clip them, ``()``; 1 where it did not."""
+
+    def take(self) -> Callable[[], None]:
+        """See ``Strategy.take``."""
+
 
 def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Callable[[], None]) -> None:
     """Let ``optimizer.step`` call ``update``; ``after_first`` runs once, after the first step."""
     first = True
 
+    def call(_: torch.optim.Optimizer) -> None:
+        nonlocal first
+        if first:
+            first = False
+            _call_first(update)
+            after_first()
+        else:
+            update()
+
+    setattr(optimizer, ATTRIBUTE, update)
+    replace_step(optimizer, call)
+
+
+def replace_step(optimizer: torch.optim.Optimizer, update: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Let ``optimizer.step`` call ``update`` on it, without gradients and after its closure, between the hooks of the
+    step; to be called in ``Strategy.begin``. When the training is over, the optimizer gets its own step back."""
+
     @torch.optim.Optimizer.profile_hook_step  # runs the step's hooks and names it in profiles
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        nonlocal first
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            if first:
-                first = False
-                _call_first(update)
-                after_first()
-            else:
-                update()
+            update(self)
         self._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     # Schedulers mark the step that they have wrapped, to see later that it was called; ours tells them itself.
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/optim/lr_scheduler.py (patch_track_step_called)
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    setattr(optimizer, ATTRIBUTE, (update, vars(optimizer).get("step")))
     # Fused optimizers unscale gradients themselves under a GradScaler; the update leaves that to the scaler.
-    setattr(optimizer, UNSCALES, vars(optimizer).get("_step_supports_amp_scaling"))
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     # A bound method of this object, because schedulers take its __func__.
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -79,38 +94,13 @@ def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Ca
 
 def installed(optimizer: torch.optim.Optimizer) -> Update | None:
     """The update that stands in for the step of ``optimizer``, or None."""
-    update, _ = vars(optimizer).get(ATTRIBUTE, (None, None))
-    return update
+    return vars(optimizer).get(ATTRIBUTE)
 
 
 def uninstall(optimizer: torch.optim.Optimizer) -> None:
-    """Give ``optimizer`` its own step back; it continues from the state as it is."""
-    if installed(optimizer) is None:
-        return
-    update, step = vars(optimizer).pop(ATTRIBUTE)
-    update.release()
-    for name, value in (("step", step), ("_step_supports_amp_scaling", vars(optimizer).pop(UNSCALES))):
-        if value is None:
-            delattr(optimizer, name)
-        else:
-            setattr(optimizer, name, value)
-
-
-@contextlib.contextmanager
-def own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``optimizer`` takes torch's own step, whatever was installed in its place."""
-    attributes = vars(optimizer)
-    if ATTRIBUTE not in attributes:
-        yield
-        return
-    kept, step = attributes.pop(ATTRIBUTE), attributes.pop("step")
-    _, before = kept
-    if before is not None:
-        attributes["step"] = before
-    try:
-        yield
-    finally:
-        attributes[ATTRIBUTE], attributes["step"] = kept, step
+    """Let go of what is installed in ``optimizer``, whose own step continues from the state as it is."""
+    if (update := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
+        update.release()
 
 
 def _call_first(update: Any) -> None:
@@ -271,7 +261,7 @@ class GenericUpdate:
         report: Is given a line for the user when the step turns out to run eager.
     """
 
-    clips = False
+    clips = exact = False
     max_norm: float | None = None
 
     def __init__(
@@ -304,6 +294,14 @@ class GenericUpdate:
 
     def release(self) -> None:
         """There is nothing to take off."""
+
+    def scale_on(self, device: torch.device) -> float:
+        """It does not clip."""
+        return 1.0
+
+    def take(self) -> Callable[[], None]:
+        """Nothing is kept on the host."""
+        return lambda: None
 
     def facts(self) -> dict[str, Any]:
         """Figures for the record."""

@@ -81,7 +81,7 @@ def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:
     found = against_eager(*undone)
     assert found.rows[1].flags == [f"ended in eager: {line}"]
     assert [crossing.arm for crossing in found.crossings] == ["eager"]
-    part = "on_compile_error=eager: the optimizer step runs eager, it did not compile: no"
+    part = "on_compile_error=eager: compile=optimizer runs eager, it did not compile: no"
     facts = {"events": [fallback(part)], "ended_in_eager": False, "eager_parts": {"optimizer": part}}
     partly = against_eager(*(whole(**facts, round=turn) for turn in (1, 2)))
     assert partly.rows[1].flags == [f"ran eager in part: {part}"]

@@ -16,7 +16,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
-from strategies import Optimizer, Program
+from strategies import Optimizer, Program, compose
 from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import ATTRIBUTE, NothingCompiled, installed
 from tests.strategies import backends
@@ -44,10 +44,10 @@ def stack(blocks: int = 3) -> Stack:
 
 def begin(module: nn.Module, *optimizers: Made, **options: Any) -> tuple[Optimizer, Program]:
     strategy = Optimizer(**{"backend": backends.COUNTING, **options})
-    program = Program(module=module)
+    program = Program(module=module, strategies=(strategy,))
     strategy.apply(program)
     program.optimizers = optimizers
-    strategy.begin(program)
+    compose.begin([strategy], program)
     return strategy, program
 
 
@@ -219,7 +219,7 @@ def test_a_step_taken_back_is_counted_back_under_the_same_plan(graphs: list[Grap
     train(compiled, ours, 2)
     update = installed(ours)
     assert isinstance(update, FunctionalUpdate)
-    plan, counted = update.plan_number, update.counted()
+    plan, put_back = update.plan_number, update.take()
     state = {key: {name: value.clone() for name, value in entry.items()} for key, entry in ours.state.items()}
     weights = [parameter.detach().clone() for parameter in compiled.parameters()]
     train(compiled, ours, 1, seed=3)
@@ -229,7 +229,7 @@ def test_a_step_taken_back_is_counted_back_under_the_same_plan(graphs: list[Grap
         for key, entry in state.items():
             for name, value in entry.items():
                 ours.state[key][name].copy_(value)
-    update.recount(counted)
+    put_back()
     train(eager, theirs, 1, seed=2)
     train(compiled, ours, 1, seed=2)
     assert_same(compiled, eager)
@@ -265,7 +265,7 @@ def test_after_the_end_the_optimizers_own_step_goes_on(graphs: list[GraphModule]
     eager, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, module))
     strategy, program = begin(module, optimizer)
     train(module, optimizer, 3)
-    strategy.end(program)
+    compose.end([strategy], program)
     assert "step" not in vars(optimizer)
     assert ATTRIBUTE not in vars(optimizer)
     assert optimizer.step.__func__ is torch.optim.AdamW.step  # type: ignore[attr-defined]

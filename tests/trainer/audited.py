@@ -11,7 +11,7 @@ import lightning as L
 from strategies import Program, Regional, Strategy
 from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
-from strategies.optimizer.step import install
+from strategies.optimizer.step import replace_step
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import fit
 from tests.trainer.recording import RecordingEngine
@@ -59,27 +59,15 @@ class LateHalf(Strategy):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
 
     def begin(self, program: Program) -> None:
-        install(program.optimizers[0], _LateHalf(program), after_first=lambda: None)
+        half: Any = program.module.get_submodule("head").bias
 
+        def update(optimizer: Any) -> None:
+            before = half.detach().clone()
+            type(optimizer).step(optimizer)
+            if FAULT["on"]:
+                half.lerp_(before, 0.5)
 
-class _LateHalf:
-    form = "eager"
-    max_norm = None
-
-    def __init__(self, program: Program) -> None:
-        self.optimizer = program.optimizers[0]
-        self._half = program.module.get_submodule("head").bias
-
-    def __call__(self) -> None:
-        before = self._half.detach().clone()
-        type(self.optimizer).step(self.optimizer)
-        if FAULT["on"]:
-            self._half.lerp_(before, 0.5)
-
-    def release(self) -> None: ...
-
-    def facts(self) -> dict[str, Any]:
-        return {}
+        replace_step(program.optimizers[0], update)
 
 
 class Captured(Strategy):

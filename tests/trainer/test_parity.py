@@ -73,28 +73,16 @@ class HalfHeads(Strategy):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
 
     def begin(self, program: Program) -> None:
-        from strategies.optimizer.step import install
+        from strategies.optimizer.step import replace_step
 
-        install(program.optimizers[0], _HalfHeads(program), after_first=lambda: None)
+        head = program.module.get_submodule("head").weight
 
+        def update(optimizer: Any) -> None:
+            before = head.detach().clone()
+            type(optimizer).step(optimizer)
+            head.lerp_(before, 0.5)
 
-class _HalfHeads:
-    form = "eager"
-    max_norm = None
-
-    def __init__(self, program: Program) -> None:
-        self.optimizer = program.optimizers[0]
-        self._head = program.module.get_submodule("head").weight
-
-    def __call__(self) -> None:
-        before = self._head.detach().clone()
-        type(self.optimizer).step(self.optimizer)
-        self._head.lerp_(before, 0.5)
-
-    def release(self) -> None: ...
-
-    def facts(self) -> dict[str, Any]:
-        return {}
+        replace_step(program.optimizers[0], update)
 
 
 def test_a_wrong_optimizer_step_is_told_by_the_weights_alone(tmp_path: Path) -> None:

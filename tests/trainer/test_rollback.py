@@ -179,10 +179,10 @@ def test_an_optimizer_that_does_not_compile_steps_eager(tmp_path: Path) -> None:
     eager = fit(Blocks(), tmp_path, [])
     strategies = [Regional(backend="aot_eager"), BrokenOptimizer()]
     compile_ = Compile(strategies, on_compile_error="eager")
-    with pytest.warns(UserWarning, match="the optimizer step runs eager"):
+    with pytest.warns(UserWarning, match="compile=broken_optimizer runs eager"):
         assert fit(Blocks(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
     assert compile_.record.regions_compiled == 3
-    assert compile_.record.report["rollback"]["rolled_back"][0]["parts"] == ["optimizer"]
+    assert compile_.record.report["rollback"]["rolled_back"][0]["parts"] == ["broken_optimizer"]
 
 
 def test_with_several_processes_a_late_failure_ends_the_run_with_what_to_do() -> None:

@@ -94,7 +94,7 @@ class Trials:
         """Try ``module`` and write what came out into it. Raises what eager itself cannot do."""
         began = time.perf_counter()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._loop, batch)
+            self._snapshot = Snapshot(self._loop, batch, self._program)
             if self._snapshot.lost is not None:
                 raise SkippedStep(self._snapshot.lost)
         self._telemetry.phase = f"timing {module.name}"

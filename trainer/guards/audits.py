@@ -22,7 +22,6 @@ from torch import Tensor
 from strategies import Program
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
-from strategies.optimizer.step import installed
 from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
 from trainer.guards.draws import draws_as_eager
 from trainer.guards.forward import (
@@ -105,7 +104,7 @@ class Audits:
         if why_not is not None:
             return
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
-        self._update = UpdateSample(loop.optimizers[0], names, multiple=self._judge.multiple)
+        self._update = UpdateSample(loop.optimizers[0], names, program, multiple=self._judge.multiple)
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
@@ -121,8 +120,8 @@ class Audits:
         """What audits a micro-batch that ends an optimizer step, when one is due."""
         recording = self._telemetry.phase == "profiling" and self._loop.world_size == 1
         if micro_batch.ends and self._schedule.due(micro_batch.batch, later=recording):
-            compiled = self._program.regions or self._program.step is not None
-            if compiled or any(installed(each) is not None for each in self._program.optimizers):
+            program = self._program
+            if program.regions or program.step is not None or program.compiled_beside_regions:
                 return self._audit(micro_batch)
             self.facts.reason = "nothing is compiled or captured"
             self._schedule.stop()
@@ -266,18 +265,18 @@ class Audits:
         loop, unit = self._loop, self._judge.unit
         weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
         try:
-            after: Snapshot | None = Snapshot(loop, micro_batch.batch)
+            after: Snapshot | None = Snapshot(loop, micro_batch.batch, self._program)
         except torch.OutOfMemoryError:
             after = None
         if loop.anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
             raise RuntimeError("there is no memory for a copy of the state")
         with loop.quiet(), loop.unlogged(), contextlib.ExitStack() as at_end:
-            at_end.callback(after.restore, same_plan=True)
+            at_end.callback(after.restore)
             random = loop.anywhere(pair.eager.drew and not pair.draws_alike)
             pair.eager.before.restore()
             base = self._forward.run(micro_batch.arguments)
             for number in range(SAMPLES):
-                after.restore(same_plan=True)
+                after.restore()
                 perturb(weights, unit * (1, 4)[number % 2], SEED + number)
                 pair.eager.before.restore()
                 if random:
@@ -287,7 +286,7 @@ class Audits:
             for number in range(SAMPLES, SAMPLES + REPEATS):
                 if not self._beyond(found):
                     break
-                after.restore(same_plan=True)
+                after.restore()
                 pair.eager.before.restore()
                 perturb(weights, unit, SEED + number)
                 with self._paired(micro_batch) as repeated:

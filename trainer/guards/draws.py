@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Program
-from strategies.optimizer.functional import FunctionalUpdate
-from strategies.optimizer.step import installed
 from strategies.options import file_of_backend
 from trainer.guards.snapshot import drew_random_numbers, random_state
 
@@ -138,12 +136,6 @@ def region_draws(program: Program) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def may_draw_in_step(program: Program) -> bool:
-    """Whether the step of an optimizer is compiled of which nobody knows what it does."""
-    updates = [installed(optimizer) for optimizer in program.optimizers]
-    return any(update is not None and not isinstance(update, FunctionalUpdate) for update in updates)
 
 
 def draws_as_eager(program: Program) -> bool:

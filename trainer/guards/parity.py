@@ -33,7 +33,7 @@ from trainer.guards.compare import (
     perturb,
     rounding_unit,
 )
-from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, may_draw_in_step, region_draws
+from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, region_draws
 from trainer.guards.forward import Evaluation
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 from trainer.guards.state import StateComparison
@@ -76,7 +76,7 @@ class ParityGate:
         self._judge = self._judges[0]
         self._comparisons = [Comparison(loop.module, snapshot.of, unit=unit) for _ in range(STEPS)]
         self._parameters = self._comparisons[0].parameters
-        self._state = StateComparison(loop.module, loop.optimizers, snapshot.copy, unit, STEPS)
+        self._state = StateComparison(loop.module, loop.optimizers, program, snapshot.copy, unit, STEPS)
         self._random_states: list[Any] = []
 
     def run(self, batch: Any) -> dict[str, Any]:
@@ -90,7 +90,8 @@ class ParityGate:
         with eager(self._program), region_draws(self._program) as drawn:
             self._reference(batch)
         drew = drew_random_numbers(before)
-        draws = self._loop.anywhere(drew and (bool(drawn) or may_draw_in_step(self._program)))
+        may_draw = bool(drawn) or not all(strategy.is_exact(self._program) for strategy in self._program.strategies)
+        draws = self._loop.anywhere(drew and may_draw)
         seen, left = self._arm(batch)
         self._calibrate(batch, 0)
         complaints, figures = self._verdict(seen, left)
@@ -315,7 +316,7 @@ class ReplayParity:
     """
 
     def __init__(self, mode: str, loop: Loop, program: Program) -> None:
-        self._mode, self._loop = mode, loop
+        self._mode, self._loop, self._program = mode, loop, program
         self._unit = rounding_unit(program.precision, loop.device)
         self.facts: dict[str, Any] = {"mode": mode, "verdict": "none compared", "compared": []}
         self._name = ""
@@ -330,7 +331,7 @@ class ReplayParity:
     def reference(self, run: Callable[[], Any], batch: Any) -> None:
         """Run the step as it is and take everything back; a step without a loss has nothing to compare."""
         self._peak = hardware.peak_bytes(self._loop.device)
-        snapshot = Snapshot(self._loop, batch)
+        snapshot = Snapshot(self._loop, batch, self._program)
         try:
             comparison = Comparison(self._loop.module, snapshot.of, buffers=True)
             loss = _loss(run())
@@ -341,7 +342,7 @@ class ReplayParity:
         except torch.OutOfMemoryError:
             self.facts["verdict"] = "skipped, there is no memory for a second copy of the state"
         finally:
-            snapshot.restore(same_plan=True)
+            snapshot.restore()
 
     def compare(self, results: Any) -> None:
         """Compare what the replay left. Raises ParityError."""
@@ -354,12 +355,12 @@ class ReplayParity:
         judge = Judge(self._mode, self._unit, [no_noise(seen)])
         complaints, figures = judge.verdict(seen, comparison)
         if complaints:
-            replayed = Snapshot(self._loop, batch)
+            replayed = Snapshot(self._loop, batch, self._program)
             for _ in range(REPLAY_SAMPLES):
-                snapshot.restore(same_plan=True)
+                snapshot.restore()
                 again = _loss(run())
                 judge.noise.append(comparison.end(comparison.see(loss if again is None else again)))
-            replayed.restore(same_plan=True)
+            replayed.restore()
             complaints, figures = judge.verdict(seen, comparison)
         del snapshot, comparison
         hardware.resume(self._loop.device, self._peak)

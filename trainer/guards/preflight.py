@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies import Program, Stage
+from strategies import Program
 from strategies.compose import eager
 from strategies.errors import is_out_of_memory
 from strategies.loop import Loop, SkippedStep
@@ -73,7 +73,7 @@ class Preflight:
         """Whether every shape has been compiled."""
         padding = program.padding
         self._warms = padding is not None and padding.warm and bool(padding.edges)
-        compiles = any(strategy.stage in (Stage.MODULE, Stage.OPTIMIZER) for strategy in program.strategies)
+        compiles = any(strategy.compiles for strategy in program.strategies)
         self._times = guarding.parity != "off" or guarding.on_slower == "eager"
         self.wanted = compiles and (self._times or self._warms or guarding.on_compile_error == "eager")
         """Whether there is anything to do; eager has nothing."""
@@ -87,7 +87,7 @@ class Preflight:
             return None
         rollback = Rollback(self._guarding.on_compile_error, self._loop, self._program, self._telemetry.compiler)
         with self._loop.quiet(), as_capturing(self._program.captures_steps):
-            snapshot = Snapshot(self._loop, batch)
+            snapshot = Snapshot(self._loop, batch, self._program)
             try:
                 if lost := self._lost(snapshot):
                     reason = f"{lost}, so that nothing may be run before the first step"
@@ -109,7 +109,7 @@ class Preflight:
         Where a step would use up what cannot be put back, the sample that there is counts.
         """
         with self._loop.quiet(), as_capturing(self._program.captures_steps):
-            snapshot = Snapshot(self._loop, batch)
+            snapshot = Snapshot(self._loop, batch, self._program)
             try:
                 return self.sample if self.sample is not None and self._lost(snapshot) else self._timed(batch)
             finally:
@@ -131,7 +131,7 @@ class Preflight:
 
         rollback.attempt("first forward and backward", first_pass, restore)
         findings = Findings(self._program, self._telemetry.compiler, batch)
-        if any(strategy.stage is Stage.OPTIMIZER for strategy in self._program.strategies):
+        if self._program.compiled_beside_regions:
             rollback.attempt("first optimizer step", first_steps, restore)
         if not rollback.anything_left:
             self._report_parity("skipped", "nothing compiled")

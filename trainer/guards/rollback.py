@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from strategies import Program, Stage, Strategy
+from strategies import Program, Strategy
 from strategies.base import Region
-from strategies.compose import eager
+from strategies.compose import eager, give_up_others
 from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
 from strategies.loop import Loop
-from strategies.optimizer.step import installed, uninstall
 from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.recompiles import FIXES, change_of, guard_of
@@ -51,14 +49,13 @@ class Rollback:
 
     def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerMonitor) -> None:
         self._mode, self._loop, self._program, self._watch = mode, loop, program, watch
-        self._optimizer_compiled = any(strategy.stage is Stage.OPTIMIZER for strategy in program.strategies)
         self._trying = False
         guard_calls(program, self._failed_in_forward)
 
     @property
     def anything_left(self) -> bool:
         """Whether anything still runs compiled."""
-        return bool(self._program.regions) or self._optimizer_compiled
+        return bool(self._program.regions or self._program.compiled_beside_regions)
 
     def attempt(self, what: str, run: Callable[[], Any], restore: Callable[[], None]) -> None:
         """Do ``run``, again and again with less compiled as long as the compiler fails at it.
@@ -136,15 +133,13 @@ class Rollback:
     ) -> None:
         reason = f"{what}: {one_line(error) if error is not None else 'another process failed'}"
         program = self._program
-        if self._optimizer_compiled:
+        if program.compiled_beside_regions:
             with compiled_only(program, []):
                 failed = self._loop.anywhere(self._tried(run) is not None)
             restore()
             if failed:
-                self._optimizer_compiled = False
-                optimizer_to_eager(program)
-                program.eager_parts["optimizer"] = reason
-                self._report("the optimizer step", ["optimizer"], reason, None, BECAUSE)
+                names = give_up_others(program, reason)
+                self._report(f"compile={','.join(names)}", names, reason, None, BECAUSE)
                 return
         broken = self._kinds_that_fail(run, restore) or list(program.regions)
         if error is not None and is_recompile_limit(error):
@@ -227,31 +222,6 @@ def _beyond_limit(recompile_reason: str) -> str:
         return line
     kind = change_of(recompile_reason).kind
     return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({kind}): {FIXES[kind]}"
-
-
-def optimizer_to_eager(program: Program) -> None:
-    """Give the optimizers torch's own step back; what else may have replaced it runs without compiling."""
-    for optimizer in program.optimizers:
-        if installed(optimizer) is not None:
-            uninstall(optimizer)
-        else:
-            optimizer.step = _UncompiledStep(optimizer.step)  # type: ignore[method-assign]
-
-
-class _UncompiledStep:
-    """An optimizer's step under the stance that compiles nothing; its closure, which is the model's, stays compiled."""
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self._step = step
-
-    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.compiler.set_stance("force_eager"):
-            self._step()
-        return loss
 
 
 def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:

@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from strategies import Program
 from strategies.cuda_graph.state import entries_of
 from strategies.cuda_graph.values import refill
 from strategies.graph_engine import origin_of
 from strategies.loop import Loop
-from strategies.optimizer.functional import FunctionalUpdate
-from strategies.optimizer.step import installed
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -74,11 +73,12 @@ class Snapshot:
 
     Args:
         batch: Batch that the passes will be given; a step may change it.
+        program: Whose strategies may keep something on the host; not needed for a forward.
         weights: Whether parameters, gradients, optimizers, schedulers and scalers are kept as well. ``False`` is for a
             forward, which changes none of them.
     """
 
-    def __init__(self, loop: Loop, batch: Any, *, weights: bool = True) -> None:
+    def __init__(self, loop: Loop, batch: Any, program: Program | None = None, *, weights: bool = True) -> None:
         module, parameters = loop.module, list(loop.module.parameters())
         optimizers = list(loop.optimizers) if weights else []
         gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
@@ -107,8 +107,8 @@ class Snapshot:
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
         self._random = random_state()
-        updates = [installed(optimizer) for optimizer in optimizers]
-        self._updates = [(update, update.counted()) for update in updates if isinstance(update, FunctionalUpdate)]
+        # Last, because it looks at the state that the others have put back.
+        self._put_back_last = [strategy.take(program) for strategy in program.strategies] if program else []
 
     @property
     def lost(self) -> str | None:
@@ -125,11 +125,8 @@ class Snapshot:
         return tensor.detach().to("cpu", copy=True) if self._offload else tensor.detach().clone()
 
     @torch.no_grad()
-    def restore(self, *, same_plan: bool = False) -> None:
-        """Put everything back; can be done any number of times.
-
-        ``same_plan``: state tensors are those that the snapshot found; what was captured in CUDA graphs stays valid.
-        """
+    def restore(self) -> None:
+        """Put everything back; can be done any number of times."""
         for put_back in self._put_back:
             put_back()
         for iterator, places in self._iterators.values():
@@ -140,12 +137,8 @@ class Snapshot:
         for tensor, kept in self._tensors.values():
             tensor.detach().copy_(kept)
         set_random_state(self._random)
-        for update, counted in self._updates:
-            # A compiled step counts on the host, and holds on to state tensors that may be gone now.
-            if same_plan:
-                update.recount(counted)
-            else:
-                update.forget()
+        for put_back in self._put_back_last:
+            put_back()
 
     def _too_large(self, tensors: list[Tensor], optimizers: list[torch.optim.Optimizer]) -> bool:
         if self._device.type != "cuda":

@@ -21,9 +21,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from strategies.optimizer.formulas import formula_of, numbers_of
-from strategies.optimizer.functional import FunctionalUpdate
-from strategies.optimizer.step import ATTRIBUTE, UNSCALES, GenericUpdate, installed
+from strategies import Program
+from strategies.compose import eager
 from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, perturb, worst_of
 from trainer.telemetry.record import AuditDifference
 
@@ -76,6 +75,7 @@ class StateComparison:
         self,
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
+        program: Program,
         copy: Callable[[Tensor], Tensor],
         unit: float,
         steps: int,
@@ -91,7 +91,8 @@ class StateComparison:
         self._items: dict[str, list[_Item]] = {}
         self._taken: list[dict[Tensor, Tensor]] = []
         self._next = 0
-        self.rough = any(_rough(optimizer) for optimizer in optimizers)
+        exact = all(strategy.is_exact(program) for strategy in program.strategies)
+        self.rough = not exact or any(map(_rough, optimizers))
         """Whether an optimizer may work in a lower precision than that of the weights."""
         self.noise: list[Distances] = []
 
@@ -207,7 +208,10 @@ class StateComparison:
 
 def _rough(optimizer: torch.optim.Optimizer) -> bool:
     on_device = any(group.get("capturable") for group in optimizer.param_groups)  # its bias corrections are single
-    return formula_of(optimizer) is None or on_device or isinstance(installed(optimizer), GenericUpdate)
+    # unwrap: each class's step is decorated anew, the function inside tells whose mathematics it is.
+    step = inspect.unwrap(type(optimizer).step)
+    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return on_device or step not in [inspect.unwrap(kind.step) for kind in known]
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
@@ -232,9 +236,10 @@ class UpdateSample:
         multiple: How many times the noise of rounding a difference may be.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], *, multiple: float) -> None:
-        self._optimizer, self._names, self._multiple = optimizer, names, multiple
-        self.reason = _why_not(optimizer)
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], program: Program, *, multiple: float) -> None:
+        self._optimizer, self._names, self._program, self._multiple = optimizer, names, program, multiple
+        with eager(program):
+            self.reason = _why_not(optimizer)
         """Why nothing is compared, or None."""
         self.parameters: list[nn.Parameter] = [] if self.reason else list(_chosen(optimizer))
         """The sample."""
@@ -279,9 +284,9 @@ class UpdateSample:
         return found
 
     def _scaled(self, gradient: Tensor) -> Tensor:
-        update = installed(self._optimizer)
         # Clipping may have happened within the compiled update, which leaves the gradients as they were.
-        return gradient * update.scale_on(gradient.device) if isinstance(update, FunctionalUpdate) else gradient.clone()
+        by = [strategy.gradient_scale(self._optimizer, gradient.device) for strategy in self._program.strategies]
+        return gradient * math.prod(by)
 
     def _stepped(self, before: list[State], gradients: Sequence[Tensor | None]) -> list[State]:
         """Weights and states after a step of torch's own, tensor by tensor."""
@@ -296,9 +301,10 @@ class UpdateSample:
             members = [weights[places[id(one)]] for one in group["params"] if id(one) in places]
             if members:
                 plain = {form: False for form in FORMS if form in group}
-                groups.append({**numbers_of(group), **plain, "params": members})
+                numbers = {name: float(one) if isinstance(one, Tensor) else one for name, one in group.items()}
+                groups.append({**numbers, **plain, "params": members})
         other = object.__new__(type(optimizer))
-        hidden = ("step", ATTRIBUTE, UNSCALES, "grad_scale", "found_inf")
+        hidden = ("step", "grad_scale", "found_inf")
         vars(other).update({name: value for name, value in vars(optimizer).items() if name not in hidden})
         other.param_groups = groups
         kept = {weight: held for weight, held in zip(weights, states, strict=True) if held}
