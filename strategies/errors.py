@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
+
 import torch
 from torch._dynamo import exc as dynamo_errors
 from torch._inductor import exc as inductor_errors
@@ -18,6 +22,11 @@ OF_THE_COMPILER: tuple[type[BaseException], ...] = (
     inductor_errors.InvalidCxxCompiler,
     inductor_errors.CppCompileError,
 )
+
+TORCH_AND_LIGHTNING = ("torch", "torchvision", "triton", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
+_OURS = tuple(f"{Path(__file__).parents[1] / package}/" for package in ("strategies", "trainer"))
+_TORCH = f"{Path(torch.__file__).parent}/"
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
 def is_compile_error(error: BaseException) -> bool:
@@ -86,3 +95,29 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("out of memory", "can't allocate memory")
     )
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong at first, in one line, and where in code that is neither torch's nor ours."""
+    # The end of a capture that failed raises an error of its own; the cause came before.
+    while error.__context__ is not None:
+        error = error.__context__
+    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if origin_of(frame.filename) == "other"]
+    return f"{line} ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else line
+
+
+def origin_of(filename: str) -> str:
+    """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
+    path = Path(filename)
+    if filename.startswith(("<", _TORCH)) or is_ours(filename):
+        return "torch"
+    for part in ("site-packages", "dist-packages"):
+        if part in path.parts:
+            return "torch" if path.parts[path.parts.index(part) + 1] in TORCH_AND_LIGHTNING else "other"
+    return "stdlib" if filename.startswith(_STDLIB) else "other"
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to this project."""
+    return filename.startswith(_OURS)

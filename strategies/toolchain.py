@@ -6,6 +6,7 @@ that nobody has switched the compiler off.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.util
 import os
@@ -14,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
@@ -117,3 +119,18 @@ def _user() -> str:
     except (KeyError, ModuleNotFoundError, OSError):  # a container without a name for its user
         user = f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
     return re.sub(r'[\\/:*?"<>|]', "_", user)
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, ``values`` are in the process's environment; afterwards it holds what it held of them before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -43,14 +43,18 @@ def page(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_pages_strategy_and_task_train(page: Path, start_trainer: Any) -> None:
-    arguments = ["task=line", "compile=parts", "trainer.max_steps=4", "trainer.accelerator=cpu", "hydra.run.dir=run"]
+    settings = ["compile.foreach_sgd.backend=aot_eager", "trainer.max_steps=4", "trainer.accelerator=cpu"]
+    arguments = ["task=line", "compile=[parts,foreach_sgd]", *settings, "hydra.run.dir=run"]
     process = start_trainer(["--config-dir", "mine", *arguments], cwd=page, stand_in=False)
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors + output
     record = json.loads((page / "run" / "record.json").read_text())
-    assert (record["task"], record["label"], record["status"]) == ("line", "parts", "finished")
+    assert (record["task"], record["label"], record["status"]) == ("line", "parts+foreach_sgd", "finished")
     assert record["strategies"][0]["backend"] == "aot_eager"
     assert record["regions"] == 2
+    assert record["report"]["parity"]["verdict"] == "passed"
+    assert (record["audits"]["verdict"], "update" in record["audits"]["worst"]) == ("clean", True)
+    assert record["ended_in_eager"] is False
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from typing import Any
 
 import lightning as L
 
-from trainer.guards.guards import CompiledNothing
-from trainer.loading import pad_loaders
+from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import CompiledTraining
 
@@ -32,6 +31,8 @@ class Compile(CompiledTraining, L.Callback):
             trains=stage == "fit",
         )
         if program.padding is not None:
+            from trainer.loading import pad_loaders
+
             pad_loaders(trainer, program)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -12,7 +12,8 @@ from typing import ClassVar
 from strategies.base import Strategy
 from strategies.compose import ordered
 from tasks.base import Task
-from trainer.choices import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY, profile_complaints
+from trainer.guards import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
+from trainer.telemetry import profile_complaints
 
 PRECISIONS = (
     "auto",

@@ -154,7 +154,7 @@ def private_caches(trace: Path | None) -> Iterator[bool]:
 
     Torch reads these variables when it is imported; yields whether that is still to come.
     """
-    from strategies.environment import environment
+    from strategies.toolchain import environment
 
     ours = "torch" not in sys.modules
     with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:

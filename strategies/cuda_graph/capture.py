@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from strategies.base import CannotCapture, Program
 from strategies.cuda_graph.state import HostState
-from strategies.graph_engine import Engine, NotYet, first_line
+from strategies.errors import first_line
+from strategies.graph_engine import Engine, NotYet
 from strategies.loop import Loop
 from strategies.torch_patches import as_capturing
 

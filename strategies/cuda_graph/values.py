@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.cuda_graph.state import CONTAINERS, PLAIN, Names, Value, entries_of
-from strategies.graph_engine import TORCH_AND_LIGHTNING, is_ours, origin_of
+from strategies.errors import TORCH_AND_LIGHTNING, is_ours, origin_of
 
 MAX_ENTRIES = 100_000
 """Longest container that is compared before every step."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base import CannotCapture
-from strategies.graph_engine import Engine, first_line
+from strategies.errors import first_line
+from strategies.graph_engine import Engine
 from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import DeviceScalar, installed
 

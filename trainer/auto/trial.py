@@ -16,8 +16,8 @@ from strategies import STRATEGIES, Program, Strategy
 from strategies.base import Region
 from strategies.compose import compiler_settings, eager
 from strategies.cuda_graph.steps import observed
-from strategies.errors import is_out_of_memory, one_line
-from strategies.graph_engine import CudaEngine, first_line
+from strategies.errors import first_line, is_out_of_memory, one_line
+from strategies.graph_engine import CudaEngine
 from strategies.loop import Loop, SkippedStep
 from strategies.prepare import Preparation, is_prepared
 from strategies.regions import uncompile

@@ -14,8 +14,9 @@ from strategies.compose import eager
 from strategies.errors import is_compile_error, one_line
 from strategies.loop import Loop
 from strategies.regions import give_up, outermost
+from trainer.guards import CompiledNothing, Guarding
 from trainer.guards.compare import ParityError
-from trainer.guards.preflight import Guarding, Lock, Preflight
+from trainer.guards.preflight import Lock, Preflight
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Sample, Slowdown
 from trainer.telemetry.facts import number
@@ -27,10 +28,6 @@ CHANCES = 10
 mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
-
-
-class CompiledNothing(RuntimeError):
-    """A strategy handed modules to the compiler and none of them was compiled."""
 
 
 class Guards:
@@ -250,14 +247,3 @@ class Guards:
 def _by_reason(missing: dict[str, str]) -> str:
     reasons = dict.fromkeys(missing.values())
     return "; ".join(f"{', '.join(p for p, why in missing.items() if why == one)}: {one}" for one in reasons)
-
-
-def refuse_accumulation(loop: Loop) -> None:
-    """Raise ValueError where Inductor's CUDA graphs would be given several batches a step."""
-    if loop.micro_batches > 1:
-        # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
-        raise ValueError(
-            f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
-            "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
-            "use mode=max-autotune-no-cudagraphs or default"
-        )

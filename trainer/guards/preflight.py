@@ -10,8 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -21,9 +20,8 @@ from strategies import Program
 from strategies.compose import eager
 from strategies.errors import is_out_of_memory
 from strategies.loop import Loop, SkippedStep
-from strategies.padding import Padding
 from strategies.torch_patches import as_capturing
-from trainer.choices import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
+from trainer.guards import Guarding
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
@@ -33,30 +31,13 @@ from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.telemetry import Telemetry
 
+if TYPE_CHECKING:
+    from strategies.padding import Padding
+
 Value = TypeVar("Value")
 
 REPLAYED_FROM = 3
 """Passes until Inductor's CUDA graphs are replayed: one to warm up, one to record, one to replay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guarding:
-    """What is asked for. Raises ValueError for a value that does not exist."""
-
-    parity: str = "on"
-    on_compile_error: str = "fail"
-    on_slower: str = "warn"
-    on_difference: str = "fail"
-
-    def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("parity", self.parity, PARITY),
-            ("on_compile_error", self.on_compile_error, ON_COMPILE_ERROR),
-            ("on_slower", self.on_slower, ON_SLOWER),
-            ("on_difference", self.on_difference, ON_DIFFERENCE),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} is not one of {choices}")
 
 
 class Preflight:

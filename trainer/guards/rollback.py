@@ -27,7 +27,6 @@ from strategies.errors import is_double_backward, is_out_of_memory, is_recompile
 from strategies.loop import Loop
 from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.telemetry.compiler import CompilerMonitor
-from trainer.telemetry.recompiles import FIXES, change_of, guard_of
 from trainer.telemetry.record import Event
 
 if TYPE_CHECKING:
@@ -220,6 +219,8 @@ def _beyond_limit(recompile_reason: str) -> str:
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
     if not recompile_reason:
         return line
+    from trainer.telemetry.recompiles import FIXES, change_of, guard_of
+
     kind = change_of(recompile_reason).kind
     return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({kind}): {FIXES[kind]}"
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import operator
 import random
 import sys
 import types
@@ -30,9 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strategies import Program
-from strategies.cuda_graph.state import entries_of
-from strategies.cuda_graph.values import refill
-from strategies.graph_engine import origin_of
+from strategies.errors import origin_of
 from strategies.loop import Loop
 
 OFFLOAD_SHARE = 0.1
@@ -393,13 +392,21 @@ def _attributes_restorer(value: Any, before: dict[str, Any]) -> PutBack:
 
 
 def _entries_restorer(value: Any) -> PutBack:
-    before = entries_of(value)
+    def entries() -> list[Any]:  # not by methods that a subclass may have replaced
+        return [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else list(value)
+
+    before = entries()
 
     def put_back() -> None:
         # Left alone where nothing changed: compiled code may have looked at its version.
-        now = entries_of(value)
-        if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
-            refill(value, before)
+        now = entries()
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return
+        value.clear()
+        if isinstance(value, dict):
+            value.update(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
+        else:
+            (value.update if isinstance(value, set) else value.extend)(before)
 
     return put_back
 

@@ -16,7 +16,7 @@ from trainer.build import batch_counter, callback_arguments, lightning_trainer, 
 from trainer.callback import Compile
 from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
 from trainer.console import ProgressView, announce
-from trainer.guards.preflight import Guarding
+from trainer.guards import Guarding
 from trainer.inference.loop import InferenceLoop, loader_name
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import ended_in_eager, note_machine

@@ -14,32 +14,31 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from strategies import Program, Ragged, Stage, Strategy
+from strategies import Program, Ragged, Strategy
 from strategies.base import StepRunner
-from strategies.compose import apply, begin, check, compiler_settings, end, label, ordered
+from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop
 from strategies.prepare import Preparation
 from strategies.regions import give_up
-from trainer.choices import profile_complaints
-from trainer.guards.audits import Audits
-from trainer.guards.compare import ParityError
-from trainer.guards.guards import Guards, refuse_accumulation
-from trainer.guards.parity import ReplayParity
-from trainer.guards.preflight import Guarding
-from trainer.guards.rollback import optimizer_to_eager
-from trainer.guards.slowdown import Sample
-from trainer.telemetry import hardware
+from trainer.guards import Guarding
+from trainer.telemetry import hardware, profile_complaints
 from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+
+if TYPE_CHECKING:
+    from trainer.guards.audits import Audits
+    from trainer.guards.compare import ParityError
+    from trainer.guards.guards import Guards
+    from trainer.guards.slowdown import Sample
 
 
 class CompiledTraining:
@@ -164,7 +163,7 @@ class CompiledTraining:
         cannot train in ``loop``."""
         assert self.program is not None
         if self._cuda_graphs:
-            refuse_accumulation(loop)
+            _refuse_accumulation(loop)
         loop.cuda_graphs = self._cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = self._loop = loop
@@ -193,12 +192,20 @@ class CompiledTraining:
 
     def _guard(self, loop: Loop, program: Program, sample: Sample | None = None, *, chosen: bool = False) -> None:
         """The strategies are final: capture steps where one of them says so, and guard what they do."""
+        if not program.strategies:
+            return
+        from trainer.guards.guards import Guards
+
         if program.step is not None:
             if self._guarding.parity != "off":
+                from trainer.guards.parity import ReplayParity
+
                 program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
             self._capture = program.step.take_over(loop, program)
         self._guards = Guards(self._guarding, loop, program, self.telemetry, self.record, sample=sample, chosen=chosen)
-        if self._guarding.parity != "off" and program.strategies:
+        if self._guarding.parity != "off":
+            from trainer.guards.audits import Audits
+
             assert self._pages is not None
             self._audits = Audits(
                 self._guarding.parity,
@@ -223,9 +230,7 @@ class CompiledTraining:
         self._audits.facts.verdict = "went eager"
         self._release()
         give_up(self.program, list(self.program.regions), str(error))
-        if any(strategy.stage is Stage.OPTIMIZER for strategy in self.strategies):
-            optimizer_to_eager(self.program)
-            self.program.eager_parts["optimizer"] = str(error)
+        give_up_others(self.program, str(error))
         line = f"on_difference=eager: the run continues in eager. {error}"
         rank_zero_warn(line)
         self.program.notes.append(line)
@@ -358,9 +363,20 @@ def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Progra
 
 def ended_in_eager(program: Program) -> bool | None:
     """Whether nothing is left that is compiled or captured; None where nothing was to be."""
-    optimizers = any(strategy.is_compiled(program) for strategy in program.strategies)
+    others = bool(program.compiled_beside_regions)
     if not program.eager_parts:
-        return None if not program.regions and not optimizers else False
+        return None if not program.regions and not others else False
     regions = any(region.path not in program.eager_parts for region in program.regions)
     captured = program.captures_steps and program.step is not None and program.step.captures > 0
-    return not (regions or captured or optimizers)
+    return not (regions or captured or others)
+
+
+def _refuse_accumulation(loop: Loop) -> None:
+    """Raise ValueError where Inductor's CUDA graphs would be given several batches a step."""
+    if loop.micro_batches > 1:
+        # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
+            "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
+            "use mode=max-autotune-no-cudagraphs or default"
+        )

@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from trainer.printable import printable
 from trainer.report.runs import Cell, Run, loose_settings
+from trainer.telemetry.files import printable
 from trainer.telemetry.record import RunRecord
 
 DECISIVE_VERSIONS = ("torch", "triton", "cuda")

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.printable import printable
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY, DECISIVE_VERSIONS
 from trainer.report.runs import LOOSE, SILENT, Run
 from trainer.report.statistics import Estimate, Ratio
-from trainer.telemetry.files import written_whole
+from trainer.telemetry.files import printable, written_whole
 from trainer.telemetry.record import RunRecord
 
 SCHEMA = 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from strategies import STRATEGIES
-from trainer.printable import printable
+from trainer.telemetry.files import printable
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 SECTIONS = ("task", "run", "trainer")
