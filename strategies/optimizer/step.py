@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -188,72 +188,13 @@ class DeviceScalar:
             self._value = float(value)
 
 
-class Mirror:
-    """Every float of ``optimizer.param_groups`` (tuples of floats too, such as betas) as 0-D tensors on the device.
-
-    Parameters of one group are expected on one device. ``refresh`` follows groups that were added since.
-
-    Args:
-        optimizer: Whose groups are mirrored.
-        only: Names to mirror; empty = all.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, only: Container[str] = ()) -> None:
-        self.groups: list[dict[str, Tensor | tuple[Tensor, ...]]] = []
-        """Of each group, the tensors by name; the same objects for as long as the optimizer lives."""
-        self._optimizer, self._only = optimizer, only
-        self._scalars: list[dict[str, list[DeviceScalar]]] = []
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Write what has changed on the host since the last time; to be called before each step."""
-        for group in self._optimizer.param_groups[len(self.groups) :]:
-            scalars = {name: own for name, own in _mirrored(group).items() if not self._only or name in self._only}
-            self._scalars.append(scalars)
-            self.groups.append(
-                {
-                    name: tuple(one.tensor for one in several)
-                    if isinstance(group[name], (tuple, list))
-                    else several[0].tensor
-                    for name, several in scalars.items()
-                }
-            )
-        for group, scalars in zip(self._optimizer.param_groups, self._scalars, strict=True):
-            for name, several in scalars.items():
-                for scalar, value in zip(several, _several(group[name]), strict=True):
-                    scalar.write(value)
-
-
-def _mirrored(group: dict[str, Any]) -> dict[str, list[DeviceScalar]]:
-    device = group["params"][0].device
-    precise = any(parameter.dtype == torch.float64 for parameter in group["params"])
-    dtype = torch.float64 if precise else torch.float32
-    return {
-        name: [
-            DeviceScalar(one, device=device, dtype=one.dtype if isinstance(one, Tensor) else dtype)
-            for one in _several(value)
-        ]
-        for name, value in group.items()
-        # "initial_lr" and the like are a scheduler's notes to itself; flags and counts of steps are no floats.
-        if name != "params"
-        and not name.startswith(("initial_", "max_", "base_"))
-        and _several(value)
-        and all(isinstance(one, float) or (isinstance(one, Tensor) and one.ndim == 0) for one in _several(value))
-    }
-
-
-def _several(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
 class GenericUpdate:
     """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
 
-    A step that creates state differs from later ones, so that there may be a second graph. Every float is a tensor, so
-    that no schedule recompiles. An optimizer that branches on one of them (most of torch's ask whether the weight decay
-    is 0) is compiled with a tensor for the learning rate alone, and one that takes no such tensor with its floats,
-    which recompile when they change. One that cannot be compiled at all, or not often enough, runs eager. ``form`` says
-    which of these it is.
+    A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
+    tensor, so that no schedule of it recompiles; other numbers recompile when they change, and so does the rate of an
+    optimizer that takes no tensor for it. One that cannot be compiled at all, or not often enough, runs eager. ``form``
+    says which of these it is.
 
     Args:
         optimizer: Any.
@@ -272,9 +213,9 @@ class GenericUpdate:
         report: Callable[[str], None],
     ) -> None:
         self.optimizer = optimizer
-        self.form = "generic"
+        self.form = "generic" if all("lr" in group for group in optimizer.param_groups) else "generic, floats"
         self._compiler, self._report = compiler, report
-        self._mirror: Mirror | None = Mirror(optimizer)
+        self._rates: list[DeviceScalar] = []
         self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
         self._compiled: Callable[[], None] | None = None
 
@@ -315,10 +256,14 @@ class GenericUpdate:
         self._compiled = self._compiled or self._compiler(self._step)
         groups = self.optimizer.param_groups
         before = [dict(group) for group in groups]
-        if self._mirror is not None:
-            self._mirror.refresh()
-            for group, tensors in zip(groups, self._mirror.groups, strict=True):
-                group.update(tensors)
+        if self.form == "generic":
+            for group in groups[len(self._rates) :]:  # all at first, later those that were added since
+                first = group["params"][0]
+                dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+                self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
+            for group, rate in zip(groups, self._rates, strict=True):
+                rate.write(group["lr"])
+                group["lr"] = rate.tensor
         try:
             self._compiled()
         finally:
@@ -329,9 +274,7 @@ class GenericUpdate:
     def _next_form(self, error: Exception) -> None:
         self._compiled = None
         if self.form == "generic":
-            self.form, self._mirror = "generic, rate", Mirror(self.optimizer, only=("lr",))
-        elif self.form == "generic, rate":
-            self.form, self._mirror = "generic, floats", None
+            self.form = "generic, floats"
         else:
             self.form = "eager"
             reason = str(error).strip().splitlines()[0]

@@ -25,7 +25,7 @@ from tests.trainer.audited import (
     spoils_buffers,
 )
 from tests.trainer.guarded import Traceable
-from tests.trainer.lightning_modules import Blocks
+from tests.trainer.lightning_modules import Blocks, fit
 from trainer.guards.audits import Audits
 from trainer.guards.compare import Judge, no_noise, rounding_unit
 from trainer.guards.forward import EagerSeen, buffer_tolerances, distances
@@ -56,6 +56,16 @@ def test_half_of_an_update_is_found_without_a_word_on_the_loss(tmp_path: Path) -
     _, record, error = audited(Blocks(), tmp_path, [LateHalf()], FaultFrom(3))
     assert "step 4 is not eager's: update of 'head.bias' 5.00e-01 of eager's away from it" in str(error)
     assert record.audits.worst["loss"].difference == 0
+
+
+def test_somebody_elses_optimizer_strategy_is_given_up_where_it_is_not_eager(tmp_path: Path) -> None:
+    expected = fit(Blocks(), tmp_path, [], **LONG)
+    with pytest.warns(UserWarning, match="the run continues in eager"):
+        losses, record, error = audited(Blocks(), tmp_path, [LateHalf()], FaultFrom(3), on_difference="eager")
+    assert error is None
+    assert losses[:4] == pytest.approx(expected[:4])
+    assert (record.ended_in_eager, list(record.eager_parts)) == (True, ["late_half"])
+    assert len(losses) == len(expected)
 
 
 def test_spoilt_running_statistics_are_found(tmp_path: Path) -> None:
