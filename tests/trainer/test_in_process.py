@@ -107,6 +107,8 @@ def test_the_answer_is_a_table_a_verdict_and_records_that_the_commands_read(
     assert found.verdict in " ".join(str(found).split())
     assert "whole" in found.table
     assert len(find([out])) == 6
+    with pytest.raises(ValueError, match="holds runs already"):
+        compare(Blocks, loader(), [], out=out)
     assert command.main([str(out)]) == 0
     assert "Blocks" in capsys.readouterr().out
 
@@ -152,6 +154,7 @@ def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
     handler = signal.getsignal(signal.SIGINT)
     found = compare(Blocks, loader(), [Regional(backend="eager"), Interrupts()], **SHORT)
     assert [run.record.status for run in found.runs] == [*["finished"] * 5, "interrupted"]
+    assert found.runs[-1].record.reason == "Ctrl-C"
     assert found.notes == ["interrupted: what follows is what was measured until then"]
     assert "note: interrupted" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) == handler

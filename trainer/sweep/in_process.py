@@ -50,7 +50,7 @@ from trainer.report.runs import Run
 from trainer.settings import TrainerConfig
 from trainer.telemetry import hardware
 from trainer.telemetry.machine import processor_name
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import FILE_NAME, RunRecord
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10
@@ -135,6 +135,8 @@ def compare(
         Exception: What eager itself raises.
     """
     options = _checked(trainer, seconds=seconds, rounds=rounds)
+    if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
+        raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
     console = Console(quiet=quiet, highlight=False)
     make = (lambda: copy.deepcopy(module)) if isinstance(module, L.LightningModule) else module
     with isolate_rng(), process_settings(TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())):
@@ -152,9 +154,6 @@ def compare(
     if len(set(turns.first_batches)) > 1:
         notes.append("the arms did not see the same first batch: the order of the data does not repeat under one seed")
     found = ModelComparison(runs=turns.runs, comparison=compare_runs(turns.runs)[0], notes=notes)
-    if out is not None:
-        for run in found.runs:
-            run.record.save(run.directory)
     found.show(console)
     return found
 
@@ -265,7 +264,7 @@ class _Turns:
             except BaseException as error:
                 record.status, record.reason = "failed", one_line(error)
                 if limit.interrupted or not isinstance(error, Exception):
-                    record.status = "interrupted"
+                    record.status, record.reason = "interrupted", "Ctrl-C"
                     raise KeyboardInterrupt from error  # Lightning has made a SystemExit of it
                 if not strategies:
                     raise
@@ -274,6 +273,8 @@ class _Turns:
                 record.peak_process_memory_gib = None
                 if strategies:
                     record.preparation_seconds = self.preparation_seconds
+                if kept and self.out is not None:
+                    record.save(self.runs[-1].directory)
                 self.first_batches += [] if limit.first_batch is None else [limit.first_batch]
                 del module, trainer, compile_
                 gc.collect()
