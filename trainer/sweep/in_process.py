@@ -139,7 +139,8 @@ def compare(
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
     console = Console(quiet=quiet, highlight=False)
     make = (lambda: copy.deepcopy(module)) if isinstance(module, L.LightningModule) else module
-    with isolate_rng(), process_settings(TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())):
+    settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
+    with isolate_rng(), process_settings(settings):  # type: ignore[no-untyped-call]
         torch.manual_seed(seed)
         arms, notes = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
         turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, console=console, out=out)
@@ -178,13 +179,13 @@ def _arms(
     """Eager and the others, and what to know of their choice."""
     notes: list[str] = []
     if given is None:
-        given = [Whole()]
+        alone: list[Strategy] = [Whole()]
         if declared.get("blocks") or declared.get("parts") or find_containers(module):
-            given = [Regional(), Whole()]
+            alone = [Regional(), Whole()]
         else:
             notes.append("regional is left out: no repeated blocks were found; blocks=[...] names them")
-        if torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda"):
-            given = [*given, [given[0], CudaGraph()]]
+        cuda = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
+        given = [*alone, [alone[0], CudaGraph()]] if cuda else alone
     arms = [ordered([arm] if isinstance(arm, Strategy) else arm) for arm in given]
     if choosing := [one.name for arm in arms for one in arm if one.chooser is not None]:
         raise ValueError(f"compare: {choosing[0]} chooses by the length of a run, which a comparison does not have")
@@ -216,15 +217,17 @@ class _Turns:
                 preparation.wait()
                 self.preparation_seconds = preparation.cost_seconds
             steps = None
+            places = list(range(len(arms)))
             for number in range(1, rounds + 1):
-                for place, arm in enumerate(arms):
+                for place in list(places):
+                    arm = arms[place]
                     limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
                     with self.console.status(f"{label(arm)}, round {number} of {rounds}"):
                         record = self._turn(arm, str(Path(folder, str(place))), limit=limit, round=number)
                     self.console.print(f"{label(arm)}, round {number} of {rounds}: {_said(record)}")
                     steps = steps or record.steps
-                failed = {run.record.label for run in self.runs if run.record.status != "finished"}
-                arms = [arm for arm in arms if label(arm) not in failed]
+                    if record.status != "finished":
+                        places.remove(place)
 
     def _turn(
         self, arm: Sequence[Strategy], folder: str, *, limit: _Limit, round: int | None = None, kept: bool = True
