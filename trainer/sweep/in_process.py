@@ -140,8 +140,7 @@ def compare(
     console = Console(quiet=quiet, highlight=False)
     make = (lambda: copy.deepcopy(module)) if isinstance(module, L.LightningModule) else module
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
-    with isolate_rng(), process_settings(settings):  # type: ignore[no-untyped-call]
-        torch.manual_seed(seed)
+    with isolate_rng(), process_settings(settings):
         arms, notes = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
         turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, console=console, out=out)
         names = ", ".join(label(arm) for arm in arms)
