@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import (
 
 from scripts import compare
 from strategies import (
+    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -34,6 +37,7 @@ from strategies import (
     Whole,
 )
 from strategies.compose import label
+from tests.conftest import ROOT
 from trainer.guards.compare import ParityError
 from trainer.loops.compile_trainer import compile_trainer
 from trainer.telemetry.record import RunRecord
@@ -155,6 +159,12 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
     assert record.steps == 6, "two of two micro-batches and one of one, twice"
 
 
+def test_auto_chooses_on_real_steps(tmp_path: Path) -> None:
+    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], memory=str(tmp_path / "memory"))])
+    assert_same_training(trainer, bare(tmp_path / "bare"))
+    assert record.report["auto"]["chosen"] == "eager"
+
+
 # ---- checkpoints, evaluation, resuming -----------------------------------------------------------------------------
 
 
@@ -212,6 +222,20 @@ def test_the_trainers_own_log_has_the_speed(tmp_path: Path) -> None:
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     assert logged["throughput/samples_per_second"] > 0
     assert logged["compile/seconds"] == pytest.approx(record.compile_seconds)
+
+
+def test_the_script_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    script = page.partition("```python fit.py\n")[2].partition("```")[0]
+    assert script.count("Regional()") == script.count("max_steps=60,") == 1
+    script = script.replace("Regional()", 'Regional(backend="eager")').replace("max_steps=60,", "max_steps=12,")
+    monkeypatch.setitem(sys.modules, "crucible", importlib.import_module("trainer.crucible"))
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(compile(script, "docs/huggingface.md", "exec"), found)
+    record = RunRecord.load(tmp_path / "outputs" / "gpt2-regional")
+    assert (record.status, record.label, record.steps, record.regions_compiled) == ("finished", "regional", 12, 4)
+    assert record.samples_per_second == found["compiled"].record.samples_per_second
 
 
 # ---- what is refused, and what fails -------------------------------------------------------------------------------

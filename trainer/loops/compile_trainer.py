@@ -6,7 +6,7 @@ trainer.train()
 
 from __future__ import annotations
 
-import logging
+import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,11 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 from strategies import Stage, Strategy
-from strategies.compose import compiler_settings
 from strategies.errors import one_line
 from trainer.loops.huggingface import CAPTURES, HuggingFaceLoop, precision_of
 from trainer.loops.training import CompiledTraining, note_machine
 
 LOADERS = "transformers.Trainer makes its loaders itself; pad in the collator (pad_to_multiple_of) instead"
-IGNORED = {getattr(logging.Logger, name) for name in ("warning_once", "info_once") if hasattr(logging.Logger, name)}
-"""Which transformers calls within forward and loss of its models: a graph would break there."""
 WORKLOAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "optim", "max_grad_norm")
 """Arguments that a steady step depends on: runs that differ in them are not compared."""
 
@@ -92,7 +89,10 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
         record = self.record
         record.task, record.seed = type(self._trainer.model).__name__, args.seed
         record.config = {"trainer": {name: getattr(args, name) for name in WORKLOAD}}
-        self._settings.enter_context(compiler_settings({"ignore_logging_functions": IGNORED}, eager_embeddings=False))
+        forward: Any = inspect.unwrap(type(self._trainer.model).forward)
+        if "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            # Which warns at each call, within the model, where it had to guess: a graph would break there.
+            self._trainer.model.loss_function = self._trainer.model.loss_function
         program = self.apply_to(self._trainer.model, device=args.device, precision=precision_of(self._trainer))
         loop = HuggingFaceLoop(self._trainer, self.batch_begins, record.resumed_from, program.padding)
         self._hugging_face = loop
