@@ -138,7 +138,10 @@ def compare(
     if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
     console = Console(quiet=quiet, highlight=False)
-    make = (lambda: copy.deepcopy(module)) if isinstance(module, L.LightningModule) else module
+
+    def make() -> L.LightningModule:
+        return copy.deepcopy(module) if isinstance(module, L.LightningModule) else module()
+
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
     with isolate_rng(), process_settings(settings):
         arms, notes = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
