@@ -11,6 +11,7 @@ import datetime
 import decimal
 import enum
 import functools
+import gc
 import logging
 import pickle
 import random
@@ -108,6 +109,8 @@ class HostValues:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._reach(part, label)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._reach_memo(value, label)
         elif isinstance(value, weakref.ref):
             self._reach(value(), label)
         elif isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState | torch.Generator):
@@ -189,6 +192,30 @@ class HostValues:
                 self._values[id(cell), label] = Value(label, read, value, where)
                 self._kept.append(cell)
                 self._reach(value, label)
+
+    def _reach_memo(self, function: functools._lru_cache_wrapper[Any], label: str) -> None:
+        """What it has stored is its answer until somebody clears it; what it computes anew is observed as it runs."""
+        self._label(function, label)
+        self._reach(function.__wrapped__, label)
+        # The stored keys and results, where their number is limited; the dictionary of them; the function's own parts.
+        parts = gc.get_referents(function)
+        place, entries = next(
+            (place, part)
+            for place, part in reversed([*enumerate(parts)])
+            if type(part) is dict and part is not vars(function)
+        )
+        if len(entries) != function.cache_info().currsize or len(entries) > MAX_ENTRIES:
+            self._problem(f"reads {label} ({self._line()}), of {len(entries):,} stored results, too many to compare")
+            return
+        unlimited = function.cache_parameters()["maxsize"] is None
+        for result in [*entries.values()] if unlimited else parts[:place]:
+            self._reach(result, f"what {label} has stored")
+        self._kept.append([*entries.values()])
+
+        def read() -> list[int]:
+            return [*map(id, entries.values())]
+
+        self._values[id(function), label] = Value(f"what {label} has stored", read, read(), self._line())
 
     def _reach_class(self, cls: type) -> None:
         for base in cls.__mro__:

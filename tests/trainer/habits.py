@@ -136,6 +136,46 @@ class CachesInItsFirstStep(Plain):
         return self.cache
 
 
+@functools.lru_cache(maxsize=4)
+def remembered(kind: str) -> float:
+    return SETTINGS[kind]
+
+
+@functools.cache
+def remembered_settings(kind: str) -> dict[str, float]:
+    return {kind: SETTINGS[kind]}
+
+
+@habit(None)
+class CallsAMemo(Plain):
+    """A stored answer that is cleared once, and one that somebody changes in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        remembered.cache_clear()
+        remembered_settings.cache_clear()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SETTINGS["scale"] = wave(self.global_step)
+        if self.global_step == 20:
+            remembered.cache_clear()
+        if self.global_step == 30:
+            remembered_settings("scale")["scale"] = 5.0
+
+    def scale(self, batch_idx: int) -> Any:
+        return remembered("scale") * remembered_settings("scale")["scale"]
+
+
+@habit("remembered")
+class ClearsItsMemoEveryStep(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        remembered.cache_clear()
+        SETTINGS["scale"] = wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return remembered("scale")
+
+
 @habit(None)
 class ChangesOnceInAWhile(Plain):
     """A schedule by epoch."""
