@@ -51,11 +51,20 @@ def test_it_holds_verdicts_tables_and_a_curve_for_each_workload(sweep: Path) -> 
         for row in found.rows:
             assert f"| {row.cell.arm} |" in text
     curves = events.Tags()["images"]
-    assert [tag.rpartition("/")[2][0] for tag in curves] == ["1", "2"]
+    assert [tag.rpartition("/")[2][0] for tag in curves] == ["1", "1", "2", "2"]
     (image,) = events.Images(curves[0])
     assert image.encoded_image_string.startswith(PNG)
     width = int.from_bytes(image.encoded_image_string[16:20], "big")
     assert width == image.width, "as the picture itself says"
+    assert width <= 800, "letters that can be read at the 320 pixels that TensorBoard shows"
+
+
+def test_each_run_gets_its_speed_to_eager(sweep: Path) -> None:
+    for found in compare(find([sweep])):
+        for row in found.rows:
+            for run in row.cell.finished:
+                (point,) = events_in(run.directory).Scalars("whole_run/speed_to_eager")
+                assert point.value == pytest.approx(1.0 if row.ratio is None else row.ratio.value)
 
 
 def test_a_later_comparison_replaces_the_one_before(tmp_path: Path) -> None:

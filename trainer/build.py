@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,13 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
         raise
 
 
+class RunLogger(TensorBoardLogger):
+    """Without the ``epoch`` that Lightning adds to all that a module logs: it would be TensorBoard's first card."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
+
+
 def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
     settings = config.trainer
     precision = precision_arguments(settings)
@@ -129,7 +136,7 @@ def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
         "precision": precision.get("precision"),
         "deterministic": settings.deterministic,
         # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
-        "logger": TensorBoardLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
+        "logger": RunLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
         "plugins": [AtomicCheckpointIO(), *precision["plugins"]],
         "default_root_dir": run_dir,
         "enable_progress_bar": False,

@@ -31,14 +31,14 @@ from tasks.tokenizer import BEGIN, END, PAD
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize
 
-STRIP_IMAGES = 8
-"""Validation images drawn with their captions."""
+STRIP_IMAGES = 4
+"""Validation images drawn with their captions: as many as can be read in TensorBoard's default size."""
 IMAGE_PIXELS = 224
 """Edge of an image in the strip; smaller ones are enlarged."""
-COLUMNS = 4
-LINE_LETTERS = 34
+COLUMNS = 2
+LINE_LETTERS = 29
 MAX_LINES = 9
-LINE_PIXELS = 15
+LINE_PIXELS = 18
 MARGIN_PIXELS = 8
 
 
@@ -271,19 +271,19 @@ class Captioner(ScoredModule):
         true_texts = [data.decode(row) for row in tokens.tolist()]
         texts = [data.decode(row) for row in generated.tolist()]
         strip = draw_strip(images.cpu(), true_texts, texts)
-        logger.experiment.add_image("captions/strip", strip, self.global_step, dataformats="HWC")
-        logger.experiment.add_text("captions/table", caption_table(true_texts, texts), self.global_step)
+        logger.experiment.add_image("val/captions", strip, self.global_step, dataformats="HWC")
+        logger.experiment.add_text("val/captions", caption_table(true_texts, texts), self.global_step)
 
 
 def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
-    """Draw uint8 images [B, 3, H, W] four to a row, captions beneath; returns uint8 [height, width, 3]."""
+    """Draw uint8 images [B, 3, H, W] two to a row, captions beneath; returns uint8 [height, width, 3]."""
     lines = [_wrap("true: ", true) + _wrap("generated: ", text) for true, text in zip(true_texts, texts, strict=True)]
     cell_width = IMAGE_PIXELS + MARGIN_PIXELS
     cell_height = IMAGE_PIXELS + 2 * MARGIN_PIXELS + LINE_PIXELS * max(len(wrapped) for wrapped in lines)
     rows = -(-len(lines) // COLUMNS)
     strip = Image.new("RGB", (cell_width * min(COLUMNS, len(lines)) + MARGIN_PIXELS, cell_height * rows), "white")
     pen = ImageDraw.Draw(strip)
-    font = ImageFont.load_default(12)
+    font = ImageFont.load_default(15)
     for index, (image_CHW, wrapped) in enumerate(zip(images_BCHW, lines, strict=True)):
         x = MARGIN_PIXELS + cell_width * (index % COLUMNS)
         y = MARGIN_PIXELS + cell_height * (index // COLUMNS)

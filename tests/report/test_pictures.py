@@ -18,8 +18,8 @@ from trainer.report import pictures
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.pictures import style, total_time
-from trainer.report.pictures.bars import Bar, Section, draw, spread
-from trainer.report.pictures.total_time import Line, lines
+from trainer.report.pictures.bars import Bar, Section, draw, step_times, throughput
+from trainer.report.pictures.total_time import lines
 from trainer.report.runs import Run, find
 from trainer.telemetry.record import RunRecord
 
@@ -58,9 +58,8 @@ def test_lines_meet_where_the_comparison_says_that_compiling_breaks_even() -> No
     assert whole.shown
     assert not lines(compared(*runs[1:3]))[1].shown, "single runs"
     # 30 s beyond its five steps against none: 30 s at 0.05 s a step.
-    assert whole.meets(eager) == pytest.approx(600)
+    assert whole.at(600) == pytest.approx(eager.at(600))
     assert found.rows[1].break_even_steps == pytest.approx(600)
-    assert Line("a", "cold", 1.0, 0.5).meets(Line("b", "cold", 2.0, 0.5)) is None
 
 
 def test_the_crossing_picture_marks_where_another_arm_takes_over(comparisons: list[WorkloadComparison]) -> None:
@@ -85,7 +84,7 @@ def test_what_starts_alike_cold_and_warm_is_drawn_once() -> None:
 def test_without_a_baseline_there_are_times_and_no_ratios() -> None:
     figure = pictures.crossing(compared(record("whole", warmup_seconds=9.0), record("regional", warmup_seconds=3.0)))
     assert figure is not None
-    assert not [text for text in texts(figure) if "times as fast" in text]
+    assert not [text for text in texts(figure) if "Times as fast" in text]
     assert {"whole", "regional"} <= set(texts(figure))
 
 
@@ -138,22 +137,34 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert widths == pytest.approx([full, full, full, full / 2])  # each on a pale bar of full length
 
 
-def test_a_spread_is_the_median_over_runs() -> None:
+def test_step_times_are_medians_over_runs_with_their_spread() -> None:
     fast, slow = figures(0.1), figures(0.3)
     runs = [record("eager", warmup_seconds=1.0, seed=seed, **values) for seed, values in enumerate((fast, slow))]
-    found = spread(compared(*runs).rows[0], inference=False)
-    assert found.at(0.5) == pytest.approx((fast["steady_step_seconds_median"] + slow["steady_step_seconds_median"]) / 2)
-    assert len(found.quantiles) == 21
+    found = compared(*runs)
+    figure = step_times(found, palette=pictures.arm_colours([found]))
+    assert figure is not None
+    median = (fast["steady_step_seconds_median"] + slow["steady_step_seconds_median"]) / 2
+    p95 = (fast["steady_step_seconds_p95"] + slow["steady_step_seconds_p95"]) / 2
+    assert f"{median * 1e3:.0f} · p95 {p95 * 1e3:.0f}" in texts(figure)
+    assert "line: 5% to 95% of the steps" in texts(figure)
 
 
 def test_old_records_without_a_distribution_show_median_and_p95() -> None:
     old = record("eager", warmup_seconds=1.0)
     old.steady_step_seconds_quantiles = []
     found = compared(old)
-    assert not spread(found.rows[0], inference=False).quantiles
-    figure = pictures.PICTURES[3].draw(found, palette=pictures.arm_colours([found]))
+    figure = step_times(found, palette=pictures.arm_colours([found]))
     assert figure is not None
-    assert not [text for text in texts(figure) if "middle half" in text]
+    assert [text for text in texts(figure) if "p95" in text]
+    assert not [text for text in texts(figure) if "95% of the steps" in text]
+
+
+def test_single_runs_bear_no_mark() -> None:
+    found = compared(record("eager", warmup_seconds=1.0), record("whole", step_seconds=0.05, warmup_seconds=9.0))
+    figure = throughput(found, palette=pictures.arm_colours([found]))
+    assert figure is not None
+    assert "640 · 2.00x, one run" in texts(figure)
+    assert not [text for text in texts(figure) if "~" in text]
 
 
 def test_a_dollar_is_no_formula() -> None:

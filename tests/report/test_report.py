@@ -99,12 +99,15 @@ def test_every_arm_and_every_figure_is_there_with_its_command(html: str) -> None
     for arm in ("eager", "regional", "whole (mode=reduce-overhead)", "regional+buckets+cuda_graph", "buckets"):
         assert arm in page.text
     names = [picture.name for picture in PICTURES]
-    assert page.figures() == [*(f"w1-{name}" for name in names if name != "padding"), *(f"w2-{name}" for name in names)]
+    first, second = (
+        [f"w{place}-{name}" for name in names if name != missing] for place, missing in ((1, "padding"), (2, "energy"))
+    )
+    assert page.figures() == [*first, *second]
     for figure in re.findall(r"<figure.*?</figure>", html, flags=re.DOTALL):
-        assert "python -m trainer task=captioning" in figure
-        assert re.search(r"crucible report .* --pictures pictures", figure)
         assert "<title" in figure
         assert "<desc" in figure
+    assert "python -m trainer task=captioning task.data.batch_size=32" in html
+    assert "crucible report" in html
 
 
 def test_the_verdicts_stand_before_everything_else(html: str, tmp_path: Path) -> None:
@@ -112,7 +115,12 @@ def test_the_verdicts_stand_before_everything_else(html: str, tmp_path: Path) ->
     found = compare(find([save([*static(rounds=2), *ragged()], tmp_path / "runs")]))
     assert len(found) == 2
     for comparison in found:
-        assert 0 < text.lower().index(comparison.verdict.lower()) < text.index("Time to N steps")
+        assert 0 < text.lower().index(comparison.verdict.lower()) < text.index("Times as fast as eager by step N")
+        shown = re.sub(r"<svg.*?</svg>|<wbr>", "", html, flags=re.DOTALL)
+        assert shown.lower().count(comparison.verdict.lower()) == 1, "in one place"
+    ratio = found[0].rows[-1].ratio
+    assert ratio is not None
+    assert text.index(f"{ratio.value:.2f}x") < text.index("95% interval") < text.index("steady step")
 
 
 def test_what_was_not_measured_is_said_and_has_no_figure(html: str) -> None:
@@ -152,10 +160,23 @@ def test_one_picture_serves_light_and_dark(html: str) -> None:
     assert set(re.findall(r"var\((--[\w-]+)\)", html)) <= declared
 
 
+def test_no_folder_of_the_machine_is_on_the_page(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"status": "failed", "reason": "OSError: /home/anna/data/train.bin is not there"}
+    changes["command"] = ["task=captioning", "task.data.root=/home/anna/data", "compile=whole"]
+    broken = record("whole", warmup_seconds=9.0, **changes)
+    place = "/home/anna/.venv/lib/python3.12/site-packages/timm/layers/drop.py:12 forward"
+    broken.events = [Event(kind="graph_break", reason="a break", location=place)]
+    shown = report([record("eager", warmup_seconds=1.0), broken], tmp_path)
+    assert "anna" not in shown
+    assert str(tmp_path) not in shown
+    assert "timm/layers/drop.py:12 forward" in shown
+    assert "task.data.root=.../data" in shown
+
+
 def test_unlike_runs_stand_under_a_warning(tmp_path: Path) -> None:
     records = [record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=9.0, device="NVIDIA H100")]
     text = Page(report(records, tmp_path)).text
-    assert text.index("These runs are unlike") < text.index("Time to N steps")
+    assert text.index("These runs are unlike") < text.index("Times as fast as eager by step N")
     assert "device: NVIDIA H200 (1 run), NVIDIA H100 (1 run)" in text
 
 

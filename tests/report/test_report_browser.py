@@ -50,6 +50,7 @@ frame.onload = () => {{
     smallest: Math.min(...heights),
     paper: view.getComputedStyle(page.body).backgroundColor,
     ink: view.getComputedStyle(pictures[0].querySelector("text")).fill,
+    rows: [...page.querySelectorAll("figure")].map((one) => [one.offsetLeft, one.offsetTop]),
     boxes: [...page.querySelectorAll(".scroll")].map((box) => box.getBoundingClientRect().right),
   }};
   const out = document.createElement("pre");
@@ -96,11 +97,14 @@ def measure(report: str, folder: Path, *, width: int, dark: bool) -> dict[str, A
     return dict(json.loads(html.unescape(found[1])))
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 420, 1400])
 def test_it_fits_a_phone_and_a_desk(report: str, tmp_path: Path, width: int) -> None:
     found = measure(report, tmp_path, width=width, dark=False)
     assert found["scrolled"] <= width
-    assert found["pictures"] == 11  # five of one workload, six of the other: each once
+    assert found["pictures"] == 12  # six of each workload: each once
+    lefts = {left for left, _ in found["rows"]}
+    assert len(lefts) == (3 if width == 1400 else 1), "columns of one width"
+    assert len({top for _, top in found["rows"]}) == (6 if width == 1400 else 12), "rows that begin together"
     assert found["cut"] == []
     assert found["smallest"] >= 10  # pixels from the top of a letter to the foot of the line
     assert max(found["boxes"]) <= width

@@ -246,8 +246,8 @@ def test_record_summary_and_tensorboard_tell_of_them(tmp_path: Path) -> None:
     loaded = RunRecord.load(tmp_path)
     assert loaded.audits == record.audits
     assert summary(loaded)["audits"].startswith("clean: 3, of steps 1 to 4; update ")
-    points = curve(tmp_path, "audit/worst_of_tolerance")
+    points = curve(tmp_path, "usage/audit_worst_of_tolerance")
     assert list(points) == [1, 2, 4]
     assert all(0 <= value <= 1 for value in points.values())
-    assert curve(tmp_path, "audit/seconds")[4] == pytest.approx(record.audits.seconds, abs=1e-3)
+    assert curve(tmp_path, "usage/audit_seconds")[4] == pytest.approx(record.audits.seconds, abs=1e-3)
     assert math.isfinite(record.audits.seconds)

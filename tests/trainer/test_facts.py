@@ -84,7 +84,7 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     assert record.preflight_seconds is not None
     assert said["warm-up"].endswith(f"preflight {record.preflight_seconds:.2f} s of it")
     events = events_of(tmp_path / "run")
-    assert events.Scalars("final/preflight_seconds")[-1].value == pytest.approx(record.preflight_seconds)
+    assert events.Scalars("whole_run/preflight_seconds")[-1].value == pytest.approx(record.preflight_seconds)
     page = events.Tensors("run/strategies/text_summary")[-1].tensor_proto.string_val[0].decode()
     for row in ("| buckets | edges | 16, 32 |", "| optimizer | chunks | ", "| cached | state | idle |"):
         assert row in page

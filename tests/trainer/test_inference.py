@@ -36,7 +36,7 @@ def test_every_strategy_leaves_latencies_rates_and_what_compiling_cost(strategy:
         assert getattr(record, name) is not None, name
     for name in ("steps", "steady_steps", "final_loss", "data_wait_share", "joules_per_sample"):
         assert getattr(record, name) is None, name
-    assert list(curve(tmp_path, "time/batch_milliseconds_median")) == [1, 2], "a point for each timed run"
+    assert list(curve(tmp_path, "usage/batch_milliseconds_median")) == [1, 2], "a point for each timed run"
     assert RunRecord.load(tmp_path) == record
     if strategy in MODULE_STRATEGIES:
         assert record.regions_compiled == record.regions

@@ -86,7 +86,7 @@ def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:
     assert (record.matrix_precision, record.float32_matmul_precision) == ("fp32", "highest")
     record.teraflops_per_second = 1.0  # a toy's own has no row
     assert "of the measured" in summary(record)["TFLOP/s"]
-    assert curve(tmp_path, "throughput/model_flops_utilization_measured_peak")
+    assert curve(tmp_path, "usage/model_flops_utilization_measured_peak")
 
 
 def test_an_inference_counts_the_operations_of_its_forward_alone(tmp_path: Path) -> None:

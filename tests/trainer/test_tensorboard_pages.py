@@ -12,12 +12,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tests.strategies import backends
 from tests.trainer.runs import MODULE_STRATEGIES, STEPS, events_of, train
 from tests.trainer.test_resume_exactness import send_in_step
+from trainer.report.run_verdict import run_verdict
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.tensorboard import FINAL, SCALARS, TEXTS, TensorBoardPages, events_table, strategies_table
 
-OF_THE_TASK = ("val/", "captions/")
-LIGHTNINGS = {"epoch"}
-"""Written by Lightning beside everything that a module logs."""
+OF_THE_TASK = ("val/",)
 
 
 @pytest.fixture(scope="module", params=["eager", *MODULE_STRATEGIES])
@@ -47,7 +46,7 @@ def text(events: EventAccumulator, page: str) -> str:
 def test_every_key_is_one_that_is_documented(finished: tuple[RunRecord, EventAccumulator]) -> None:
     _, events = finished
     written = {key for key in events.Tags()["scalars"] if not key.startswith(OF_THE_TASK)}
-    assert written <= {*SCALARS, *FINAL} | LIGHTNINGS, "a key that keys.py does not know"
+    assert written <= {*SCALARS, *FINAL}, "a key that is not documented"
     assert "val/loss" in events.Tags()["scalars"]
 
 
@@ -56,24 +55,34 @@ def test_what_exists_on_a_cpu_is_written_and_what_does_not_is_not(
 ) -> None:
     record, events = finished
     written = set(events.Tags()["scalars"])
-    absent = {"memory/peak_device_gib", "energy/joules_per_sample", "throughput/model_flops_utilization"}
-    absent |= {"compile/cache_hits", "compile/cache_misses", "throughput/model_flops_utilization_measured_peak"}
-    absent |= {key for key in SCALARS if key.startswith("time/batch_")}  # of an inference
-    absent |= {"time/slow_steps"}  # too few steps for a median
+    absent = {"usage/peak_device_gib", "usage/joules_per_sample", "usage/model_flops_utilization"}
+    absent |= {"warmup/cache_hits", "warmup/cache_misses", "usage/model_flops_utilization_measured_peak"}
+    absent |= {key for key in SCALARS if key.startswith("usage/batch_")}  # of an inference
+    absent |= {"usage/slow_steps"}  # too few steps for a median
     if record.label == "eager":
-        absent |= {key for key in SCALARS if key.startswith(("compile/", "audit/"))}
+        absent |= {key for key in SCALARS if key.startswith(("warmup/", "usage/audit_"))}
+        absent -= {"warmup/seconds", "warmup/first_step_seconds"}
     assert written & set(SCALARS) == set(SCALARS) - absent
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
 
 
 def test_final_figures_are_the_records(finished: tuple[RunRecord, EventAccumulator]) -> None:
     record, events = finished
-    for key, name in FINAL.items():
-        value = getattr(record, name)
+    for key, (name, _) in FINAL.items():
+        value = getattr(record, name, None)
+        if name == "speed_to_eager":
+            value = run_verdict(record).ratio
+            assert (value is None) == (record.label == "eager")
         assert (value is not None) == (key in events.Tags()["scalars"]), key
         if value is not None:
             scale = 1e3 if key.endswith("milliseconds_p95") else 1.0
             assert events.Scalars(key)[-1].value == pytest.approx(value * scale, rel=1e-5)
+
+
+def test_speed_and_loss_are_the_first_cards(finished: tuple[RunRecord, EventAccumulator]) -> None:
+    _, events = finished
+    groups = dict.fromkeys(key.partition("/")[0] for key in sorted(events.Tags()["scalars"]))
+    assert list(groups)[:2] == ["speed", "train"]
 
 
 def test_the_text_pages_are_there(finished: tuple[RunRecord, EventAccumulator]) -> None:
@@ -99,10 +108,10 @@ def test_a_finished_run_has_a_whole_row_in_the_hparams_table(finished: tuple[Run
     assert {metric.name.tag for metric in experiment.experiment.metric_infos} == set(FINAL)
     assert begin is not None
     hyperparameters = begin.session_start_info.hparams
-    assert hyperparameters["compile"].string_value == record.label
+    assert hyperparameters["compile"].string_value.split()[0] == record.label
     if record.label != "eager":
         path = "modular.parts.encoder" if record.label == "modular" else record.label
-        assert f"{path}.backend=aot_eager" in hyperparameters["options"].string_value
+        assert f"{path}.backend=aot_eager" in hyperparameters["compile"].string_value
     assert end is not None
 
 

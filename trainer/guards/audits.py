@@ -370,5 +370,8 @@ class Audits:
         elif not wrong and facts.last_clean_step is None:
             facts.verdict, facts.reason = "not audited", "; ".join(sorted(set(facts.not_compared.values())))
         worst = max(self._shares, default=math.inf)
-        scalars = {"audit/worst_of_tolerance": worst if worst < math.inf else None, "audit/seconds": facts.seconds}
+        scalars = {
+            "usage/audit_worst_of_tolerance": worst if worst < math.inf else None,
+            "usage/audit_seconds": facts.seconds,
+        }
         self._pages.scalars(scalars, self._number)

@@ -6,6 +6,8 @@ light or dark, tables scroll inside their own box. Everything that comes from a 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -13,7 +15,8 @@ from importlib import resources
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, Picture, arm_colours, style
 from trainer.report.statistics import FASTER
-from trainer.report.tables import TEXT_COLUMNS, footnotes, tables_of
+from trainer.report.tables import NOT_SURE, TEXT_COLUMNS, footnotes, tables_of
+from trainer.report.verdicts import rounded
 from trainer.telemetry.record import Event, RunRecord
 
 MAX_EVENTS = 40
@@ -24,11 +27,19 @@ KINDS = {
     "fallback": "fallback",
     "cudagraph_skip": "CUDA graph skipped",
 }
-ABOUT = """<p>A step is steady when it comes after the warm-up and nothing was compiled during it. Total time counts
-start-up, warm-up and compiling, and leaves out validation and checkpoints. A ratio above 1 is faster than the
-baseline; where its 95% interval holds 1, or the runs of one arm are as far apart as the arms, no difference is shown
-(~). Cold runs start with empty compile caches, warm ones with what a cold run left there. Whatever was not measured is
-left out, and listed.</p>"""
+WORDS = {
+    "arm": "a list of strategies with their options; one of them, usually eager, is what the others are compared with",
+    "steady step": "a step after the warm-up during which nothing was compiled; only these make speeds and step times",
+    "warm-up": "everything before the steps are steady, compiling included",
+    "cold, warm": "starts with empty compile caches, and with what a cold run left there",
+    "speed": "the baseline's time of a step over the arm's: 2x is twice as fast. No difference is shown (~) where its "
+    "95% interval holds 1, or the runs of one arm are as far apart as the arms",
+    "total time": "start-up, warm-up and N steps; validation and checkpoints are left out",
+    "pays back": "the step after which an arm has made up for its warm-up",
+}
+"""What a reader meets on the page, in the words of the tables."""
+PATH = re.compile(r"(?<![\w.~:/-])(?:/[^\s/'\",:;()<>|]+)+/(?=[^\s/])")
+PACKAGES = re.compile(r"[^\s'\"=]*/(?:site|dist)-packages/")
 
 
 def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: str) -> str:
@@ -47,9 +58,9 @@ def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: st
     days = sorted({record.started[:10] for record in records if record.started})
     facts = [counted(len(comparisons), "workload"), counted(len(records), "run")]
     facts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
-    sections = "\n".join(_section(one, place, palette, command) for place, one in enumerate(comparisons))
-    # Of one workload alone its section says the verdict.
-    cards = "".join(_card(one, place) for place, one in enumerate(comparisons)) if len(comparisons) > 1 else ""
+    sections = "\n".join(_section(one, place, palette) for place, one in enumerate(comparisons))
+    cards = "".join(_card(one, place) for place, one in enumerate(comparisons))
+    words = "".join(f"<div><dt>{escape(word)}</dt><dd>{escape(text)}</dd></div>" for word, text in WORDS.items())
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -67,13 +78,14 @@ def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: st
 <header>
 <h1>{escape(title)}</h1>
 <p class="quiet">{escape(" · ".join(facts))}</p>
-{f'<ul class="cards">{cards}</ul>' if cards else ""}</header>
+<ul class="cards">{cards}</ul>
+<dl class="words">{words}</dl>
+</header>
 {sections}
 <section id="about">
-<h2>How to read it</h2>
-{ABOUT}
-<p>This page again:</p>
-<pre><code>{escape(command)}</code></pre>
+<h2>This page again</h2>
+<pre><code>{_text(command)}</code></pre>
+<p class="quiet">Add <code>--pictures DIR</code> for its pictures as PNG.</p>
 </section>
 </main>
 </body>
@@ -86,34 +98,47 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def headline(comparison: WorkloadComparison) -> tuple[str, str]:
+    """The verdict's number, and what it is of: speed, interval, from which step on, over how many runs."""
+    rows = {row.cell.arm: (row, row.ratio) for row in comparison.rows if row.ratio is not None}
+    if not rows or comparison.verdict.startswith("no verdict"):
+        return "", ""
+    faster = [arm for arm, (_, ratio) in rows.items() if ratio.verdict == FASTER]
+    last = [one.arm for one in comparison.crossings if one.start == "cold" and one.arm in faster][-1:]
+    best = (last or sorted(faster or rows, key=lambda arm: -rows[arm][1].value))[0]
+    row, ratio = rows[best]
+    number = f"{ratio.value:.2f}x"
+    speed = f"the speed of {comparison.baseline}"
+    if ratio.low is None or ratio.high is None:
+        return number, f"{speed} in single runs, with {best}: repeats would show whether that is more than noise"
+    over = f"95% interval {ratio.low:.2f} to {min(ratio.high, 99):.2f}, {counted(len(row.cell.finished), 'run')}"
+    if not ratio.shown:
+        return f"{NOT_SURE}{number}", f"{speed}, with {best} ({over}): no difference is shown"
+    pays = ""
+    if row.break_even_steps is not None and row.break_even_steps < math.inf:
+        pays = f", which pays back after {rounded(row.break_even_steps)} {comparison.unit}"
+    return number, f"{speed}, with {best} ({over}){pays}"
+
+
 def _card(comparison: WorkloadComparison, place: int) -> str:
-    ratios = {row.cell.arm: row.ratio for row in comparison.rows if row.ratio is not None}
-    faster = {arm: ratio.value for arm, ratio in ratios.items() if ratio.verdict == FASTER}
-    facts = [comparison.device]
-    if faster:
-        best = max(faster, key=lambda arm: faster[arm])
-        facts.insert(0, f"fastest steps: {best}, {faster[best]:.2f} times {comparison.baseline}")
-    elif ratios:
-        facts.insert(0, f"nothing is shown to be faster than {comparison.baseline}")
+    """The workload with its verdict, which stands nowhere else."""
+    number, words = headline(comparison)
+    shown = f'<p class="headline"><b>{number}</b> <span>{_breakable(words)}.</span></p>\n' if number else ""
     return (
-        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>'
-        f'<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p>'
-        f'<p class="quiet">{_breakable(_sentence(" · ".join(facts)))}</p></li>\n'
+        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{shown}'
+        f'<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p></li>\n'
     )
 
 
-def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, str], command: str) -> str:
+def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, str]) -> str:
     figures, absent = [], []
     for picture in PICTURES:
-        figure = _figure(comparison, place, picture, palette, command)
+        figure = _figure(comparison, place, picture, palette)
         if figure is None:
             absent.append(picture.absent)
         else:
             figures.append(figure)
     rows = [row for row in comparison.rows if row.cell.finished]
-    memory = any(row.peak_device_memory_gib or row.peak_process_memory_gib for row in rows)
-    if memory and all(row.joules_per_sample is None for row in rows):
-        absent.append("energy: not measured")
     if not any(row.cell.warm for row in rows) and any(row.cell.compiles for row in rows):
         absent.append("warm starts: none among the runs")
     records = _records(comparison)
@@ -121,15 +146,14 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
     precisions = sorted({record.precision for record in records if record.precision})
     kind = "inference" if comparison.run == "inference" else "training"
     where = " · ".join([kind, comparison.device, *precisions, *versions, counted(len(records), "run")])
-    unlike = "".join(f"<li>{escape(line)}</li>" for line in comparison.unlike)
+    unlike = "".join(f"<li>{_text(line)}</li>" for line in comparison.unlike)
     if unlike:
         unlike = (
             f'<div class="warning"><strong>These runs are unlike: compare with care.</strong><ul>{unlike}</ul></div>\n'
         )
     return f"""<section id="workload-{place + 1}">
 <h2>{_breakable(comparison.workload)}</h2>
-<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p>
-<p class="quiet">{escape(where)}</p>
+<p class="quiet">{_text(where)}</p>
 {unlike}<div class="figures">
 {"".join(figures)}</div>
 {f'<p class="quiet">Left out: {escape("; ".join(absent))}.</p>' if absent else ""}
@@ -141,9 +165,7 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
 </section>"""
 
 
-def _figure(
-    comparison: WorkloadComparison, place: int, picture: Picture, palette: Mapping[str, str], command: str
-) -> str | None:
+def _figure(comparison: WorkloadComparison, place: int, picture: Picture, palette: Mapping[str, str]) -> str | None:
     drawn = picture.draw(comparison, palette=palette)
     if drawn is None:
         return None
@@ -151,18 +173,15 @@ def _figure(
     body = style.svg(
         drawn,
         name=name,
-        title=escape(f"{picture.title}: {comparison.workload}"),
-        description=escape(f"{picture.caption} {_sentence(comparison.verdict)} The figures are in the table below."),
+        title=_text(f"{picture.title}: {comparison.workload}"),
+        description=_text(f"{picture.caption} {_sentence(comparison.verdict)} The figures are in the table below."),
     )
-    whole = picture.name == "crossing"  # as wide as the page; on a phone it scrolls inside its box
+    whole = picture.name == "crossing"  # two columns wide; on a phone it scrolls inside its box
     if whole:
         body = f'<div class="scroll" tabindex="0">{body}</div>'
-    commands = "\n".join(row.cell.command for row in comparison.rows if row.cell.finished)
     return f"""<figure{' class="whole"' if whole else ""} id="{name}">
 {body}
 <figcaption>{escape(picture.caption)}</figcaption>
-<details><summary>Commands</summary><pre><code>{escape(commands)}</code></pre>
-<pre><code>{escape(command)} --pictures pictures  # pictures/*-{picture.name}.png</code></pre></details>
 </figure>
 """
 
@@ -177,7 +196,7 @@ def _all_figures(comparison: WorkloadComparison, palette: Mapping[str, str]) -> 
             swatch = f'<span class="swatch" style="background:{style.variable(palette[arm])}"></span>'
             cells = zip(texts, kinds[1:], strict=True)
             body += f'<tr><th scope="row">{swatch}{_breakable(arm)}</th>'
-            body += "".join(f'<td class="{kind}">{escape(text)}</td>' for text, kind in cells) + "</tr>\n"
+            body += "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in cells) + "</tr>\n"
         tables += _table(zip(columns, kinds, strict=True), body)
     notes = "".join(f'<p class="quiet">{escape(line)}</p>' for line in footnotes([comparison]))
     return f"<h3>All figures</h3>\n{tables}{notes}"
@@ -201,7 +220,7 @@ def _events(comparison: WorkloadComparison) -> str:
         when = " ".join([when, *phases]).strip() or "-"
         body += (
             f'<tr><th scope="row">{_breakable(arm)}</th><td>{escape(KINDS.get(kind, kind))}</td>'
-            f'<td class="words">{escape(reason)}</td><td class="words"><code>{escape(location)}</code></td>'
+            f'<td class="words">{_text(reason)}</td><td class="words"><code>{_text(location)}</code></td>'
             f'<td class="number">{escape(when)}</td><td class="number">{len(events):,}</td></tr>\n'
         )
     head = [("arm", ""), ("what", ""), ("reason", ""), ("source line", ""), ("step", "number"), ("times", "number")]
@@ -218,8 +237,8 @@ def _failed(comparison: WorkloadComparison) -> str:
             status = "running, or killed" if run.record.status == "running" else run.record.status
             body += (
                 f'<tr><th scope="row">{_breakable(row.cell.arm)}</th><td>{escape(status)}</td>'
-                f'<td class="words">{escape(run.record.reason or "no reason in its record")}</td>'
-                f'<td class="words"><code>{escape(str(run.directory))}</code></td></tr>\n'
+                f'<td class="words">{_text(run.record.reason or "no reason in its record")}</td>'
+                f'<td class="words"><code>{_text(str(run.directory))}</code></td></tr>\n'
             )
     head = [(name, "") for name in ("arm", "status", "reason", "folder")]
     return f"<h3>Runs that did not finish</h3>\n{_table(head, body)}" if body else ""
@@ -231,8 +250,8 @@ def _remarks(comparison: WorkloadComparison) -> str:
     for row in comparison.rows:
         for flag in row.flags if row.cell.finished else []:
             flags.setdefault(flag, []).append(row.cell.arm)
-    items = "".join(f"<li><b>{_breakable(', '.join(arms))}</b>: {escape(flag)}</li>" for flag, arms in flags.items())
-    items += "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    items = "".join(f"<li><b>{_breakable(', '.join(arms))}</b>: {_text(flag)}</li>" for flag, arms in flags.items())
+    items += "".join(f"<li>{_text(note)}</li>" for note in comparison.notes)
     return f'<h3>Remarks</h3>\n<ul class="quiet">{items}</ul>' if items else ""
 
 
@@ -252,11 +271,11 @@ def _conditions(comparison: WorkloadComparison) -> str:
         "versions": " · ".join(f"{name} {version}" for name, version in versions.items()) or "n/a",
     }
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="words">{escape(value)}</td></tr>\n'
+        f'<tr><th scope="row">{escape(name)}</th><td class="words">{_text(value)}</td></tr>\n'
         for name, value in facts.items()
     )
     commands = "".join(
-        f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{escape(row.cell.command)}</code></pre>\n"
+        f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
         for row in comparison.rows
     )
     return (
@@ -275,7 +294,12 @@ def _all(values: Iterable[str | None]) -> str:
 
 def _breakable(name: str) -> str:
     """Escaped; a line may end after each of the strategies that a name is made of."""
-    return escape(name).replace("+", "+<wbr>")
+    return _text(name).replace("+", "+<wbr>")
+
+
+def _text(text: str) -> str:
+    """Escaped, and without the folders of the machine on which it was written: a page is passed on."""
+    return escape(PATH.sub(".../", PACKAGES.sub("", text)))
 
 
 def _sentence(words: str) -> str:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
@@ -23,17 +23,11 @@ from trainer.report.runs import Run, find
 from trainer.report.tables import ABSENT, footnotes, number, paid_back, plain_lines, speed
 from trainer.telemetry.record import RunRecord
 
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
 FOLDER = "summary"
 """Of the run, in the sweep's folder."""
-TAGS = "comparison"
-"""First part of its keys; by name it comes before those of single runs."""
 SUFFIX = ".summary"
 """Last part of the name of its file, by which the one of an earlier comparison is found."""
 WITHOUT_CURVES = "the summary in TensorBoard has no curves: they need matplotlib, pip install -e '.[report]'"
-DOTS_PER_INCH = 110
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +125,8 @@ def _name(cell: Cell) -> str:
 
 
 def write_summary(sweep_dir: Path) -> str | None:
-    """Compare the runs in ``sweep_dir`` and write its ``summary``; returns what the user should know of it.
+    """Compare the runs in ``sweep_dir``, write its ``summary``, and each run's speed to eager into the run's row of the
+    HParams table; returns what the user should know of it.
 
     Nothing is written where no two arms of one workload are there to compare. A sweep does not fail for want of it.
     """
@@ -139,6 +134,10 @@ def write_summary(sweep_dir: Path) -> str | None:
         compared = compare_runs(find([sweep_dir], unreadable=lambda reason: None))
         if all(len(found.rows) < 2 for found in compared):
             return None
+        for row in (row for found in compared if found.baseline_row is not None for row in found.rows):
+            for run in row.cell.finished:
+                speed_to_eager = {"simple_value": 1.0 if row.ratio is None else row.ratio.value}
+                _replace(run.directory, [{"tag": "whole_run/speed_to_eager", **speed_to_eager}], run.record.steps or 0)
         return write(compared, sweep_dir / FOLDER)
     except (OSError, ValueError) as error:
         return f"no summary for TensorBoard: {str(error).splitlines()[0]}"
@@ -153,33 +152,40 @@ def write(comparisons: Sequence[WorkloadComparison], directory: Path) -> str | N
     Raises:
         OSError: ``directory`` cannot be written.
     """
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    values = [_text(comparisons), *(_pictures(comparisons) if can_draw else [])]
+    _replace(directory, values, 0)
+    return None if can_draw else WITHOUT_CURVES
+
+
+def _replace(directory: Path, values: Sequence[dict[str, Any]], step: int) -> None:
+    """Write ``values`` instead of what an earlier comparison left in ``directory``."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    can_draw = importlib.util.find_spec("matplotlib") is not None
-    values = [_text(comparisons), *(_curves(comparisons) if can_draw else [])]
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob(f"events.out.tfevents.*{SUFFIX}"):
         old.unlink()
     writer = EventFileWriter(str(directory), filename_suffix=SUFFIX)
     for value in values:
-        writer.add_event(Event(step=0, wall_time=time.time(), summary=Summary(value=[value])))
+        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[Summary.Value(**value)])))
     writer.close()
-    return None if can_draw else WITHOUT_CURVES
 
 
-def _text(comparisons: Sequence[WorkloadComparison]) -> Summary.Value:
+def _text(comparisons: Sequence[WorkloadComparison]) -> dict[str, Any]:
     """One page: the verdicts, where there are several, then all tables."""
     from tensorboard.plugins.text.summary_v2 import text_pb
 
     verdicts = [f"- **{_plain(found.workload)}**: {_plain(found.verdict)}" for found in comparisons]
     markdown = "\n".join([*(verdicts if len(verdicts) > 1 else []), "", tables.markdown(comparisons)])
-    return text_pb(f"{TAGS}/tables", markdown).value[0]
+    value = text_pb("comparison/tables", markdown).value[0]
+    return {"tag": value.tag, "metadata": value.metadata, "tensor": value.tensor}
 
 
-def _curves(comparisons: Sequence[WorkloadComparison]) -> Iterator[Summary.Value]:
-    """Total time over the number of steps, a picture for each workload that has one."""
+def _pictures(comparisons: Sequence[WorkloadComparison]) -> Iterator[dict[str, Any]]:
+    """Speed over the number of steps, warm-up included, and steady speed: what can be read as wide as TensorBoard shows
+    an image, 320 pixels."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
     from trainer.report import pictures
@@ -187,17 +193,18 @@ def _curves(comparisons: Sequence[WorkloadComparison]) -> Iterator[Summary.Value
 
     palette = pictures.arm_colours(comparisons)
     for place, found in enumerate(comparisons):
-        figure = pictures.crossing(found, palette=palette)
-        if figure is None:
-            continue
-        out = io.BytesIO()
-        style.png(figure, out, dots_per_inch=DOTS_PER_INCH)
-        width, height = (round(inches * DOTS_PER_INCH) for inches in figure.get_size_inches())
-        yield Summary.Value(
-            tag=f"{TAGS}/total_time/{pictures.file_stem(found, place)}",
-            image=Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=out.getvalue()),
-            metadata=SummaryMetadata(summary_description=_plain(found.verdict)),
-        )
+        for name, draw in (("speed_by_steps", pictures.total_time.compact), ("steady_speed", pictures.bars.throughput)):
+            figure = draw(found, palette=palette)
+            if figure is None:
+                continue
+            out = io.BytesIO()
+            style.png(figure, out)
+            width, height = (round(inches * style.DOTS_PER_INCH) for inches in figure.get_size_inches())
+            yield {
+                "tag": f"verdict/{name}/{pictures.file_stem(found, place)}",
+                "image": Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=out.getvalue()),
+                "metadata": SummaryMetadata(summary_description=_plain(found.verdict)),
+            }
 
 
 def _plain(text: str) -> str:

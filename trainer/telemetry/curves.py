@@ -235,12 +235,12 @@ class Curves:
             points = {
                 "train/loss": self.last_loss,
                 "train/learning_rate": learning_rate,
-                "throughput/steps_per_second": rates.steady_steps_per_second,
+                "speed/steps_per_second": rates.steady_steps_per_second,
                 **rate_scalars(rates, self._peak),
                 **time_scalars("step", seconds),
-                "time/first_step_seconds": self._meter.first_step_seconds,
-                "time/warmup_seconds": self._meter.warmup_seconds + preflight_seconds,
-                "time/slow_steps": self.slow.count,
+                "warmup/first_step_seconds": self._meter.first_step_seconds,
+                "warmup/seconds": self._meter.warmup_seconds + preflight_seconds,
+                "usage/slow_steps": self.slow.count,
                 **cost_scalars(self._compiler, self._energy, self._device),
             }
             if self._pages is not None:
@@ -277,22 +277,22 @@ def read_clocks(steps: Iterable[Step], clock: StepClock, wait: DataWait, meter: 
 def rate_scalars(rates: Rates, peak: Peak) -> dict[str, float | None]:
     shares = peak.figures(rates.teraflops_per_second)
     return {
-        "throughput/samples_per_second": rates.samples_per_second,
-        "throughput/tokens_per_second": rates.tokens_per_second,
-        "throughput/useful_tokens_per_second": rates.useful_tokens_per_second,
-        "throughput/padded_share": rates.padded_share,
-        "throughput/teraflops_per_second": rates.teraflops_per_second,
-        "throughput/model_flops_utilization": shares.model_flops_utilization,
-        "throughput/model_flops_utilization_measured_peak": shares.model_flops_utilization_measured_peak,
-        "data/wait_share": rates.data_wait_share,
+        "usage/samples_per_second": rates.samples_per_second,
+        "usage/tokens_per_second": rates.tokens_per_second,
+        "speed/useful_tokens_per_second": rates.useful_tokens_per_second,
+        "usage/padded_share": rates.padded_share,
+        "usage/teraflops_per_second": rates.teraflops_per_second,
+        "usage/model_flops_utilization": shares.model_flops_utilization,
+        "usage/model_flops_utilization_measured_peak": shares.model_flops_utilization_measured_peak,
+        "usage/data_wait_share": rates.data_wait_share,
     }
 
 
 def time_scalars(unit: str, seconds: Sequence[float]) -> dict[str, float | None]:
     median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
     return {
-        f"time/{unit}_milliseconds_median": None if median is None else median * 1e3,
-        f"time/{unit}_milliseconds_p95": None if p95 is None else p95 * 1e3,
+        f"usage/{unit}_milliseconds_median": None if median is None else median * 1e3,
+        f"usage/{unit}_milliseconds_p95": None if p95 is None else p95 * 1e3,
     }
 
 
@@ -300,8 +300,8 @@ def cost_scalars(monitor: CompilerMonitor, energy: EnergyMeter, device: torch.de
     names = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
     figures = monitor.figures() if monitor.compilations else None
     return {
-        **{f"compile/{name.removeprefix('compile_')}": getattr(figures, name, None) for name in names},
-        "memory/peak_device_gib": hardware.peak_device_gib(device),
-        "memory/peak_process_gib": hardware.peak_process_gib(),
-        "energy/joules_per_sample": energy.joules_per_sample(),
+        **{f"warmup/{name}": getattr(figures, name, None) for name in names},
+        "usage/peak_device_gib": hardware.peak_device_gib(device),
+        "usage/peak_process_gib": hardware.peak_process_gib(),
+        "usage/joules_per_sample": energy.joules_per_sample(),
     }

@@ -128,8 +128,8 @@ class InferenceTelemetry(BaseTelemetry):
         points = {
             **rate_scalars(rates, self._peak),
             **time_scalars("batch", seconds),
-            "time/first_step_seconds": self._meter.first_step_seconds,
-            "time/warmup_seconds": self._meter.warmup_seconds,
+            "warmup/first_step_seconds": self._meter.first_step_seconds,
+            "warmup/seconds": self._meter.warmup_seconds,
             **cost_scalars(self.compiler, self._energy, self._device),
         }
         self._pages.scalars(points, self._runs)

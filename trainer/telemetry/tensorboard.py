@@ -18,7 +18,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as charts_metadata
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import (
-    DATA_TYPE_FLOAT64,
     DATA_TYPE_STRING,
     STATUS_SUCCESS,
     Experiment,
@@ -30,6 +29,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 
 from strategies.credentials import hidden
 from strategies.loop import Loop
+from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
 from trainer.telemetry.facts import profile_page, slow_steps_table
 from trainer.telemetry.facts import rows as facts_in
@@ -40,61 +40,63 @@ from trainer.telemetry.source import shown
 SCALARS: dict[str, tuple[str, str]] = {
     "train/loss": ("task's own", "training loss, mean of the optimizer steps since the last point"),
     "train/learning_rate": ("1", "learning rate of the first parameter group"),
-    "throughput/steps_per_second": ("1/s", "steady optimizer steps since the last point"),
-    "throughput/samples_per_second": ("1/s", "samples of those steps, this process"),
-    "throughput/tokens_per_second": ("1/s", "token positions computed, padding included"),
-    "throughput/useful_tokens_per_second": ("1/s", "token positions without padding"),
-    "throughput/padded_share": ("1", "padding over all token positions"),
-    "throughput/teraflops_per_second": ("TFLOP/s", "the task's forward and backward operations"),
-    "throughput/model_flops_utilization": (
+    "speed/steps_per_second": ("1/s", "steady optimizer steps since the last point"),
+    "usage/samples_per_second": ("1/s", "samples of those steps, this process"),
+    "usage/tokens_per_second": ("1/s", "token positions computed, padding included"),
+    "speed/useful_tokens_per_second": ("1/s", "token positions without padding"),
+    "usage/padded_share": ("1", "padding over all token positions"),
+    "usage/teraflops_per_second": ("TFLOP/s", "the task's forward and backward operations"),
+    "usage/model_flops_utilization": (
         "1",
         "the same over the datasheet's dense peak; absent when that is unknown",
     ),
-    "throughput/model_flops_utilization_measured_peak": ("1", "the same over the peak measured when the run began"),
-    "data/wait_share": (
+    "usage/model_flops_utilization_measured_peak": ("1", "the same over the peak measured when the run began"),
+    "usage/data_wait_share": (
         "1",
         "share of those steps lost to waiting for the data loader; above 0.05 the summary says so",
     ),
-    "time/step_milliseconds_median": ("ms", "median steady step since the last point"),
-    "time/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
-    "time/batch_milliseconds_median": ("ms", "inference: median latency of a batch in one timed run, a point a run"),
-    "time/batch_milliseconds_p95": ("ms", "inference: 95th percentile of the same batches"),
-    "time/first_step_seconds": ("s", "first optimizer step, compilation included"),
-    "time/warmup_seconds": ("s", "the preflight and all steps that are not steady, so far"),
-    "time/slow_steps": ("count", "steps so far that took ten times the median or more, page `run/slow_steps`"),
-    "audit/worst_of_tolerance": (
+    "usage/step_milliseconds_median": ("ms", "median steady step since the last point"),
+    "usage/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
+    "usage/batch_milliseconds_median": ("ms", "inference: median latency of a batch in one timed run, a point a run"),
+    "usage/batch_milliseconds_p95": ("ms", "inference: 95th percentile of the same batches"),
+    "warmup/first_step_seconds": ("s", "first optimizer step, compilation included"),
+    "warmup/seconds": ("s", "the preflight and all steps that are not steady, so far"),
+    "usage/slow_steps": ("count", "steps so far that took ten times the median or more, page `run/slow_steps`"),
+    "usage/audit_worst_of_tolerance": (
         "1",
         "largest difference from eager in an audited step over its tolerance; above 1 the run ends",
     ),
-    "audit/seconds": ("s", "time spent on audits so far, at most 0.5% of the run"),
-    "compile/seconds": ("s", "wall time inside the compiler so far"),
-    "compile/graphs": ("count", "graphs compiled so far"),
-    "compile/graph_breaks": ("count", "graph breaks so far"),
-    "compile/recompiles": ("count", "recompiles so far, validation's own graphs included"),
-    "compile/cache_hits": ("count", "graphs taken from Inductor's cache so far"),
-    "compile/cache_misses": ("count", "graphs that were not there"),
-    "memory/peak_device_gib": ("GiB", "highest allocation on the accelerator so far; absent on a CPU"),
-    "memory/peak_process_gib": ("GiB", "highest resident memory of the process so far"),
-    "energy/joules_per_sample": ("J", "board energy over steady steps so far; absent without NVML"),
+    "usage/audit_seconds": ("s", "time spent on audits so far, at most 0.5% of the run"),
+    "warmup/compile_seconds": ("s", "wall time inside the compiler so far"),
+    "warmup/graphs": ("count", "graphs compiled so far"),
+    "warmup/graph_breaks": ("count", "graph breaks so far"),
+    "warmup/recompiles": ("count", "recompiles so far, validation's own graphs included"),
+    "warmup/cache_hits": ("count", "graphs taken from Inductor's cache so far"),
+    "warmup/cache_misses": ("count", "graphs that were not there"),
+    "usage/peak_device_gib": ("GiB", "highest allocation on the accelerator so far; absent on a CPU"),
+    "usage/peak_process_gib": ("GiB", "highest resident memory of the process so far"),
+    "usage/joules_per_sample": ("J", "board energy over steady steps so far; absent without NVML"),
 }
-"""Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written."""
+"""Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written. TensorBoard
+sorts groups by name: speed, then loss."""
 
-FINAL: dict[str, str] = {
-    "final/steps_per_second": "steady_steps_per_second",
-    "final/useful_tokens_per_second": "useful_tokens_per_second",
-    "final/step_milliseconds_p95": "steady_step_seconds_p95",
-    "final/compile_seconds": "compile_seconds",
-    "final/loss": "final_loss",
-    "final/samples_per_second": "samples_per_second",
-    "final/first_step_seconds": "first_step_seconds",
-    "final/warmup_seconds": "warmup_seconds",
-    "final/peak_device_gib": "peak_device_memory_gib",
-    "final/preflight_seconds": "preflight_seconds",
-    "final/latency_milliseconds_median": "latency_seconds_median",
-    "final/latency_milliseconds_p95": "latency_seconds_p95",
+FINAL: dict[str, tuple[str, str]] = {
+    "whole_run/steps_per_second": ("steady_steps_per_second", "steps/s"),
+    "whole_run/useful_tokens_per_second": ("useful_tokens_per_second", "useful tokens/s"),
+    "whole_run/speed_to_eager": ("speed_to_eager", "speed to eager"),
+    "whole_run/compile_seconds": ("compile_seconds", "compile s"),
+    "whole_run/loss": ("final_loss", "final loss"),
+    "whole_run/step_milliseconds_p95": ("steady_step_seconds_p95", "p95 step ms"),
+    "whole_run/samples_per_second": ("samples_per_second", "samples/s"),
+    "whole_run/first_step_seconds": ("first_step_seconds", "first step s"),
+    "whole_run/warmup_seconds": ("warmup_seconds", "warm-up s"),
+    "whole_run/peak_device_gib": ("peak_device_memory_gib", "peak GiB"),
+    "whole_run/preflight_seconds": ("preflight_seconds", "preflight s"),
+    "whole_run/latency_milliseconds_median": ("latency_seconds_median", "median batch ms"),
+    "whole_run/latency_milliseconds_p95": ("latency_seconds_p95", "p95 batch ms"),
 }
-"""Metric columns of the HParams table and the record field behind each, written when a run finishes.
-TensorBoard shows the first five of them before it is asked for more."""
+"""Metric columns of the HParams table, the record's field and the heading of each; written when a run finishes. At a
+width of 1500 pixels TensorBoard shows the first four."""
 
 TEXTS: dict[str, str] = {
     "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",
@@ -108,19 +110,19 @@ TEXTS: dict[str, str] = {
 
 CHARTS: dict[str, dict[str, str]] = {
     "speed": {
-        "optimizer steps per second": r"^throughput/steps_per_second$",
-        "samples per second": r"^throughput/samples_per_second$",
-        "useful tokens per second": r"^throughput/useful_tokens_per_second$",
-        "median step or batch, milliseconds": r"^time/(step|batch)_milliseconds_median$",
-        "p95 step or batch, milliseconds": r"^time/(step|batch)_milliseconds_p95$",
+        "optimizer steps per second": r"^speed/steps_per_second$",
+        "samples per second": r"^usage/samples_per_second$",
+        "useful tokens per second": r"^speed/useful_tokens_per_second$",
+        "median step or batch, milliseconds": r"^usage/(step|batch)_milliseconds_median$",
+        "p95 step or batch, milliseconds": r"^usage/(step|batch)_milliseconds_p95$",
     },
     "cost": {
-        "seconds in the compiler so far": r"^compile/seconds$",
-        "warm-up seconds so far": r"^time/warmup_seconds$",
-        "recompiles so far": r"^compile/recompiles$",
-        "peak memory of the device, GiB": r"^memory/peak_device_gib$",
-        "peak memory of the process, GiB": r"^memory/peak_process_gib$",
-        "joules per sample": r"^energy/joules_per_sample$",
+        "seconds in the compiler so far": r"^warmup/compile_seconds$",
+        "warm-up seconds so far": r"^warmup/seconds$",
+        "recompiles so far": r"^warmup/recompiles$",
+        "peak memory of the device, GiB": r"^usage/peak_device_gib$",
+        "peak memory of the process, GiB": r"^usage/peak_process_gib$",
+        "joules per sample": r"^usage/joules_per_sample$",
     },
     "learning": {
         "training loss": r"^train/loss$",
@@ -128,13 +130,6 @@ CHARTS: dict[str, dict[str, str]] = {
     },
 }
 """Charts by category, and the keys on each. TensorBoard puts every chosen run on each chart."""
-
-NUMBERS = frozenset({"batch_size", "round"})
-"""Columns that are sorted as numbers. The seed is not: as a number it would be shown as ``0.0000``."""
-
-FIRST = frozenset({"batch_size", "compile", "options", "start", "task"})
-"""Columns that are shown before one asks for more: TensorBoard puts those that differ between runs first, then goes by
-name, and shows five."""
 
 
 class TensorBoardPages:
@@ -182,11 +177,7 @@ class TensorBoardPages:
         if "profile" in record.report:
             self._writer.add_text("run/profile", profile_page(record.report["profile"]), step)
         if record.status == "finished":
-            values = {key: getattr(record, name) for key, name in FINAL.items()}
-            for key in values:
-                if "_milliseconds" in key and values[key] is not None:
-                    values[key] *= 1e3
-            self.scalars(values, step)
+            self.scalars(final_figures(record), step)
             self._writer._get_file_writer().add_summary(Summary(value=[row_ends()]))
         self._writer.flush()
 
@@ -224,23 +215,25 @@ def _fenced(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def hyperparameters(record: RunRecord) -> dict[str, str | int | None]:
-    """Columns that tell runs apart, the same in every run: TensorBoard takes the list of columns from any one of them.
-
-    None = the run has no such thing; its field of the table stays blank.
-    """
-    return {
-        "compile": record.label,
-        "options": " ".join(f"{name}={value}" for name, value in set_parameters(record).items()),
-        "task": record.task,
-        "run": record.run,
-        "batch_size": batch_size(record),
-        "start": record.start,
-        "round": record.round,
-        "seed": str(record.seed),
-        "device": record.device,
-        "precision": record.precision,
+def final_figures(record: RunRecord) -> dict[str, float | None]:
+    """What the run's row of the HParams table says, by key."""
+    names = {key: name for key, (name, _) in FINAL.items() if name != "speed_to_eager"}
+    values: dict[str, float | None] = {key: getattr(record, name) for key, name in names.items()}
+    values = {
+        key: value * 1e3 if value is not None and "_milliseconds" in key else value for key, value in values.items()
     }
+    return values | {"whole_run/speed_to_eager": run_verdict(record).ratio}
+
+
+def hyperparameters(record: RunRecord) -> dict[str, str]:
+    """Columns that tell runs apart: strategies with their options, and everything else in one. TensorBoard shows five
+    columns if there are as many, and figures would be out of sight behind them."""
+    options = " ".join(f"{name}={value}" for name, value in set_parameters(record).items())
+    size = batch_size(record)
+    facts = [record.task, None if size is None else f"batch {size}", record.start]
+    facts += [None if record.round is None else f"round {record.round}", f"seed {record.seed}", record.precision]
+    facts += [record.device, "inference" if record.run == "inference" else None]
+    return {"compile": f"{record.label} {options}".strip(), "workload": " · ".join(filter(None, facts))}
 
 
 def batch_size(record: RunRecord) -> int | None:
@@ -257,20 +250,14 @@ def row_begins(record: RunRecord) -> list[Summary.Value]:
     """What opens the run's row: the columns of the table, and the run's values."""
     given = hyperparameters(record)
     experiment = Experiment(
-        hparam_infos=[
-            HParamInfo(
-                name=name, type=DATA_TYPE_FLOAT64 if name in NUMBERS else DATA_TYPE_STRING, differs=name in FIRST
-            )
-            for name in given
+        hparam_infos=[HParamInfo(name=name, type=DATA_TYPE_STRING) for name in given],
+        metric_infos=[
+            MetricInfo(name=MetricName(tag=tag), display_name=heading) for tag, (_, heading) in FINAL.items()
         ],
-        metric_infos=[MetricInfo(name=MetricName(tag=tag)) for tag in FINAL],
     )
     start = SessionStartInfo(start_time_secs=time.time())
     for name, value in given.items():
-        if isinstance(value, int):
-            start.hparams[name].number_value = value
-        elif value is not None:
-            start.hparams[name].string_value = value
+        start.hparams[name].string_value = value
     return [
         _value(metadata.EXPERIMENT_TAG, experiment=experiment),
         _value(metadata.SESSION_START_INFO_TAG, session_start_info=start),

@@ -48,9 +48,8 @@ PICTURES: tuple[Picture, ...] = (
     Picture(
         "crossing",
         "Total time",
-        "Solid lines start with empty compile caches, dashed ones with filled caches. Points mark where another arm "
-        "becomes the one that needs the least time; the band below says which. Arms of which no difference from the "
-        "baseline is shown are pale and not chosen.",
+        "Above 1x an arm has made up for its warm-up. Points mark where another arm becomes the one of least time, "
+        "which the band below names. Arms of which no difference from the baseline is shown are pale and not chosen.",
         "total time: not known without warm-up and step times",
         crossing,
     ),
@@ -64,14 +63,14 @@ PICTURES: tuple[Picture, ...] = (
     Picture(
         "warmup",
         "Warm-up",
-        "What a run pays before its steps are steady.",
+        "What a run pays before its steps are steady, compiling included.",
         "warm-up: not measured",
         bars.warmup,
     ),
     Picture(
         "step_times",
         "Step times",
-        "Steady steps of all runs of an arm.",
+        "Steady steps, medians over the runs of an arm.",
         "step times: not measured",
         bars.step_times,
     ),
@@ -82,13 +81,8 @@ PICTURES: tuple[Picture, ...] = (
         "padding: none, or not counted",
         bars.padding,
     ),
-    Picture(
-        "resources",
-        "Memory and energy",
-        "The highest allocation of any run; energy of the board over steady steps.",
-        "memory and energy: not measured",
-        bars.resources,
-    ),
+    Picture("memory", "Memory", "The highest allocation of any run.", "memory: not measured", bars.memory),
+    Picture("energy", "Energy", "Of the board over steady steps.", "energy: not measured", bars.energy),
 )
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MISSING = "pictures need matplotlib: pip install -e '.[report]'"
 
+DOTS_PER_INCH = 160
+
 INK: Mapping[str, tuple[str, str]] = {
     "ink": ("#1b1f24", "#e8eaed"),
     "muted": ("#5b636d", "#a3abb5"),
@@ -155,10 +157,10 @@ def svg(figure: Figure, *, name: str, title: str, description: str) -> str:
     )
 
 
-def png(figure: Figure, file: Path | IO[bytes], *, dots_per_inch: int = 160) -> None:
+def png(figure: Figure, file: Path | IO[bytes]) -> None:
     """Write the figure as a PNG in light colours."""
     with drawing():
-        figure.savefig(file, format="png", dpi=dots_per_inch)
+        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
 
 def duration(seconds: float) -> str:
@@ -167,8 +169,3 @@ def duration(seconds: float) -> str:
         if seconds >= limit:
             return f"{number(seconds / limit)} {unit}"
     return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
-
-
-def rounded(value: float) -> str:
-    """A figure with three digits and thousands' commas."""
-    return f"{value:,.0f}" if abs(value) >= 100 else number(value)

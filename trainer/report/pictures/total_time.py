@@ -1,4 +1,5 @@
-"""Total time over the number of steps: where the curves of the arms cross, and which arm is best from where on."""
+"""Speed over the number of steps, warm-up and compiling included: where the curves of the arms cross, and which arm is
+best from where on."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ POINTS = 121
 CHARACTER_INCHES = 0.077
 """Width of a character of 9 points, on the wide side."""
 LONGEST_NAME = 46
-WIDTH_INCHES, LEFT_INCHES, TOP_INCHES, BOTTOM_INCHES = 10.4, 0.75, 0.35, 0.55
-TIMES_INCHES, SPEEDS_INCHES, GAP_INCHES, STRIP_INCHES = 2.3, 2.5, 0.42, 0.48
+WIDTH_INCHES, COMPACT_INCHES = 10.4, 4.6
+LEFT_INCHES, TOP_INCHES, BOTTOM_INCHES = 0.75, 0.35, 0.55
+PANEL_INCHES, STRIP_INCHES, ROW_INCHES = 3.2, 0.48, 0.19
 PALE = 0.35
 """Opacity of a line of which no difference from the baseline is shown."""
 STROKES: Mapping[str, dict[str, Any]] = {
@@ -47,11 +49,6 @@ class Line:
         """Total seconds at ``steps``."""
         return self.fixed_seconds + self.step_seconds * steps
 
-    def meets(self, other: Line) -> float | None:
-        """Steps after which both have taken the same time; None for equally fast ones."""
-        gained = other.step_seconds - self.step_seconds
-        return (self.fixed_seconds - other.fixed_seconds) / gained if gained else None
-
 
 def lines(comparison: WorkloadComparison) -> list[Line]:
     """A line for each arm and start whose total time is known."""
@@ -68,63 +65,59 @@ def lines(comparison: WorkloadComparison) -> list[Line]:
     return found
 
 
-def draw(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
-    """Total time, the same relative to the baseline, and a strip that shows which arm is best; None without totals."""
+def draw(comparison: WorkloadComparison, *, palette: Mapping[str, str], compact: bool = False) -> Figure | None:
+    """Speed as a multiple of the baseline's (total time, without one) and strips that show which arm is best; None
+    without totals. ``compact``: without strips, and readable when it is 320 pixels wide."""
     every = lines(comparison)
     if not every:
         return None
-    arms = _drawn_arms(comparison, every)
+    # The baseline, arms that are best somewhere, then the fastest.
+    needed = {comparison.baseline, *(one.arm for one in comparison.crossings)}
+    known = {line.arm: line.step_seconds for line in every}
+    fastest = sorted(known, key=lambda arm: (arm not in needed, known[arm]))[:MAX_ARMS]
+    arms = [row.cell.arm for row in comparison.rows if row.cell.arm in fastest]
     shown = [line for line in every if line.arm in arms]
     base = next((line for line in every if line.arm == comparison.baseline and line.start == "cold"), None)
-    starts = _starts(comparison)
+    listed = arms if compact or base is None else []
     warm = any(line.start == "warm" for line in shown)
+    starts = [] if compact else _starts(comparison)
     right = 0.32
-    if base is not None:  # names stand at the ends of the lines, and "least time" beside the strips
+    if not compact:  # names stand at the ends of the lines, and "least time" beside the strips
         right = max(1.9, 0.35 + CHARACTER_INCHES * max(len(style.plain(arm, longest=LONGEST_NAME)) for arm in arms))
-    legend = 0.25 * warm if base is not None else 0.19 * (len(arms) + 2 * warm)
-    parts = TIMES_INCHES + (0 if base is None else GAP_INCHES + SPEEDS_INCHES) + 0.05 + STRIP_INCHES * len(starts)
-    height = TOP_INCHES + parts + BOTTOM_INCHES + legend
+    width, panel = (COMPACT_INCHES, 2.0) if compact else (WIDTH_INCHES, PANEL_INCHES)
+    legend = ROW_INCHES * (len(listed) + 2 * warm) if listed else 0.25 * warm
+    height = TOP_INCHES + panel + STRIP_INCHES * len(starts) + BOTTOM_INCHES + legend
     span = _limits(comparison, every)
     with style.drawing():
-        figure = style.new_figure(WIDTH_INCHES, height)
+        figure = style.new_figure(width, height)
         top = TOP_INCHES
 
         def axes_of(inches: float, sharex: Axes | None = None) -> Axes:
             nonlocal top
-            sides: dict[str, float] = {"left": LEFT_INCHES, "right": right, "top": top, "bottom": height - top - inches}
+            sides = {"left": LEFT_INCHES, "right": right, "top": top, "bottom": height - top - inches}
             top += inches
             return style.place_axes(figure, **sides, sharex=sharex)
 
-        times = last = axes_of(TIMES_INCHES)
-        _times(times, comparison, shown, palette, span)
-        if base is not None:
-            top += GAP_INCHES
-            last = axes_of(SPEEDS_INCHES, times)
-            _speeds(last, shown, base, palette, span)
-            times.tick_params(labelbottom=False)
-        top += 0.05
+        last = panel_axes = axes_of(panel)
+        _curves(panel_axes, comparison, shown, base, palette, span, names=not listed)
         for start in starts:
-            strip = axes_of(STRIP_INCHES, times)
-            last.tick_params(labelbottom=False, bottom=start == starts[0])
+            last.tick_params(labelbottom=False, bottom=last is panel_axes)
+            last = axes_of(STRIP_INCHES, panel_axes)
             label = "least time" if len(starts) == 1 else f"least time, {start} starts"
-            _strip(strip, comparison, start, label, palette, span, WIDTH_INCHES - LEFT_INCHES - right)
-            last = strip
+            _strip(last, comparison, start, label, palette, span, width - LEFT_INCHES - right)
         last.tick_params(labelbottom=True)
         last.set_xlabel("batches" if comparison.run == "inference" else "optimizer steps")
-        _legend(figure, arms if base is None else [], palette, warm=warm)
+        _legend(figure, listed, palette, warm=warm)
     return figure
 
 
-def _drawn_arms(comparison: WorkloadComparison, every: Sequence[Line]) -> list[str]:
-    """Arms to draw, in the order of the table: the baseline, those that are best somewhere, then the fastest."""
-    needed = {comparison.baseline, *(one.arm for one in comparison.crossings)}
-    known = {line.arm: line.step_seconds for line in every}
-    fastest = sorted(known, key=lambda arm: (arm not in needed, known[arm]))[:MAX_ARMS]
-    return [row.cell.arm for row in comparison.rows if row.cell.arm in fastest]
+def compact(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
+    """The curves alone, for TensorBoard."""
+    return draw(comparison, palette=palette, compact=True)
 
 
 def _starts(comparison: WorkloadComparison) -> list[str]:
-    """Starts whose least time has a band of its own: both, unless they are alike."""
+    """Starts whose least time has a strip of its own: both, unless they are alike."""
     best = {
         start: [(one.from_steps, one.arm) for one in comparison.crossings if one.start == start]
         for start in ("cold", "warm")
@@ -144,71 +137,66 @@ def _limits(comparison: WorkloadComparison, every: Sequence[Line]) -> tuple[floa
     return float(low), float(max(high, 100 * low))
 
 
-def _steps(span: tuple[float, float]) -> list[float]:
-    ratio = (span[1] / span[0]) ** (1 / (POINTS - 1))
-    return [span[0] * ratio**place for place in range(POINTS)]
-
-
-def _times(
+def _curves(
     axes: Axes,
     comparison: WorkloadComparison,
     shown: Sequence[Line],
+    base: Line | None,
     palette: Mapping[str, str],
     span: tuple[float, float],
+    *,
+    names: bool,
 ) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    """How many times as fast as the baseline each arm is by then, points where another arm becomes the best one, and
+    with ``names`` the arms' names at the ends of their lines."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    steps = _steps(span)
+    def height(line: Line, steps: float) -> float:
+        return line.at(steps) if base is None else base.at(steps) / line.at(steps)
+
+    (low, high), ends = span, {}
+    steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
     for line in shown:
-        axes.plot(steps, [line.at(one) for one in steps], **_stroke(line, palette))
-    axes.set(xscale="log", yscale="log", xlim=span)
-    bottom, top = axes.get_ylim()
-    ticks = [one for one in (1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10800, 36000, 86400, 604800) if bottom < one < top]
-    axes.yaxis.set_major_locator(FixedLocator(ticks or [bottom, top]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.duration(value)))
+        heights = [height(line, one) for one in steps]
+        look = {"alpha": 1.0 if line.shown else PALE, "zorder": 3 if line is base else 2, **STROKES[line.start]}
+        axes.plot(steps, heights, color=palette[line.arm], **look)
+        if line.start == "cold" or line.arm not in ends:
+            ends[line.arm] = heights[-1]
+    axes.set(xscale="log", xlim=span)
+    axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    title = "Time to N steps, all of it included"
+    if base is None:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.duration(value)))
+    else:
+        top = max(1.15, 1.08 * max(height(line, high) for line in shown))
+        axes.set(ylim=(0, top))
+        axes.axhline(1.0, color=style.INK["muted"][0], linewidth=1.0)
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        title = f"Times as fast as {style.plain(base.arm, longest=16)} by step N{', warm-up included' if names else ''}"
+        if names:
+            _names(axes, ends, palette, span, top)
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(True)
-    axes.set_title("Time to N steps, all of it included", loc="left", weight="bold", size=11)
+    axes.set_title(title, loc="left", weight="bold", size=11 if names else 10)
+    mark: dict[str, Any] = {"markersize": 6, "markeredgecolor": style.INK["paper"][0], "zorder": 5}
     for crossed in comparison.crossings:
         same = [line for line in shown if line.arm == crossed.arm and crossed.start in _starts(comparison)]
         spot = next((line for line in same if line.start == crossed.start), same[0] if same else None)
-        if spot is not None and span[0] < crossed.from_steps < span[1]:
-            look: dict[str, Any] = {
-                "markersize": 6,
-                "color": palette[spot.arm],
-                "markeredgecolor": style.INK["paper"][0],
-                "zorder": 5,
-            }
-            axes.plot([crossed.from_steps], [spot.at(crossed.from_steps)], "o", **look)
+        if spot is not None and low < crossed.from_steps < high:
+            place = [height(spot, crossed.from_steps)]
+            axes.plot([crossed.from_steps], place, "o", color=palette[spot.arm], **mark)
 
 
-def _speeds(
-    axes: Axes, shown: Sequence[Line], base: Line, palette: Mapping[str, str], span: tuple[float, float]
+def _names(
+    axes: Axes, ends: Mapping[str, float], palette: Mapping[str, str], span: tuple[float, float], top: float
 ) -> None:
-    """How many times as fast as the baseline each arm is by then, with the arms' names at the ends of their lines."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    (low, high), steps, ends = span, _steps(span), {}
-    for line in shown:
-        speeds = [base.at(one) / line.at(one) for one in steps]
-        axes.plot(steps, speeds, **_stroke(line, palette))
-        if line.start == "cold" or line.arm not in ends:
-            ends[line.arm] = speeds[-1]
-        even = line.meets(base)
-        if even is not None and line.shown and line is not base and low < even < high and line.start == "cold":
-            axes.plot([even], [1.0], marker="o", markersize=4, color=palette[line.arm], linestyle="none")
-    top = max(1.15, 1.08 * max(base.at(high) / line.at(high) for line in shown))
-    axes.set(ylim=(0, top))
-    axes.axhline(1.0, color=style.INK["muted"][0], linewidth=1.0)
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    axes.grid(True)
-    title = f"The same, times as fast as {style.plain(base.arm, longest=16)}"
-    axes.set_title(title, loc="left", weight="bold", size=11)
+    low, high = span
     arrow: dict[str, Any] = {"arrowstyle": "-", "linewidth": 0.7, "relpos": (0.0, 0.5), "shrinkA": 1, "shrinkB": 0}
-    for arm, y in apart(ends, smallest=0.19 / SPEEDS_INCHES * top, top=top).items():
+    for arm, y in apart(ends, smallest=ROW_INCHES / PANEL_INCHES * top, top=top).items():
         axes.annotate(
             style.plain(arm, longest=LONGEST_NAME),
             xy=(high, ends[arm]),
@@ -247,15 +235,9 @@ def _strip(
     changes above it."""
     low, high = span
     axes.set(ylim=(0, STRIP_INCHES), yticks=[])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    beside: dict[str, Any] = {
-        "transform": axes.get_yaxis_transform(),
-        "va": "center",
-        "size": 9,
-        "color": style.INK["muted"][0],
-    }
-    axes.text(1.012, 0.14, label, **beside)
+    axes.spines[:].set_visible(False)
+    beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 9}
+    axes.text(1.012, 0.14, label, color=style.INK["muted"][0], **beside)
     marks = [one for one in comparison.crossings if one.start == start]
     edges = [min(max(float(one.from_steps), low), high) for one in marks] + [high]
     written = 0.0  # how far right the row of numbers is taken
@@ -274,16 +256,6 @@ def _strip(
         if low < begin and moved - place < half + 0.1:
             axes.text(low * (high / low) ** (moved / width), 0.36, number, ha="center", va="center", size=9)
             written = moved + half + 0.06
-
-
-def _stroke(line: Line, palette: Mapping[str, str]) -> dict[str, Any]:
-    colour = palette[line.arm]
-    return {
-        "color": colour,
-        "alpha": 1.0 if line.shown else PALE,
-        "zorder": 3 if colour == style.BASELINE[0] else 2,
-        **STROKES[line.start],
-    }
 
 
 def _legend(figure: Figure, arms: Sequence[str], palette: Mapping[str, str], *, warm: bool) -> None:
