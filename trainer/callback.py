@@ -8,13 +8,14 @@ about 10 microseconds a step on every further one, used or not.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.training import CompiledTraining
+from trainer.loops.training import CompiledTraining, Logs
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -24,11 +25,17 @@ class Compile(CompiledTraining, L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies, once; their settings hold until ``teardown``."""
+        if sum(isinstance(one, Compile) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "a Trainer takes one Compile callback: give it all strategies, Compile([Regional(), Cached()])"
+            )
+        bar = trainer.progress_bar_callback
         program = self.apply_to(
             pl_module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
             trains=stage == "fit",
+            say=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:
             from trainer.loading import pad_loaders
@@ -37,7 +44,7 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
-        self.begin(LightningLoop(trainer))
+        self.begin(LightningLoop(trainer), logs_of(trainer))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -86,3 +93,27 @@ class Compile(CompiledTraining, L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give everything back."""
         self.close()
+
+
+def logs_of(trainer: L.Trainer) -> Logs:
+    """Where ``trainer`` logs, and those of its options that a step depends on."""
+    given = getattr(trainer.logger, "log_dir", None)
+    own = isinstance(given, str | Path)  # loggers of services know one folder for all runs, if any
+    folder = Path(given if own else trainer.default_root_dir)  # type: ignore[arg-type]
+    loader: Any = trainer.train_dataloader
+    sizes = {getattr(loader, "batch_size", None)} - {None}
+    if not sizes:  # one for each length, where batches are grouped by it
+        sizes = set((getattr(getattr(loader, "batch_sampler", None), "batch_sizes", None) or {}).values())
+    return Logs(
+        folder=None if trainer.fast_dev_run else folder,  # type: ignore[attr-defined]
+        shared=not own,
+        batch_size=sizes.pop() if len(sizes) == 1 else None,
+        settings={
+            "strategy": type(trainer.strategy).__name__,
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "max_steps": trainer.max_steps,
+        },
+        resumed_from=None if trainer.ckpt_path is None else str(trainer.ckpt_path),
+    )

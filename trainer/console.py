@@ -21,7 +21,7 @@ from trainer.checkpoints import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
 from trainer.telemetry.facts import headlines, number, profile_line
 from trainer.telemetry.inference import InferenceTelemetry
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
 AnyTelemetry = Telemetry | InferenceTelemetry
@@ -160,25 +160,29 @@ def print_summary(console: Console, record: RunRecord) -> None:
     console.print(table)
 
 
-def tell(console: Console, record: RunRecord, run_dir: Path, *, kept: bool = True) -> None:
-    """Summary, reason, and the lines that open TensorBoard or go on, unless ``run_dir`` is not ``kept``."""
+def tell(console: Console, record: RunRecord, run_dir: Path | None) -> None:
+    """Summary, verdict, reason, and the lines that open TensorBoard or go on in ``run_dir``, unless that is None."""
+
+    def say(line: str, style: str | None = None) -> None:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
     print_summary(console, record)
     for note in record.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     for line in verdict_lines(record):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
     if record.status == "failed":
-        console.print(f"failed: {record.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
-    if not kept:
+        say(f"failed: {record.reason}", "red")
+    if run_dir is None:
         return
     if record.status == "failed" and (run_dir / ERROR_LOG).is_file():
-        console.print(f"traceback: {shown(run_dir / ERROR_LOG)}", highlight=False, soft_wrap=True)
+        say(f"traceback: {shown(run_dir / ERROR_LOG)}")
     if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
-        go_on = command(record, f"resume={shown(run_dir)}")
-        console.print(f"continue with: {go_on}", highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}", highlight=False, markup=False, soft_wrap=True
-    )
+        say(f"continue with: {command(record, f'resume={shown(run_dir)}')}")
+    if record.script is not None:
+        say(f"record: {shown(run_dir / FILE_NAME)}")
+    if record.script is None or any(run_dir.glob("events.out.tfevents*")):
+        say(f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}")
 
 
 def announce(console: Console, record: RunRecord, run_dir: Path) -> None:

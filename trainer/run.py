@@ -18,17 +18,17 @@ from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, announce, shown, summary, tell
+from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
-from trainer.report.run_verdict import run_verdict
+from trainer.script import conclude
 from trainer.settings import Config, Inference
 from trainer.sweep.environment import described
 from trainer.sweep.folders import claim
 from trainer.telemetry import hardware
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.record import RunRecord
 
 
 def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
@@ -87,11 +87,14 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         raise
     finally:
         with undisturbed():
-            record.verdict = run_verdict(record)
-            job.close()
-            record.total_seconds = hardware.process_age_seconds()
-            close_record(record, run_dir, console, instead=replaced if refused else None)
-    tell(console, record, run_dir, kept=kept)
+            conclude(
+                record,
+                run_dir if is_first_process() else None,
+                console,
+                close_pages=job.close_pages,
+                instead=replaced if refused else None,
+            )
+    tell(console, record, run_dir if kept else None)
     if ended is not None:
         raise ended
     return record
@@ -149,16 +152,10 @@ class Job:
         """Build everything and run to the end, to an error or to a stop."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Write the last TensorBoard pages; whatever is wrong with them, the record is still to be saved."""
-        if self._compile is None:
-            return
-        try:
-            self._compile.close_pages(summary(self._record))
-        except Exception as error:  # a full disk; or a signal to the group, which broke off Lightning's closing of them
-            note = f"TensorBoard's last pages were not written: {one_line(error)}"
-            self._record.notes.append(note)
-            self._console.print(note)
+    def close_pages(self, summary: dict[str, str]) -> None:
+        """Write the last TensorBoard pages, if it came so far."""
+        if self._compile is not None:
+            self._compile.close_pages(summary)
 
     @contextlib.contextmanager
     def _loading(self, checkpoint: Path | None) -> Iterator[None]:
@@ -230,20 +227,3 @@ class Training(Job):
 def is_first_process() -> bool:
     """Whether this process is the one that prints and writes; known from the environment before there is a trainer."""
     return int(getattr(rank_zero_only, "rank", 0) or 0) == 0
-
-
-def close_record(record: RunRecord, run_dir: Path, console: Console, *, instead: bytes | None) -> None:
-    """Write the last record, or ``instead`` of it the one that was there before, on the first process only."""
-    if not is_first_process():
-        return
-    try:
-        if instead is None:
-            record.save(run_dir)
-        else:
-            (run_dir / FILE_NAME).write_bytes(instead)
-    except OSError as error:
-        reason = f"{run_dir / FILE_NAME} was not written: {error.strerror}"
-        if record.status == "finished":
-            record.status, record.reason = "failed", reason
-        else:
-            console.print(reason, highlight=False, markup=False, soft_wrap=True)

@@ -67,7 +67,7 @@ def with_module(
 ) -> Result:
     """The same for any module trained on ``loader``; ``declared`` are further arguments of ``Compile``."""
     kept, notes = searched(strategies)
-    compile_ = Compile(kept, parity="off", measure_peak=False, **declared)
+    compile_ = Compile(kept, parity="off", measure_peak=False, save=False, verbose=False, **declared)
     callback = _BenchCallback(compile_, use, notes, batches=batches, shapes=shapes)
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
         trainer = throwaway_trainer(folder, [callback, compile_], max_steps=1, limit_val_batches=0)

@@ -85,7 +85,15 @@ def explain_module(
 ) -> Explanation:
     """Explain any module trained on ``loader``; ``declared`` are further arguments of ``trainer.callback.Compile``."""
     options, given = options or Options(), list(strategies)
-    compile_ = Compile(prepared(given, options.backend), parity="off", warmup_steps=0, measure_peak=False, **declared)
+    compile_ = Compile(
+        prepared(given, options.backend),
+        parity="off",
+        warmup_steps=0,
+        measure_peak=False,
+        save=False,
+        verbose=False,
+        **declared,
+    )
     compile_.record.task = type(module).__name__
     recorder = StepRecorder(compile_, options)
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:

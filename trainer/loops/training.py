@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +41,24 @@ if TYPE_CHECKING:
     from trainer.guards.compare import ParityError
     from trainer.guards.guards import Guards
     from trainer.guards.slowdown import Sample
+    from trainer.script import OwnRun
+
+NOT_STARTED = "not started"
+"""Status of a record whose training is still to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logs:
+    """What a framework's binding knows of a training beside its ``Loop``."""
+
+    folder: Path | None
+    """Where the training's logs go; None for no file."""
+    shared: bool = False
+    """Whether other trainings log into the same folder."""
+    batch_size: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Options of the framework's trainer that a step depends on."""
+    resumed_from: str | None = None
 
 
 class CompiledTraining:
@@ -51,7 +71,10 @@ class CompiledTraining:
         count: Counts a batch for the throughput figures, see ``BatchCounter``; None leaves them out.
         warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
         measure_peak: Whether to time a product of large matrices first; None = on a CUDA device.
-        record: Filled in as the run goes; a plain one is made when None.
+        record: Filled in as the run goes, by an owner who completes it, saves it and prints what it says. None: a
+            new one for each training, complete when that is over.
+        save: Whether that one is saved where the training logs, in a folder that holds no other.
+        verbose: Whether the progress of compiling, and at the end that record's table and verdict are printed.
         profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
             ``<default_root_dir>/profile``; they are left out of the steady figures.
         parity, on_compile_error, on_slower, on_difference: What to do when the compiled program is not eager's before
@@ -75,6 +98,8 @@ class CompiledTraining:
         warmup_steps: int = 5,
         measure_peak: bool | None = None,
         record: RunRecord | None = None,
+        save: bool = True,
+        verbose: bool = True,
         parity: str = "on",
         on_compile_error: str = "fail",
         on_slower: str = "warn",
@@ -89,7 +114,12 @@ class CompiledTraining:
         check(self.strategies)
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
         self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
-        self.record = record or RunRecord(task="", label=label(self.strategies))
+        self._own: OwnRun | None = None
+        if record is None:
+            from trainer.script import OwnRun  # which needs what prints and judges a run
+
+            self._own = OwnRun(self.strategies, save=save, verbose=verbose)
+        self.record = record or RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
         self.program: Program | None = None
         self._declared: dict[str, Any] = {
             "whole": tuple(whole),
@@ -122,7 +152,15 @@ class CompiledTraining:
 
     # ---- before training -------------------------------------------------------------------------------------------
 
-    def apply_to(self, module: nn.Module, *, device: torch.device, precision: str, trains: bool = True) -> Program:
+    def apply_to(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device,
+        precision: str,
+        trains: bool = True,
+        say: Callable[[str], None] | None = None,
+    ) -> Program:
         """Apply the strategies to ``module``, once; their settings hold until ``close``.
 
         Args:
@@ -130,8 +168,12 @@ class CompiledTraining:
             device: Where it is going to run.
             precision: As ``Loop.precision``.
             trains: Whether a training follows, which is measured anew.
+            say: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
+        if trains and self._own is not None:
+            self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
+            self._own.prepare(say, lambda: self.telemetry)
         if self.program is None or self.program.module is not module:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
@@ -145,10 +187,10 @@ class CompiledTraining:
             apply(self.strategies, self.program)
             self._told = 0
             self._tell(self.program)
-            self.record.regions = len(self.program.regions) if self.strategies else None
             if self._preparation is not None:
                 self._preparation.wait()
                 self.record.preparation_seconds = self._preparation.cost_seconds
+        self.record.regions = len(self.program.regions) if self.strategies else None
         self._cuda_graphs = self.program.uses_cuda_graphs
         self._settings.enter_context(
             compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
@@ -158,9 +200,14 @@ class CompiledTraining:
             self.telemetry.compiler.start()
         return self.program
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: Loop, logs: Logs | None = None) -> None:
         """Model, optimizer and restored state are in place: begin to measure. Raises ValueError where the strategies
-        cannot train in ``loop``."""
+        cannot train in ``loop``.
+
+        Args:
+            loop: What trains.
+            logs: Where it logs, and what else the record says of it.
+        """
         assert self.program is not None
         if self._cuda_graphs:
             _refuse_accumulation(loop)
@@ -168,6 +215,8 @@ class CompiledTraining:
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = self._loop = loop
         begin(self.strategies, self.program)
+        if self._own is not None:
+            self._own.begin(self.record, self.program.module, loop, logs)
         self._tell(self.program)
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
@@ -302,6 +351,8 @@ class CompiledTraining:
 
     def fail(self, error: BaseException) -> None:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
+        if self._own is not None:
+            self._own.failed(self.record, error)
         if self._guards is not None:
             self._guards.on_exception(error)
         for _ in range(2):
@@ -324,6 +375,8 @@ class CompiledTraining:
                 finally:
                     self._tell(self.program)
         self.telemetry.compiler.stop()
+        if self._own is not None:
+            self._own.end(self.record, self.close_pages)
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages once the record is complete."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from strategies import STRATEGIES
+from trainer.report.runs import set_parameters
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Sample, ratio
 from trainer.report.verdicts import Cost, break_even_steps, overhead_seconds, rounded
 from trainer.telemetry.facts import number
@@ -146,11 +148,27 @@ def _compile(names: Sequence[str]) -> str:
 
 
 def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bool = False) -> str:
-    """The command of the run with other choices, as a person would paste it."""
+    """The command of the run with other choices, as a person would paste it; for a script of one's own, the edit."""
+    if record.script is not None:
+        return _edit(record, dict(change.split("=", 1) for change in changes), module=module, sweep=sweep)
     changed = {change.partition("=")[0] for change in changes} | {"resume", "repeat"}
     given = [part for part in record.command if part.lstrip("+").partition("=")[0] not in changed]
     given = [part for part in given if not part.lstrip("+").startswith("hydra.")]
     return shlex.join(["python", "-m", module, *(["-m"] if sweep else []), *given, *changes])
+
+
+def _edit(record: RunRecord, changes: Mapping[str, str], *, module: str, sweep: bool) -> str:
+    if module == "scripts.explain":
+        return "crucible.explain_module(module, batch)"
+    if sweep:
+        return "the same with Compile([]), then python -m scripts.compare FOLDER FOLDER"
+    given = {name.partition(".")[0] for name in set_parameters(record)}
+    names = [name for name in changes["compile"].strip("[]").split(",") if name != "eager"]
+    classes = [
+        (STRATEGIES[name].__name__ if name in STRATEGIES else name, "..." if name in given else "") for name in names
+    ]
+    steps = f", Trainer(max_steps={changes['trainer.max_steps']})" if "trainer.max_steps" in changes else ""
+    return f"Compile([{', '.join(f'{name}({options})' for name, options in classes)}]){steps}"
 
 
 # ---- in words ---------------------------------------------------------------------------------------------------

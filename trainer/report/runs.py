@@ -97,6 +97,8 @@ class Cell:
     def command(self) -> str:
         """The command of the first run."""
         record = self.runs[0].record
+        if record.script is not None:
+            return shlex.join(["python", record.script, *record.command])
         peer = any(strategy["name"] == PEER for strategy in record.strategies)
         return shlex.join(["python", "-m", "scripts.peers.cell" if peer else "trainer", *record.command])
 

@@ -18,15 +18,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
+    from strategies import Strategy
     from trainer.settings import Config
 
 CELL_VARIABLE = "CRUCIBLE_CELL"
@@ -105,13 +106,13 @@ def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
             shutil.rmtree(caches, ignore_errors=True)
 
 
-def git_commit() -> str | None:
-    """Commit of the checkout this code runs from, with ``+dirty`` when files differed; None outside a checkout."""
-    if not (ROOT / ".git").exists():
+def git_commit(root: Path = ROOT) -> str | None:
+    """Commit of the checkout that ``root`` is in, with ``+dirty`` when files differed; None outside a checkout."""
+    if root == ROOT and not (ROOT / ".git").exists():  # installed, perhaps into a folder of somebody's checkout
         return None
     try:
-        commit = _git("rev-parse", "HEAD").strip()
-        return commit + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no").strip() else "")
+        commit = _git("rev-parse", "HEAD", root=root).strip()
+        return commit + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no", root=root).strip() else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -150,31 +151,42 @@ def _short(version: str | None) -> str:
     return "none" if version is None else version[:10] + ("+dirty" if version.endswith("+dirty") else "")
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str, root: Path = ROOT) -> str:
     return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, errors="replace", check=True, timeout=30
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", check=True, timeout=30
     ).stdout
 
 
 def described(config: Config, command: list[str]) -> RunRecord:
     """A run's record as far as its configuration tells it, before anything is built: what runs, of which code, from
     which caches and in which round of a sweep."""
-    # Not above: the command line reads its environment first, and then makes sure that this package is ours.
-    from strategies.compose import label, ordered
+    from strategies.compose import ordered
     from strategies.credentials import without_credentials
 
-    strategies, cell = ordered(config.compile.values()), current()
+    cell = current()
     return RunRecord(
         task=config.task.title,
         run=config.run.name,
-        strategies=without_credentials([strategy.facts() for strategy in strategies]),
-        label=label(strategies),
         config=without_credentials(dataclasses.asdict(config)),
-        command=without_credentials(command),
         seed=config.seed,
-        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        processor=processor_name(),
-        git_commit=git_commit(),
         start=config.repeat,
         round=None if cell is None else cell.round,
+        **origin(ordered(config.compile.values()), command),
     )
+
+
+def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
+    """Fields of a record that say where a run comes from: ``strategies`` in order, ``command``, now, this machine and
+    the checkout that ``root`` is in."""
+    # Not above: the command line reads its environment first, and then makes sure that this package is ours.
+    from strategies.compose import label
+    from strategies.credentials import without_credentials
+
+    return {
+        "strategies": without_credentials([strategy.facts() for strategy in strategies]),
+        "label": label(strategies),
+        "command": without_credentials(list(command)),
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "processor": processor_name(),
+        "git_commit": git_commit(root),
+    }

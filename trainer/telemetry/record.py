@@ -151,12 +151,15 @@ class RunRecord:
     config: dict[str, Any] = field(default_factory=dict)
     """The whole resolved configuration."""
     command: list[str] = field(default_factory=list)
-    """Command-line overrides of this run."""
-    seed: int = 0
+    """Command-line overrides of this run; arguments of ``script``."""
+    script: str | None = None
+    """The script of one's own that trained; None for our command line."""
+    seed: int | None = 0
     resumed_from: str | None = None
     """Checkpoint that the run continued from."""
     status: str = "running"
-    """``running`` (or killed while it was), ``finished``, ``interrupted`` or ``failed``."""
+    """``running`` (or killed while it was), ``finished``, ``interrupted`` or ``failed``; in a script also
+    ``not started``."""
     reason: str | None = None
     """Why it was interrupted or failed."""
     started: str | None = None
@@ -317,7 +320,7 @@ class RunRecord:
     skipped_items: dict[str, int] = field(default_factory=dict)
     """Items of the data left out, by reason."""
     total_seconds: float | None = None
-    """Whole run, from process start."""
+    """Whole run, from process start; in one's own script from the Trainer's setup."""
     verdict: RunVerdict | None = None
     """Set when the run has ended."""
     schema: int = SCHEMA

@@ -1,0 +1,193 @@
+"""The end of a run, the same for our command line and for a script of one's own; and what a script needs beside it.
+
+``conclude`` does all that remains once a run's status is known. ``OwnRun`` gives a training in somebody's script what
+``trainer.run`` gives ours: a complete record in a folder of its own, progress while it compiles, the table and the
+verdict at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from strategies import Strategy
+from strategies.errors import one_line
+from strategies.loop import Loop
+from strategies.prepare import stop_compiling
+from trainer.console import PLAIN_SECONDS, REFRESH_SECONDS, ProgressView, activity, shown, summary, tell
+from trainer.loops.training import NOT_STARTED, Logs, note_machine
+from trainer.report.run_verdict import run_verdict
+from trainer.sweep.environment import origin
+from trainer.telemetry import hardware
+from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.telemetry import Telemetry
+
+SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "finishing"})
+"""Phases that the progress bar of the script's own framework shows."""
+
+
+def conclude(
+    record: RunRecord,
+    directory: Path | None,
+    console: Console,
+    *,
+    close_pages: Callable[[dict[str, str]], None] | None,
+    since_seconds: float = 0.0,
+    instead: bytes | None = None,
+) -> None:
+    """All that remains once ``record.status`` is known: the verdict, TensorBoard's last pages and the file.
+
+    Args:
+        record: Filled in but for that.
+        directory: Where it is saved; None = nowhere, as on all processes but the first.
+        console: For what goes wrong.
+        close_pages: Writes the last pages, given the rows of the summary.
+        since_seconds: Age of the process when the run began.
+        instead: Bytes of the record that was there before, to be put back.
+    """
+    record.verdict = run_verdict(record)
+    if close_pages is not None:
+        try:
+            close_pages(summary(record))
+        except Exception as error:  # a full disk; or a signal to the group, which broke off Lightning's closing of them
+            note = f"TensorBoard's last pages were not written: {one_line(error)}"
+            record.notes.append(note)
+            console.print(note)
+    record.total_seconds = hardware.process_age_seconds() - since_seconds
+    if directory is None:
+        return
+    try:
+        if instead is None:
+            record.save(directory)
+        else:
+            (directory / FILE_NAME).write_bytes(instead)
+    except OSError as error:
+        reason = f"{directory / FILE_NAME} was not written: {error.strerror}"
+        if record.status == "finished":
+            record.status, record.reason = "failed", reason
+        else:
+            console.print(reason, highlight=False, markup=False, soft_wrap=True)
+
+
+class CompilingView(ProgressView):
+    """A line when the preflight or compiling begins and every ten seconds while it lasts; the training itself is shown
+    by whoever trains. ``say`` prints a line without harm to a progress bar."""
+
+    def __init__(self, say: Callable[[str], None], telemetry: Callable[[], Telemetry]) -> None:
+        super().__init__(Console(quiet=True), style="plain", total=0, telemetry=telemetry)
+        self._say = say
+
+    def _loop(self) -> None:
+        began: dict[str, float] = {}
+        said_at = time.monotonic()
+        while not self._over.wait(REFRESH_SECONDS):
+            telemetry, now = self._telemetry(), time.monotonic()
+            compiling = telemetry.compiler.compiling_seconds is not None
+            phase = "compiling" if compiling else telemetry.phase
+            if phase in SHOWN_BY_OTHERS:
+                if began and phase == "training":
+                    graphs, seconds = telemetry.compiler.compilations, telemetry.compiler.compile_seconds
+                    took = f"{graphs} graphs, {seconds:.0f} s of compiling"
+                    self._say(f"compile: ready after {now - min(began.values()):.0f} s ({took})")
+                    began = {}
+                continue
+            line = "" if phase in began else activity(telemetry)
+            if not line and now - said_at > PLAIN_SECONDS:
+                line = f"{activity(telemetry)}, {now - min(began.values()):.0f} s so far"
+            began.setdefault(phase, now)
+            if line:
+                said_at = now
+                self._say(f"compile: {line}")
+
+
+class OwnRun:
+    """One training after another in a script of one's own, each with a record.
+
+    Args:
+        strategies: As applied, in order.
+        save: Whether the record is written into the folder that ``begin`` is given.
+        verbose: Whether progress, the table and the verdict are printed.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], *, save: bool, verbose: bool) -> None:
+        self._strategies, self._save, self._verbose = strategies, save, verbose
+        self._console = Console(quiet=not verbose)
+        self._directory: Path | None = None
+        self._view = contextlib.ExitStack()
+        self._open = False
+
+    def prepare(self, say: Callable[[str], None] | None, telemetry: Callable[[], Telemetry]) -> None:
+        """A training is being set up: what compiles from here on is shown on the process that is given ``say``."""
+        self._began_seconds = hardware.process_age_seconds()
+        self._view.close()
+        if say is not None and self._verbose:
+            self._view.enter_context(CompilingView(say, telemetry))
+
+    def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: Logs | None) -> None:
+        """The training of ``module`` begins in ``loop``: write what is known of it, and claim a folder for it."""
+        self._open = True
+        self._console.quiet = not (self._verbose and loop.is_first_process)
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        root = Path(script).resolve().parent if script else Path.cwd()
+        for name, value in origin(self._strategies, sys.argv[1:], root=root).items():
+            setattr(record, name, value)
+        seed, logs = os.environ.get("PL_GLOBAL_SEED"), logs or Logs(folder=None)
+        record.task, record.status = type(module).__name__, "running"
+        record.script = str(shown(Path(script).resolve())) if script else "a notebook"
+        record.seed, record.resumed_from = None if seed is None else int(seed), logs.resumed_from
+        parameters = sum(one.numel() for one in module.parameters() if not is_lazy(one))
+        record.config = {"task": {"parameters": parameters, "batch_size": logs.batch_size}, "trainer": logs.settings}
+        record.versions = hardware.versions()
+        note_machine(record, loop)
+        self._directory = None
+        if self._save and logs.folder is not None and loop.is_first_process:
+            self._directory = claimed(record, logs.folder, shared=logs.shared)
+
+    def end(self, record: RunRecord, close_pages: Callable[[dict[str, str]], None]) -> None:
+        """The training is over, and ``record`` filled in."""
+        self._view.close()
+        if not self._open:
+            return
+        self._open = False
+        if record.status == "running":
+            record.status = "finished"
+        conclude(record, self._directory, self._console, close_pages=close_pages, since_seconds=self._began_seconds)
+        tell(self._console, record, self._directory)
+
+    def failed(self, record: RunRecord, error: BaseException) -> None:
+        """The training ends by ``error``, in the middle or while it was set up."""
+        if record.status not in (NOT_STARTED, "running"):
+            return  # what failed came after it
+        record.status, record.reason = "failed", one_line(error)
+        if isinstance(error, KeyboardInterrupt):
+            record.status, record.reason, record.signal = "interrupted", "Ctrl-C", signal.SIGINT
+            stop_compiling()
+
+
+def claimed(record: RunRecord, folder: Path, *, shared: bool) -> Path | None:
+    """Write the first ``record`` into ``folder``, or into the first of ``folder/run-1``, ``folder/run-2``, ... where
+    there is none, if the folder is ``shared`` or holds one already; returns which, None when nothing can be written."""
+    for number in itertools.count(1):
+        place = folder if number == 1 and not shared else folder / f"run-{number}"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / FILE_NAME).open("x").close()  # of two processes that get here at once, one succeeds
+            record.save(place)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            rank_zero_warn(f"compile: no record is saved: {error}")
+            return None
+        return place
+    raise AssertionError
