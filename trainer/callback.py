@@ -19,6 +19,9 @@ from trainer.loops.training import CompiledTraining, Logs
 
 __all__ = ["Compile", "CompiledNothing"]
 
+SHARED_FOLDER = "compile_runs"
+"""Below the Trainer's ``default_root_dir``: records of trainings without a folder of logs."""
+
 
 class Compile(CompiledTraining, L.Callback):
     __doc__ = CompiledTraining.__doc__
@@ -99,7 +102,7 @@ def logs_of(trainer: L.Trainer) -> Logs:
     """Where ``trainer`` logs, and those of its options that a step depends on."""
     given = getattr(trainer.logger, "log_dir", None)
     own = isinstance(given, str | Path)  # loggers of services know one folder for all runs, if any
-    folder = Path(given if own else trainer.default_root_dir)  # type: ignore[arg-type]
+    folder = Path(given) if own else Path(trainer.default_root_dir) / SHARED_FOLDER  # type: ignore[arg-type]
     loader: Any = trainer.train_dataloader
     sizes = {getattr(loader, "batch_size", None)} - {None}
     if not sizes:  # one for each length, where batches are grouped by it

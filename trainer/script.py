@@ -33,7 +33,7 @@ from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
-SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "finishing"})
+SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
 """Phases that the progress bar of the script's own framework shows."""
 
 

@@ -118,7 +118,7 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses[:] = [*losses[:1], outputs["loss"]]
 
-    callback = Compile(strategies, measure_peak=False)
+    callback = Compile(strategies, measure_peak=False, save=False)
     trainer = L.Trainer(
         max_steps=options.steps, max_epochs=-1, accelerator=device, devices=1, precision="bf16-mixed", logger=False,
         callbacks=[Losses(), callback], enable_checkpointing=False, enable_progress_bar=False,

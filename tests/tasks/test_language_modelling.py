@@ -117,6 +117,7 @@ def test_strategies_apply_before_the_weights_are_there() -> None:
         whole=declared.whole,
         blocks=declared.blocks,
         parts=declared.parts,
+        save=False,
     )
     torch._dynamo.reset()
     _, losses = fit(task_of(initialise="device"), compile_)

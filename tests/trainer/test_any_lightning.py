@@ -120,7 +120,7 @@ def test_lightnings_own_demo_is_compiled_whole() -> None:
         trainer.fit(BoringModel())
         return losses.values
 
-    compile_ = Compile([Whole(backend="aot_eager")])
+    compile_ = Compile([Whole(backend="aot_eager")], save=False)
     assert train([compile_]) == pytest.approx(train([]), rel=FLOOR)
     assert (compile_.record.regions, compile_.record.regions_compiled) == (1, 1)
 

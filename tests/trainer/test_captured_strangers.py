@@ -23,7 +23,7 @@ STEPS = 4
 def train(name: str, mask: bool, *strategies: Strategy) -> tuple[list[float], Compile]:
     """Losses of some seeded steps, and the callback."""
     L.seed_everything(0, verbose=False)
-    watch, compile_ = Watch(), Compile(strategies, warmup_steps=1)
+    watch, compile_ = Watch(), Compile(strategies, warmup_steps=1, save=False)
     trainer = L.Trainer(
         max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[watch, compile_], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

@@ -18,7 +18,7 @@ from trainer.loading import known_lengths
 
 
 def with_(strategy: Strategy) -> Compile:
-    return Compile([strategy], ragged=RAGGED, warmup_steps=1)
+    return Compile([strategy], ragged=RAGGED, warmup_steps=1, save=False)
 
 
 def train(data: Any = None, strategy: Strategy | None = None, **options: Any) -> tuple[TextModel, Compile]:

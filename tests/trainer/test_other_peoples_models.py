@@ -91,7 +91,7 @@ def train(
             losses.append(float(outputs["loss"]))
 
     L.seed_everything(0, verbose=False)
-    module, compile_ = make(), Compile(strategies, warmup_steps=1)
+    module, compile_ = make(), Compile(strategies, warmup_steps=1, save=False)
     trainer = L.Trainer(
         max_steps=4, accelerator="cpu", logger=False, callbacks=[Losses(), compile_], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

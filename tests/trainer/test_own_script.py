@@ -1,0 +1,177 @@
+"""A training in a script of one's own leaves what our command line leaves: a complete record, table and verdict."""
+
+from __future__ import annotations
+
+import queue
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from scripts import compare
+from strategies import Regional
+from tests.trainer.lightning_modules import Blocks
+from trainer import script
+from trainer.callback import Compile
+from trainer.telemetry.record import RunRecord
+
+
+def regional(**options: Any) -> Compile:
+    return Compile([Regional(backend="aot_eager")], warmup_steps=1, **options)
+
+
+class Validated(Blocks):
+    """Logs a validation loss."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+def data(batch_size: int = 4) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1)), batch_size=batch_size
+    )
+
+
+def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    options = {"logger": False, "max_steps": 4, "enable_checkpointing": False, **options}
+    return L.Trainer(
+        accelerator="cpu", callbacks=[*callbacks], default_root_dir=folder, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def test_the_record_is_complete_and_saved_where_the_trainer_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compile_, logger = regional(), CSVLogger(tmp_path)
+    assert compile_.record.status == "not started"
+    L.seed_everything(7, verbose=False)
+    trainer(tmp_path, compile_, logger=logger).fit(Validated(), data(), data())
+    record = RunRecord.load(Path(logger.log_dir))
+    assert record.status == compile_.record.status == "finished"
+    assert (record.task, record.label, record.seed, record.precision) == ("Validated", "regional", 7, "32-true")
+    assert [strategy["name"] for strategy in record.strategies] == ["regional"]
+    assert record.config["task"] == {"parameters": sum(one.numel() for one in Blocks().parameters()), "batch_size": 4}
+    assert record.versions["torch"] == torch.__version__.partition("+")[0]
+    assert record.device_type == "cpu"
+    assert record.device
+    assert record.started
+    assert record.script
+    assert record.total_seconds
+    assert record.final_loss
+    assert record.final_metrics["val_loss"]
+    assert record.verdict is not None
+    printed = capsys.readouterr().out
+    assert "Validated · regional · finished" in printed
+    assert "verdict: " in printed
+    assert f"record: {logger.log_dir}/record.json" in printed
+
+
+def test_two_scripts_compare_like_two_runs_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, compile_ in (("eager", Compile(warmup_steps=1)), ("regional", regional())):
+        trainer(tmp_path, compile_, logger=CSVLogger(tmp_path, name=name), max_steps=8).fit(Blocks(), data())
+    capsys.readouterr()
+    assert compare.main([str(tmp_path / "eager"), str(tmp_path / "regional")]) == 0
+    table = capsys.readouterr().out
+    assert table.count("Blocks") == 1, "one workload"
+    assert "eager" in table
+    assert "regional" in table
+
+
+def test_each_fit_has_a_record_of_its_own(tmp_path: Path) -> None:
+    compile_, module = regional(), Blocks()
+    trainer(tmp_path, compile_).fit(module, data())
+    first = compile_.record
+    trainer(tmp_path, compile_, max_steps=3).fit(module, data())
+    again = compile_.record
+    other = trainer(tmp_path, compile_, max_steps=2, logger=CSVLogger(tmp_path, name="logs"))
+    other.fit(Blocks(), data())
+    assert [one.steps for one in (first, again, compile_.record)] == [4, 3, 2]
+    saved = [RunRecord.load(tmp_path / "compile_runs" / f"run-{number}") for number in (1, 2)]
+    assert [(one.steps, one.graphs, one.regions) for one in saved] == [(4, first.graphs, 3), (3, again.graphs, 3)]
+    assert other.logger is not None
+    other.fit_loop.epoch_loop.max_steps = 4
+    other.fit(Blocks(), data())
+    assert RunRecord.load(Path(str(other.logger.log_dir))).steps == 2
+    assert RunRecord.load(Path(str(other.logger.log_dir)) / "run-2").steps == 4
+
+
+def test_evaluating_alone_leaves_no_record_and_does_not_touch_the_last_one(tmp_path: Path) -> None:
+    compile_, module = regional(), Validated()
+    once = trainer(tmp_path, compile_)
+    once.validate(module, data(), verbose=False)
+    assert compile_.record.status == "not started"
+    assert not [*tmp_path.rglob("record.json")]
+    once.fit(module, data())
+    once.validate(module, data(), verbose=False)
+    assert compile_.record.status == "finished"
+    assert len([*tmp_path.rglob("record.json")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [(KeyError("tokens"), "failed", "KeyError: 'tokens'"), (KeyboardInterrupt(), "interrupted", "Ctrl-C")],
+)
+def test_a_fit_that_ends_early_is_recorded_so(error: BaseException, status: str, reason: str, tmp_path: Path) -> None:
+    class Ends(Blocks):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise error
+
+    compile_ = regional()
+    with pytest.raises((KeyError, SystemExit)):  # Lightning turns a Ctrl-C into an exit
+        trainer(tmp_path, compile_).fit(Ends(), data())
+    record = RunRecord.load(tmp_path / "compile_runs" / "run-1")
+    assert (record.status, record.reason, record.steps) == (status, reason, 2)
+
+
+def test_a_fit_that_never_begins_leaves_no_record(tmp_path: Path) -> None:
+    compile_ = regional(blocks=["layerz"])
+    with pytest.raises(ValueError, match="layerz"):
+        trainer(tmp_path, compile_).fit(Blocks(), data())
+    assert compile_.record.status == "failed"
+    assert not [*tmp_path.rglob("record.json")]
+
+
+def test_a_trial_of_the_trainer_saves_nothing(tmp_path: Path) -> None:
+    compile_ = regional()
+    trainer(tmp_path, compile_, fast_dev_run=True).fit(Blocks(), data())
+    assert compile_.record.status == "finished"
+    assert not [*tmp_path.rglob("record.json")]
+
+
+def test_files_and_prints_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile_ = regional(save=False, verbose=False)
+    trainer(tmp_path, compile_).fit(Blocks(), data())
+    assert compile_.record.status == "finished"
+    assert compile_.record.verdict is not None
+    assert not [*tmp_path.rglob("record.json")]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_trainer_takes_one_of_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one Compile callback"):
+        trainer(tmp_path, regional(), Compile()).fit(Blocks(), data())
+
+
+def test_progress_is_said_while_the_training_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "REFRESH_SECONDS", 0.01)
+    lines: queue.Queue[str] = queue.Queue()
+    compiler = SimpleNamespace(compiling_seconds=None, compile_seconds=3.0, compilations=2)
+    telemetry: Any = SimpleNamespace(phase="validating", compiler=compiler)
+    with script.CompilingView(lines.put, lambda: telemetry):
+        telemetry.phase = "preflight"
+        assert lines.get(timeout=20) == "compile: preflight"
+        compiler.compiling_seconds = 1.0
+        assert "compiling graph 2" in lines.get(timeout=20)
+        telemetry.phase, compiler.compiling_seconds = "training", None
+        assert re.fullmatch(r"compile: ready after \d+ s \(2 graphs, 3 s of compiling\)", lines.get(timeout=20))
+    assert lines.empty(), "training is Lightning's to show"
