@@ -8,6 +8,7 @@ about 10 microseconds a step on every further one, used or not.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -118,5 +119,6 @@ def logs_of(trainer: L.Trainer) -> Logs:
             "gradient_clip_val": trainer.gradient_clip_val,
             "max_steps": trainer.max_steps,
         },
+        seed=int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
         resumed_from=None if trainer.ckpt_path is None else str(trainer.ckpt_path),
     )

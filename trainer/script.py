@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
 import sys
 import time
@@ -142,10 +141,10 @@ class OwnRun:
         root = Path(script).resolve().parent if script else Path.cwd()
         for name, value in origin(self._strategies, sys.argv[1:], root=root).items():
             setattr(record, name, value)
-        seed, logs = os.environ.get("PL_GLOBAL_SEED"), logs or Logs(folder=None)
+        logs = logs or Logs(folder=None)
         record.task, record.status = type(module).__name__, "running"
         record.script = str(shown(Path(script).resolve())) if script else "a notebook"
-        record.seed, record.resumed_from = None if seed is None else int(seed), logs.resumed_from
+        record.seed, record.resumed_from = logs.seed, logs.resumed_from
         parameters = sum(one.numel() for one in module.parameters() if not is_lazy(one))
         record.config = {"task": {"parameters": parameters, "batch_size": logs.batch_size}, "trainer": logs.settings}
         record.versions = hardware.versions()

@@ -52,7 +52,7 @@ def test_the_record_is_complete_and_saved_where_the_trainer_logs(
     compile_, logger = regional(), CSVLogger(tmp_path)
     assert compile_.record.status == "not started"
     L.seed_everything(7, verbose=False)
-    trainer(tmp_path, compile_, logger=logger).fit(Validated(), data(), data())
+    trainer(tmp_path, compile_, logger=logger, max_steps=6).fit(Validated(), data(), data())
     record = RunRecord.load(Path(logger.log_dir))
     assert record.status == compile_.record.status == "finished"
     assert (record.task, record.label, record.seed, record.precision) == ("Validated", "regional", 7, "32-true")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from strategies import Stage, Strategy
-from strategies.errors import one_line
 from trainer.loops.huggingface import CAPTURES, HuggingFaceLoop, precision_of
-from trainer.loops.training import CompiledTraining, note_machine
+from trainer.loops.training import CompiledTraining, Logs
 
 LOADERS = "transformers.Trainer makes its loaders itself; pad in the collator (pad_to_multiple_of) instead"
 WORKLOAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "optim", "max_grad_norm")
@@ -63,41 +63,40 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
         """``Trainer.train``; what was measured is kept, and everything given back, however it ends."""
         resumed: Any = resume_from_checkpoint or None
         last: Any = get_last_checkpoint
-        self.record.resumed_from = last(self._trainer.args.output_dir) if resumed is True else resumed
+        self._resumed_from = last(self._trainer.args.output_dir) if resumed is True else resumed
         self._trainer.remove_callback(self)
         self._trainer.add_callback(self)  # last, so that it sees what the others want evaluated or saved
-        record = self.record
         try:
-            result = self._train(resume_from_checkpoint, *arguments, **named)
-            record.status = "finished"
-            return result
+            return self._train(resume_from_checkpoint, *arguments, **named)
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt)
-            record.status, record.reason = "interrupted" if stopped else "failed", one_line(error)
             self.fail(error)
             raise
         finally:
             self.close()
             if self._hugging_face is not None:
                 self._hugging_face.release()
-                record.save(Path(self._trainer.args.output_dir))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Model, optimizer and restored state are in place."""
         if state.is_hyper_param_search:
             raise ValueError("compile_trainer: a hyperparameter search trains several models; train one")
-        record = self.record
-        record.task, record.seed = type(self._trainer.model).__name__, args.seed
-        record.config = {"trainer": {name: getattr(args, name) for name in WORKLOAD}}
         forward: Any = inspect.unwrap(type(self._trainer.model).forward)
         if "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()):
             # Which warns at each call, within the model, where it had to guess: a graph would break there.
             self._trainer.model.loss_function = self._trainer.model.loss_function
-        program = self.apply_to(self._trainer.model, device=args.device, precision=precision_of(self._trainer))
-        loop = HuggingFaceLoop(self._trainer, self.batch_begins, record.resumed_from, program.padding)
+        program = self.apply_to(
+            self._trainer.model, device=args.device, precision=precision_of(self._trainer), say=tqdm.write
+        )
+        loop = HuggingFaceLoop(self._trainer, self.batch_begins, self._resumed_from, program.padding)
         self._hugging_face = loop
-        self.begin(loop)
-        note_machine(self.record, loop)
+        logs = Logs(
+            folder=Path(args.output_dir),
+            batch_size=args.per_device_train_batch_size,
+            settings={name: getattr(args, name) for name in WORKLOAD},
+            resumed_from=self._resumed_from,
+            seed=args.seed,
+        )
+        self.begin(loop, logs)
         if args.eval_on_start:
             self.pause("validating")
 

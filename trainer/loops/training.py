@@ -59,6 +59,7 @@ class Logs:
     settings: dict[str, Any] = field(default_factory=dict)
     """Options of the framework's trainer that a step depends on."""
     resumed_from: str | None = None
+    seed: int | None = None
 
 
 class CompiledTraining:
