@@ -5,6 +5,7 @@ The view polls the telemetry from a thread of its own twice a second, so that th
 
 from __future__ import annotations
 
+import functools
 import shlex
 import threading
 import time
@@ -33,6 +34,8 @@ FIRST_STEPS = 10
 """Steps that an estimate of the end is made of at least."""
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
+SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
+"""Phases that the progress bar of a script's own framework shows."""
 
 
 class ProgressView:
@@ -41,15 +44,26 @@ class ProgressView:
     Args:
         console: Where to draw.
         style: ``auto`` (live on a terminal, else plain), ``live``, ``plain`` or ``none``.
-        total: Optimizer steps, or timed batches, at which the run ends.
+        total: Optimizer steps, or timed batches, at which the run ends. None: another progress bar shows the training,
+            and lines are printed for the preflight and compiling alone.
         telemetry: Gives the run's telemetry at the moment of asking.
+        say: Prints a line, without harm to that bar; ``console`` does when None.
     """
 
-    def __init__(self, console: Console, *, style: str, total: int, telemetry: Callable[[], AnyTelemetry]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        style: str,
+        total: int | None,
+        telemetry: Callable[[], AnyTelemetry],
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._console = console
         self._style = ("live" if console.is_terminal else "plain") if style == "auto" else style
         self._total = total
         self._telemetry = telemetry
+        self._say = say or functools.partial(console.print, highlight=False, soft_wrap=True)
         self._since: tuple[float, int] | None = None
         """When the first steps were over, and how many there were."""
         self._over = threading.Event()
@@ -96,14 +110,16 @@ class ProgressView:
         while not self._over.wait(REFRESH_SECONDS):
             telemetry = self._telemetry()
             phase, now = telemetry.phase.partition(" ")[0], time.monotonic()
-            figures = self._figures(telemetry)
+            if self._total is None and phase in SHOWN_BY_OTHERS and telemetry.compiler.compiling_seconds is None:
+                continue
             # What is over within two seconds (an audit, a small validation) is worth no line.
             if now - said_at >= (PLAIN_SECONDS if phase == said else 4 * REFRESH_SECONDS):
                 said_at, said = now, phase
-                done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
-                self._console.print(
-                    f"{activity(telemetry)}: {done} {figures}".rstrip(), highlight=False, soft_wrap=True
-                )
+                line = f"compile: {activity(telemetry)}"
+                if self._total is not None:
+                    done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
+                    line = f"{activity(telemetry)}: {done} {self._figures(telemetry)}".rstrip()
+                self._say(line)
 
     def _figures(self, telemetry: AnyTelemetry) -> str:
         """Speed and loss, and when the run ends, as far as they are known.
@@ -116,7 +132,7 @@ class ProgressView:
             self._since = self._since if self._since and done > self._since[1] else (now, done)
             left = None
         else:
-            left = (self._total - done) * (now - self._since[0]) / (done - self._since[1])
+            left = ((self._total or done) - done) * (now - self._since[0]) / (done - self._since[1])
         known = left is not None and left >= 1 and telemetry.compiler.compiling_seconds is None
         return " · ".join([*figures_line(telemetry), *([f"about {_rough(left or 0.0)} left"] if known else [])])
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,16 +23,13 @@ from strategies import Strategy
 from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.prepare import stop_compiling
-from trainer.console import PLAIN_SECONDS, REFRESH_SECONDS, ProgressView, activity, shown, summary, tell
+from trainer.console import ProgressView, shown, summary, tell
 from trainer.loops.training import NOT_STARTED, Logs, note_machine
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import origin
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import Telemetry
-
-SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
-"""Phases that the progress bar of the script's own framework shows."""
 
 
 def conclude(
@@ -47,13 +43,8 @@ def conclude(
 ) -> None:
     """All that remains once ``record.status`` is known: the verdict, TensorBoard's last pages and the file.
 
-    Args:
-        record: Filled in but for that.
-        directory: Where it is saved; None = nowhere, as on all processes but the first.
-        console: For what goes wrong.
-        close_pages: Writes the last pages, given the rows of the summary.
-        since_seconds: Age of the process when the run began.
-        instead: Bytes of the record that was there before, to be put back.
+    ``directory`` is None where nothing is saved, as on all processes but the first; ``close_pages`` gets the summary's
+    rows; the process was ``since_seconds`` old when the run began; ``instead`` is an earlier record to be put back.
     """
     record.verdict = run_verdict(record)
     if close_pages is not None:
@@ -79,37 +70,6 @@ def conclude(
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
 
 
-class CompilingView(ProgressView):
-    """A line when the preflight or compiling begins and every ten seconds while it lasts; the training itself is shown
-    by whoever trains. ``say`` prints a line without harm to a progress bar."""
-
-    def __init__(self, say: Callable[[str], None], telemetry: Callable[[], Telemetry]) -> None:
-        super().__init__(Console(quiet=True), style="plain", total=0, telemetry=telemetry)
-        self._say = say
-
-    def _loop(self) -> None:
-        began: dict[str, float] = {}
-        said_at = time.monotonic()
-        while not self._over.wait(REFRESH_SECONDS):
-            telemetry, now = self._telemetry(), time.monotonic()
-            compiling = telemetry.compiler.compiling_seconds is not None
-            phase = "compiling" if compiling else telemetry.phase
-            if phase in SHOWN_BY_OTHERS:
-                if began and phase == "training":
-                    graphs, seconds = telemetry.compiler.compilations, telemetry.compiler.compile_seconds
-                    took = f"{graphs} graphs, {seconds:.0f} s of compiling"
-                    self._say(f"compile: ready after {now - min(began.values()):.0f} s ({took})")
-                    began = {}
-                continue
-            line = "" if phase in began else activity(telemetry)
-            if not line and now - said_at > PLAIN_SECONDS:
-                line = f"{activity(telemetry)}, {now - min(began.values()):.0f} s so far"
-            began.setdefault(phase, now)
-            if line:
-                said_at = now
-                self._say(f"compile: {line}")
-
-
 class OwnRun:
     """One training after another in a script of one's own, each with a record.
 
@@ -131,7 +91,8 @@ class OwnRun:
         self._began_seconds = hardware.process_age_seconds()
         self._view.close()
         if say is not None and self._verbose:
-            self._view.enter_context(CompilingView(say, telemetry))
+            view = ProgressView(self._console, style="plain", total=None, telemetry=telemetry, say=say)
+            self._view.enter_context(view)
 
     def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: Logs | None) -> None:
         """The training of ``module`` begins in ``loop``: write what is known of it, and claim a folder for it."""
