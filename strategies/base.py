@@ -138,11 +138,7 @@ class Program:
     loop: Loop | None = None
     """What trains the module; known from ``begin`` on."""
     padding: Padding | None = None
-    """Filled by a strategy of the SHAPES stage: how batches are grouped and padded."""
-    dynamic: bool | None = None
-    """Filled by a strategy of the SHAPES stage: what ``dynamic=null`` of a module strategy then stands for."""
-    around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Filled by a strategy of the SHAPES stage: wraps the compiled call of each region in code that runs eagerly."""
+    """Filled by a strategy of the SHAPES stage: how batches are grouped and padded, and regions compiled for them."""
     outlined: bool = False
     """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost."""
     step: WholeSteps | None = None
@@ -163,6 +159,11 @@ class Program:
     it loaded; the run adds its own, for that strategy to keep."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
+
+    @property
+    def dynamic(self) -> bool | None:
+        """What ``dynamic=null`` of a module strategy stands for."""
+        return None if self.padding is None else self.padding.dynamic
 
     @property
     def compiled_beside_regions(self) -> list[Strategy]:

@@ -53,10 +53,10 @@ class Dynamic(Strategy):
         )
         program.report[self.name] = {"how": self.how, "multiple": self.multiple}
         if self.how == "always":
-            program.dynamic = True
+            program.padding.dynamic = True
         elif self.how == "mark":
             from strategies.padding import Marks
 
             marks = Marks(program.ragged)
             program.padding.observe = marks.observe
-            program.around_region = marks.around
+            program.padding.around_region = marks.around

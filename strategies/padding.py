@@ -51,6 +51,10 @@ class Padding:
     validation_batch_sizes: tuple[int, ...] = ()
     """Rows of the validation batches that occur on this process, most first (the last one may be smaller); empty
     without validation; filled in when the validation loader is built."""
+    dynamic: bool | None = None
+    """What ``dynamic=null`` of a module strategy stands for."""
+    around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Wraps the compiled call of each region in code that runs eagerly."""
     observe: Callable[[Any], None] | None = None
     """Called with every batch once it is on its device, before the module sees it; None: nobody wants to know."""
     seen: Callable[[], dict[str, Any]] | None = None

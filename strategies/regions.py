@@ -136,9 +136,9 @@ def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -
         module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
     else:
         module.compile(**arguments)
-    if program.around_region is not None:
+    if program.padding is not None and program.padding.around_region is not None:
         compiled: Any = module._compiled_call_impl
-        module._compiled_call_impl = program.around_region(compiled)
+        module._compiled_call_impl = program.padding.around_region(compiled)
 
 
 def _forward_is_torchs_own(module: nn.Module) -> bool:

@@ -18,7 +18,6 @@ from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy
 
-METHODS = ("optimal", "powers_of_two", "quantiles")
 ON_RECOMPILE = ("fail", "warn")
 
 
@@ -39,10 +38,8 @@ class Buckets(Strategy):
     """Every edge is a multiple of this many positions; where all examples have one length, that is the edge. Matrix
     units want 8 (bf16) or 16 (fp8); attention kernels align to 8 or 16; on lognormal lengths 16 costs under 0.1% more
     padding than 1."""
-    method: str = "optimal"
-    """``optimal`` (fewest padded positions for that count), or, to compare with, ``powers_of_two`` or ``quantiles``."""
     edges: list[int] | None = None
-    """Given edges, ascending, in positions; null = fitted to the lengths of the training data."""
+    """Given edges, ascending, in positions; null = those with the fewest padded positions on the training data."""
     limit: int | None = None
     """Most positions that the model takes; no edge is above it. null = no limit."""
     tokens_per_batch: int | None = None
@@ -62,8 +59,6 @@ class Buckets(Strategy):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"compile.buckets.{name}={value} must be at least {least}")
-        if self.method not in METHODS:
-            raise ValueError(f"compile.buckets.method={self.method!r} is not one of {METHODS}")
         if self.on_recompile not in ON_RECOMPILE:
             raise ValueError(f"compile.buckets.on_recompile={self.on_recompile!r} is not one of {ON_RECOMPILE}")
         if self.edges is not None:
@@ -97,9 +92,9 @@ class Buckets(Strategy):
             tokens_per_batch=self.tokens_per_batch,
             warm=self.warm,
             on_recompile=self.on_recompile,
+            # A handful of shapes is worth a static graph each; left alone, the second one would turn symbolic.
+            dynamic=False,
         )
-        # A handful of shapes is worth a static graph each; left alone, the second one would turn symbolic.
-        program.dynamic = False
 
     def end(self, program: Program) -> None:
         """Put what was handed out beside what was planned."""
@@ -136,7 +131,7 @@ class Buckets(Strategy):
     def _fitted(self, lengths: Sequence[int]) -> tuple[int, ...]:
         from strategies.buckets.edges import fitted
 
-        return fitted(lengths, method=self.method, count=self.count, multiple=self.multiple, limit=self.limit)
+        return fitted(lengths, count=self.count, multiple=self.multiple, limit=self.limit)
 
 
 def _cudnn_fails(program: Program) -> bool:

@@ -47,29 +47,9 @@ def optimal(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None 
     return tuple(sorted(result))
 
 
-def powers_of_two(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
-    """``multiple`` times powers of two, the ``count`` largest that are needed; for comparison."""
-    edges, _ = _histogram(lengths, multiple, limit)
-    result = [multiple]
-    while result[-1] < edges[-1]:
-        result.append(2 * result[-1])
-    if limit is not None:
-        result = [min(edge, limit) for edge in result]
-    return tuple(result[-count:])
-
-
-def quantiles(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
-    """Edges that put equally many examples into each of ``count`` buckets, then rounded up; for comparison."""
-    edges, examples = _histogram(lengths, multiple, limit)
-    total = np.cumsum(examples)
-    wanted = np.arange(1, count + 1) / count * total[-1]
-    places = np.searchsorted(total, np.floor(wanted), side="left")
-    return tuple(sorted({int(edges[place]) for place in places}))
-
-
-def fitted(lengths: ArrayLike, *, method: str, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
-    """The edges by ``method``; examples that all have one length are not padded, be it a multiple or not."""
-    edges = METHODS[method](lengths, count=count, multiple=multiple, limit=limit)
+def fitted(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
+    """The optimal edges; examples that all have one length are not padded, be it a multiple or not."""
+    edges = optimal(lengths, count=count, multiple=multiple, limit=limit)
     values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
     return (int(values[0]),) if (values == values[0]).all() else edges
 
@@ -79,9 +59,6 @@ def clear_of_64(edges: Sequence[int], *, multiple: int, limit: int | None = None
     itself stays."""
     moved = {edge if edge % 128 != 64 else min(edge + multiple, limit or edge + multiple) for edge in edges}
     return tuple(sorted(moved))
-
-
-METHODS = {"optimal": optimal, "powers_of_two": powers_of_two, "quantiles": quantiles}
 
 
 def padded_share(lengths: ArrayLike, edges: Sequence[int]) -> float:

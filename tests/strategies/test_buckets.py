@@ -20,10 +20,6 @@ from tests.strategies.modules import Block
         ({"count": 0}, "compile.buckets.count=0 must be at least 1"),
         ({"multiple": 0}, "compile.buckets.multiple=0 must be at least 1"),
         ({"tokens_per_batch": 0}, "compile.buckets.tokens_per_batch=0 must be at least 1"),
-        (
-            {"method": "best"},
-            r"compile.buckets.method='best' is not one of \('optimal', 'powers_of_two', 'quantiles'\)",
-        ),
         ({"on_recompile": "stop"}, r"compile.buckets.on_recompile='stop' is not one of \('fail', 'warn'\)"),
         ({"edges": [32, 16]}, r"compile.buckets.edges=\[32, 16\] must be ascending and above 0"),
         ({"edges": []}, r"compile.buckets.edges=\[\] must be ascending and above 0"),
@@ -77,7 +73,6 @@ def test_edges_by_hand_are_taken_and_others_follow_the_lengths() -> None:
     assert chosen(Buckets(count=2)) == (16, 32)
     assert chosen(Buckets(count=2, multiple=8)) == (16, 32)
     assert chosen(Buckets(count=8, multiple=8)) == (8, 16, 32)
-    assert chosen(Buckets(count=8, multiple=8, method="powers_of_two")) == (8, 16, 32)
 
 
 @pytest.mark.parametrize(("options", "graphs"), [({}, 3), ({"dynamic": True}, 1)], ids=["left open", "by hand"])

@@ -12,13 +12,10 @@ from torch import nn
 
 from strategies import Buckets, Program, Ragged, buckets
 from strategies.buckets.edges import (
-    METHODS,
     clear_of_64,
     optimal,
     padded_share,
     padded_share_by_edge,
-    powers_of_two,
-    quantiles,
     share_of_random_batches,
 )
 from strategies.toolchain import cudnn_attention_fails
@@ -56,19 +53,15 @@ def test_eight_buckets_pad_lognormal_lengths_by_at_most_22_percent(multiple: int
     assert len(edges) == 8
     share = padded_share(lengths, edges)
     assert share <= 0.22
-    for method in (powers_of_two, quantiles):
-        other = method(lengths, count=8, multiple=multiple)
-        assert padded_share(lengths, other) > 1.2 * share, method
     assert share_of_random_batches(lengths, 32) > 3 * share
     # What the multiple costs: edges on any position would pad hardly less.
     assert share <= 1.01 * padded_share(lengths, optimal(lengths, count=8, multiple=1))
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_covers_every_length_within_the_count(method: str) -> None:
+def test_the_edges_cover_every_length_within_the_count() -> None:
     lengths = lognormal(1000)
     for count in (1, 3, 8, 500):
-        edges = METHODS[method](lengths, count=count, multiple=16)
+        edges = optimal(lengths, count=count, multiple=16)
         assert 1 <= len(edges) <= count
         assert edges[-1] >= lengths.max()
         assert all(edge % 16 == 0 for edge in edges)
@@ -80,8 +73,7 @@ def test_more_buckets_than_lengths_pad_nothing_but_the_multiple() -> None:
 
 
 def test_the_longest_edge_stops_at_the_limit() -> None:
-    for method in METHODS.values():
-        assert method([10, 60, 77], count=2, multiple=16, limit=77)[-1] == 77
+    assert optimal([10, 60, 77], count=2, multiple=16, limit=77)[-1] == 77
     with pytest.raises(ValueError, match="longest example has 78 positions, the limit is 77"):
         optimal([78], count=2, multiple=16, limit=77)
 

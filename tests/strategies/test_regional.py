@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from strategies import Program, Regional
 from strategies.base import Ragged
+from strategies.padding import Padding
 from strategies.regions import fixed_sizes
 from tasks import Declaration
 from tests.strategies import backends
@@ -130,7 +131,13 @@ def _input_sizes(graph: GraphModule) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "fixed"), [({}, True), ({"dynamic": True}, False), ({"ragged": (Ragged("tokens", 1),)}, False)]
+    ("changes", "fixed"),
+    [
+        ({}, True),
+        ({"padding": Padding(name="any", ragged=(), dynamic=True)}, False),
+        ({"ragged": (Ragged("tokens", 1),)}, False),
+    ],
+    ids=["left open", "symbolic", "ragged"],
 )
 def test_lengths_that_change_are_not_taken_for_sizes(changes: dict[str, object], fixed: bool) -> None:
     program = Program(module=Holder(Stages()), blocks=("net.stages.0", "net.stages.1"), **changes)  # type: ignore[arg-type]

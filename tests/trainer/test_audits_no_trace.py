@@ -176,7 +176,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         stop_time(patch)
-        patch.setattr("trainer.guards.schedule.time", CLOCK)
+        patch.setattr("trainer.guards.audits.time", CLOCK)
         patch.setattr(EagerForward, "run", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
