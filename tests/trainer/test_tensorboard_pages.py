@@ -115,11 +115,6 @@ def test_a_finished_run_has_a_whole_row_in_the_hparams_table(finished: tuple[Run
     assert end is not None
 
 
-def test_a_run_brings_the_charts_of_all_runs(finished: tuple[RunRecord, EventAccumulator]) -> None:
-    _, events = finished
-    assert list(events.PluginTagToContent("custom_scalars")) == ["custom_scalars__config__"]
-
-
 @pytest.mark.parametrize("way", ["failed", "interrupted"])
 def test_a_run_that_did_not_finish_has_no_end_in_the_hparams_table(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""TensorBoard: the keys of every run, its row in the table of runs, its pages, and charts with all runs on them.
+"""TensorBoard: the keys of every run, its row in the table of runs and its pages.
 
 Needs neither torch nor Lightning until a run writes.
 """
@@ -11,11 +11,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import metadata as charts_metadata
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import (
     DATA_TYPE_STRING,
@@ -108,29 +103,6 @@ TEXTS: dict[str, str] = {
 }
 """Text summaries."""
 
-CHARTS: dict[str, dict[str, str]] = {
-    "speed": {
-        "optimizer steps per second": r"^speed/steps_per_second$",
-        "samples per second": r"^usage/samples_per_second$",
-        "useful tokens per second": r"^speed/useful_tokens_per_second$",
-        "median step or batch, milliseconds": r"^usage/(step|batch)_milliseconds_median$",
-        "p95 step or batch, milliseconds": r"^usage/(step|batch)_milliseconds_p95$",
-    },
-    "cost": {
-        "seconds in the compiler so far": r"^warmup/compile_seconds$",
-        "warm-up seconds so far": r"^warmup/seconds$",
-        "recompiles so far": r"^warmup/recompiles$",
-        "peak memory of the device, GiB": r"^usage/peak_device_gib$",
-        "peak memory of the process, GiB": r"^usage/peak_process_gib$",
-        "joules per sample": r"^usage/joules_per_sample$",
-    },
-    "learning": {
-        "training loss": r"^train/loss$",
-        "validation loss": r"^val/loss$",
-    },
-}
-"""Charts by category, and the keys on each. TensorBoard puts every chosen run on each chart."""
-
 
 class TensorBoardPages:
     """Writes the scalars and pages of one run through its loop's writer; other loggers get the scalars alone."""
@@ -140,11 +112,11 @@ class TensorBoardPages:
 
     def begin(self, record: RunRecord) -> None:
         """Open the run's row of the HParams table: its metrics stay blank until ``finish``, so that a run that was
-        killed shows as unfinished instead of as zeros. Put what strategies are compared by on charts of all runs."""
+        killed shows as unfinished instead of as zeros."""
         if self._writer is None:
             return
         writer = self._writer._get_file_writer()
-        writer.add_summary(Summary(value=[*row_begins(record), layout()]))
+        writer.add_summary(Summary(value=row_begins(record)))
         config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
         self._writer.add_text("run/config", _fenced(config), 0)
         self._writer.flush()
@@ -273,25 +245,3 @@ def row_ends() -> Summary.Value:
 def _value(tag: str, **content: Any) -> Summary.Value:
     data = HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **content)
     return Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
-
-
-def layout() -> Summary.Value:
-    """The layout as an event; TensorBoard merges those of all runs, which are alike."""
-    charts = layout_pb2.Layout(
-        category=[
-            layout_pb2.Category(
-                title=category,
-                chart=[
-                    layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[keys]))
-                    for title, keys in titles.items()
-                ],
-            )
-            for category, titles in CHARTS.items()
-        ]
-    )
-    tensor = TensorProto(
-        dtype=DT_STRING, string_val=[charts.SerializeToString()], tensor_shape=TensorShapeProto(dim=[])
-    )
-    return Summary.Value(
-        tag=charts_metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=charts_metadata.create_summary_metadata()
-    )
