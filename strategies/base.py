@@ -92,6 +92,8 @@ class WholeSteps(Protocol):
     """Whether every shape has been through forward and backward already."""
     captures: int
     """Graphs captured so far."""
+    replays: int
+    """Steps replayed so far."""
     verifier: Any
     """Set by whoever wants graphs compared with the steps that they were captured from."""
 

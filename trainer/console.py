@@ -215,8 +215,8 @@ def shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-OWN_ROWS = ("parity", "profile")
-"""Parts of the report that are shown in a row of their own wording."""
+OWN_ROWS = ("parity", "profile", "slowdown")
+"""Parts of the report that are shown in a row of their own wording, or in the verdict."""
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
 
@@ -235,14 +235,13 @@ def _training(record: RunRecord) -> dict[str, str]:
         "device": _device(record),
         "optimizer steps": _number(record.steps, "", decimals=0),
         **_compiled(record),
-        "first step": _number(record.first_step_seconds, " s"),
+        "first step": _milliseconds(record.first_step_seconds),
         "warm-up": _warmup(record, "steps")
         + (
             f", preflight {number(record.preflight_seconds, 2)} s of it" if record.preflight_seconds is not None else ""
         ),
-        "steady steps": _number(record.steady_steps_per_second, " /s")
-        + _within(" (median of {}: {})", record.steady_steps, _milliseconds(record.steady_step_seconds_median)),
-        "p95 step": _milliseconds(record.steady_step_seconds_p95),
+        "steady step": _times(record, "steady_step_seconds"),
+        "steps": _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
         "slow steps": _slow_steps(record),
         "samples": _number(record.samples_per_second, " /s", decimals=1),
         **_measured(record),
@@ -262,21 +261,14 @@ def _inference(record: RunRecord) -> dict[str, str]:
     mode = record.config.get("run", {})
     source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
     spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
-    latency = {
-        "median": record.latency_seconds_median,
-        "mean": record.latency_seconds_mean,
-        "p95": record.latency_seconds_p95,
-    }
     return {
         "strategies": record.label,
         "device": _device(record),
         "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if mode else "",
         **_compiled(record),
-        "first batch": _number(record.first_step_seconds, " s"),
+        "first batch": _milliseconds(record.first_step_seconds),
         "warm-up": _warmup(record, "batches"),
-        "latency": ", ".join(
-            f"{name} {_milliseconds(seconds)}" for name, seconds in latency.items() if seconds is not None
-        ),
+        "latency": _times(record, "latency_seconds"),
         "timed": _within("{} batches, timed runs: {}", record.batches, record.repeats) + spread,
         "batches": _number(record.batches_per_second, " /s"),
         "samples": _number(record.samples_per_second, " /s", decimals=1),
@@ -382,6 +374,12 @@ def _number(value: float | None, unit: str, *, decimals: int = 2) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return _number(None if seconds is None else seconds * 1e3, " ms")
+
+
+def _times(record: RunRecord, name: str) -> str:
+    """A step's mean, which rates and ratios are made of, then median and 95th percentile."""
+    seconds = {kind: getattr(record, f"{name}_{kind}") for kind in ("mean", "median", "p95")}
+    return ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in seconds.items() if each is not None)
 
 
 def _within(form: str, *values: int | str | None) -> str:

@@ -21,7 +21,7 @@ from scripts.arguments import (
     seconds,
 )
 from scripts.bisect.trial import SYMPTOMS, searched
-from trainer.process import keep_streams
+from trainer.process import keep_streams, leaving
 
 EXAMPLES = """\
 examples:
@@ -112,4 +112,5 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with leaving():
+        sys.exit(main())

@@ -183,4 +183,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from trainer.process import leaving
+
+    with leaving():
+        sys.exit(main())

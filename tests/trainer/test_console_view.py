@@ -41,8 +41,8 @@ def test_small_and_large_figures_have_no_exponent_and_are_not_zero() -> None:
     record.warmup_seconds, record.warmup_steps, record.final_loss = 1234.5, 10_000, 1e-6
     rows = summary(record)
     assert rows["optimizer steps"] == "12,345"
-    assert rows["steady steps"] == "0.0040 /s (median of 12,340: 2,080 ms)"
-    assert rows["p95 step"] == "0.00030 ms"
+    assert rows["steady step"] == "median 2,080 ms, p95 0.00030 ms", "one unit for all of them"
+    assert rows["steps"] == "0.0040 /s (12,340 steady ones)"
     assert "TFLOP/s" not in rows, "a toy's rate has no digits in this unit"
     assert rows["energy"] == "0.00012 J/sample"
     assert rows["warm-up"] == "1,234 s in 10,000 steps"

@@ -60,7 +60,7 @@ def test_a_strategy_that_nobody_here_knows_shows_all_it_found() -> None:
 
 
 def test_known_names_without_a_known_fact_show_what_there_is() -> None:
-    assert headlines({"slowdown": {"verdict": "skipped"}}) == {"slowdown": "verdict skipped"}
+    assert headlines({"cached": {"verdict": "skipped"}}) == {"cached": "verdict skipped"}
 
 
 def test_a_reason_is_printed_as_it_is() -> None:
@@ -77,8 +77,7 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     assert said["buckets"].startswith("edges 16, 32 · expected padded share ")
     assert said["cached"].startswith("state idle · reason nothing was compiled by Inductor")
     assert said["optimizer"].startswith("form functional")
-    assert "eager step" in said["slowdown"]
-    assert "compiled step" in said["slowdown"]
+    assert "slowdown" not in said, "it is in the verdict"
     assert "training 2 x 32" in said["warming"]
     assert "parity" not in said, "it has a row of its own"
     assert record.preflight_seconds is not None
@@ -89,13 +88,13 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     for row in ("| buckets | edges | 16, 32 |", "| optimizer | chunks | ", "| cached | state | idle |"):
         assert row in page
     # What is looked for first is what strategies really write.
-    for name in ("buckets", "cached", "slowdown"):
+    for name in ("buckets", "cached"):
         known = {fact for named, fact, _ in rows(record.report) if named == name}
         assert known & set(HEADLINES[name])
 
 
 def test_headlines_are_of_strategies_that_exist() -> None:
-    assert set(HEADLINES) <= {*STRATEGIES, "slowdown"}
+    assert set(HEADLINES) <= {*STRATEGIES}
 
 
 def test_eager_found_nothing() -> None:

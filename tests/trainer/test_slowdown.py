@@ -49,7 +49,7 @@ def test_slower_than_eager_is_said_once_with_both_figures(slow_backend: str, tmp
         losses = trained(tmp_path, compile_)
     facts = compile_.record.report["slowdown"]
     assert facts["slower"]
-    later = facts["on_a_later_batch"]
+    later = facts["on_later_batches"][-1]
     assert later["eager_step_seconds"] == pytest.approx(SECONDS)
     assert later["compiled_step_seconds"] == pytest.approx(4 * SECONDS), "the step's own and one for each region"
     assert facts["before_the_first_step"]["eager_step_seconds"] == pytest.approx(SECONDS)
@@ -99,7 +99,7 @@ def test_a_slow_loader_does_not_pass_for_a_slow_compile(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="aot_eager")], warmup_steps=1)
     fit(module, tmp_path, [Waits(), compile_], max_steps=STEPS)
     facts = compile_.record.report["slowdown"]
-    assert facts["on_a_later_batch"], "the steady steps looked slow"
+    assert facts["on_later_batches"]
     assert facts["slower"] is False
     assert not any("slower than eager" in note for note in compile_.record.notes)
 

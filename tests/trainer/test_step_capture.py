@@ -17,6 +17,7 @@ from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
+from trainer.guards.slowdown import LATER_BATCHES
 
 
 class Recorded(Strategy):
@@ -168,6 +169,23 @@ def test_a_whole_step_is_one_graph_with_eagers_losses(optimizer: str, clip: floa
     assert (report["eager_steps"], report["replayed_steps"]) == (1, 19)
     assert report["captured"][0].startswith("whole step on 4x8 4x1")
     assert report["refused"] == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw", "sgd"])
+def test_replays_are_timed_beside_eager_and_leave_no_trace(optimizer: str, tmp_path: Path) -> None:
+    eager = fit(Net(optimizer), tmp_path, Compile(), max_steps=45)
+    compile_ = Compile([Recorded()], warmup_steps=2)
+    graphed = fit(Net(optimizer), tmp_path, compile_, max_steps=45)
+    report = compile_.record.report
+    later = report["slowdown"]["on_later_batches"]
+    assert len(later) == LATER_BATCHES
+    assert all(one["replayed"] and len(one["eager_seconds"]) == len(one["compiled_seconds"]) for one in later)
+    assert report["recorded"]["replayed_steps"] + report["recorded"]["eager_steps"] == 45, "what was timed is no step"
+    assert report["recorded"]["graphs"] == 1
+    assert graphed.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert graphed.steps == eager.steps
+    for name, value in eager.state.items():  # type: ignore[attr-defined]
+        torch.testing.assert_close(graphed.state[name], value)  # type: ignore[attr-defined]
 
 
 def test_logged_values_are_each_steps_own(tmp_path: Path) -> None:

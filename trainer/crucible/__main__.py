@@ -92,8 +92,16 @@ def complete(arguments: list[str]) -> None:
     train(arguments)
 
 
+def entry() -> None:
+    """The console script: the prompt is back with the last line."""
+    from trainer.process import leaving
+
+    with leaving():
+        sys.exit(main())
+
+
 if __name__ == "__main__":
     from trainer import working_directory_last
 
     working_directory_last()
-    sys.exit(main())
+    entry()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from strategies import Program
 from strategies.errors import one_line
-from strategies.loop import Loop, MicroBatch
+from strategies.loop import Around, Loop, MicroBatch
 from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
 from trainer.guards.draws import draws_as_eager
 from trainer.guards.forward import (
@@ -77,6 +77,7 @@ class Audits:
     Args:
         mode: ``on`` or ``strict``.
         captured: Whether steps may be captured, so that hooks within them are not called.
+        unaudited: What else stands around a micro-batch, one that is not audited.
         gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
             itself; None where they are the parameters' own.
         differs: Called with the error once a step is not eager's; returns when the run continues, in eager.
@@ -91,11 +92,12 @@ class Audits:
         pages: TensorBoardPages,
         *,
         captured: Callable[[], bool],
+        unaudited: Around,
         gradients: Gradients,
         differs: Callable[[ParityError], None],
     ) -> None:
         self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
-        self._captured, self._gradients, self._differs = captured, gradients, differs
+        self._captured, self._unaudited, self._gradients, self._differs = captured, unaudited, gradients, differs
         self._judge = Judge(mode, rounding_unit(program.precision, loop.device))
         self._undo = contextlib.ExitStack()
         self._checkpoints: dict[str, int] = {}
@@ -132,7 +134,7 @@ class Audits:
                 return self._audit(micro_batch)
             self.facts.reason = "nothing is compiled or captured"
             self._schedule.stop()
-        return None
+        return self._unaudited(micro_batch)
 
     @contextlib.contextmanager
     def _audit(self, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
+from strategies.base import WholeSteps
 from strategies.compose import eager
 from strategies.errors import is_compile_error, one_line
-from strategies.loop import Loop
+from strategies.loop import Loop, MicroBatch
 from strategies.regions import give_up, outermost
 from trainer.guards import CompiledNothing, Guarding
 from trainer.guards.compare import ParityError
@@ -69,23 +72,51 @@ class Guards:
             if (preflight.wanted or program.regions) and self._waits_for_parameters():
                 return
             self._begun, self._waits = True, False
-            if not preflight.wanted:
-                return
-            with self._telemetry.preflight():
-                self._rollback = self._run_preflight(batch) or self._rollback
-            if preflight.sample is not None:
+            if preflight.wanted:
+                with self._telemetry.preflight():
+                    self._rollback = self._run_preflight(batch) or self._rollback
+            if preflight.sample is not None or (program.step is not None and preflight.times):
                 self._slowdown = Slowdown(self._loop, self._telemetry, preflight.sample)
             if preflight.warmed and program.padding is not None:
                 if program.step is not None:
                     program.step.warmed = True
                 self._lock = Lock(program.padding, program, self._telemetry.compiler)
-        elif slowdown is not None and slowdown.suspected:
-            slowdown.suspected = False
-            if program.step is not None:
-                self._warn_captured_is_slow(slowdown)
-                return
-            self._telemetry.pause("timing eager")
-            self._judge(slowdown, preflight.time_again(batch))
+        elif slowdown is not None and slowdown.wanted and program.step is None:
+            self._time(slowdown, batch)
+
+    def around_micro_batch(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[dict[str, Any]] | None:
+        """What times replays of it after it was replayed, where that is wanted."""
+        slowdown, graphs = self._slowdown, self._program.step
+        if slowdown is None or not slowdown.wanted or graphs is None:
+            return None
+        return self._timing_replays(slowdown, graphs, micro_batch)
+
+    @contextlib.contextmanager
+    def _timing_replays(
+        self, slowdown: Slowdown, graphs: WholeSteps, micro_batch: MicroBatch
+    ) -> Iterator[dict[str, Any]]:
+        replays = graphs.replays
+        yield {}
+        if graphs.given_up or not (micro_batch.begins and micro_batch.ends):
+            slowdown.take(None, seconds=0.0)
+        elif (replayed := graphs.replays) > replays:
+            self._time(slowdown, micro_batch.batch, lambda: micro_batch.run(micro_batch.batch))
+            graphs.replays = replayed  # those were no steps of the training
+
+    def _time(self, slowdown: Slowdown, batch: Any, own: Callable[[], Any] | None = None) -> None:
+        self._telemetry.pause("timing eager", within_step=own is not None)
+        began = time.perf_counter()
+        try:
+            sample = self._preflight.time_again(batch, own)
+        except Exception as error:
+            if own is None:
+                raise
+            sample = None  # eager beside graphs: no reason to end a run that goes well
+            self._program.notes.append(f"replays could not be timed beside eager: {one_line(error)}")
+        slowdown.take(sample, seconds=time.perf_counter() - began)
+        self._judge(slowdown)
+        if own is not None:
+            self._telemetry.batch_start()
 
     def after_batch(self, *, stepped: bool) -> None:
         """A training batch is through. Raises CompiledNothing after the first step, RecompileError after warming."""
@@ -169,35 +200,24 @@ class Guards:
 
     # ---- slower than eager -----------------------------------------------------------------------------------------
 
-    def _judge(self, slowdown: Slowdown, again: Sample) -> None:
-        slower = self._loop.anywhere(again.slower)
-        steady = slowdown.steady_seconds()
-        facts = {"steady_step_seconds": steady, "on_a_later_batch": again.facts(), "slower": slower}
+    def _judge(self, slowdown: Slowdown) -> None:
+        facts = slowdown.facts()
         self._program.report.setdefault("slowdown", {}).update(facts)
-        if not slower:
+        if slowdown.wanted or not facts["slower"]:
             return
+        last = slowdown.later[-1]
         line = (
-            f"slower than eager: a step takes {number(again.compiled_median * 1e3)} ms compiled against "
-            f"{number(again.eager_median * 1e3)} ms eager on the same batch (steady steps: {number(steady * 1e3)} ms)"
+            f"slower than eager: a step takes {number(last.compiled_median * 1e3)} ms compiled against "
+            f"{number(last.eager_median * 1e3)} ms eager on the same batch"
         )
-        if self._guarding.on_slower == "eager":
+        if self._guarding.on_slower == "eager" and last.replayed:
+            line += "; on_slower=eager leaves captured steps as they are"
+        elif self._guarding.on_slower == "eager":
             undone = [region.path for region in self._program.regions]
             give_up(self._program, list(self._program.regions), f"{line}; on_slower=eager")
             line += f"; on_slower=eager: {len(undone)} regions go on eager"
             self._program.report["slowdown"]["rolled_back"] = undone
             self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, step=self._loop.steps_done))
-        self._warn(line)
-
-    def _warn_captured_is_slow(self, slowdown: Slowdown) -> None:
-        # A step from its graph cannot be timed by turns with eager; what there is are the steady steps.
-        steady, eager_seconds = slowdown.steady_seconds(), slowdown.sample.eager_median
-        line = (
-            f"slower than eager, maybe: captured steps take {number(steady * 1e3)} ms each, a step of eager took "
-            f"{number(eager_seconds * 1e3)} ms on the first batch"
-        )
-        if self._guarding.on_slower == "eager":
-            line += "; on_slower=eager leaves captured steps as they are"
-        self._program.report.setdefault("slowdown", {}).update({"steady_step_seconds": steady, "slower": None})
         self._warn(line)
 
     # ---- nothing compiled ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ numbers are put back. The loader is not touched.
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,8 +56,9 @@ class Preflight:
         padding = program.padding
         self._warms = padding is not None and padding.warm and bool(padding.edges)
         compiles = any(strategy.compiles for strategy in program.strategies)
-        self._times = guarding.parity != "off" or guarding.on_slower == "eager"
-        self.wanted = compiles and (self._times or self._warms or guarding.on_compile_error == "eager")
+        self.times = guarding.parity != "off" or guarding.on_slower == "eager"
+        """Whether steps of eager are timed."""
+        self.wanted = compiles and (self.times or self._warms or guarding.on_compile_error == "eager")
         """Whether there is anything to do; eager has nothing."""
 
     def run(self, batch: Any) -> Rollback | None:
@@ -84,19 +86,34 @@ class Preflight:
                 hardware.give_back(self._loop.device)
         return rollback
 
-    def time_again(self, batch: Any) -> Sample:
-        """Time eager and compiled steps on ``batch`` in the middle of the training, and restore everything.
+    def time_again(self, batch: Any, own: Callable[[], Any] | None = None) -> Sample | None:
+        """Time steps of eager and of the run on ``batch`` in the middle of the training, and restore everything.
 
-        Where a step would use up what cannot be put back, the sample that there is counts.
+        Args:
+            batch: On the device.
+            own: Runs a step as the training does, where that is no step apart from it.
+
+        Returns:
+            None where a step would use up what cannot be put back, asks for no backward, or eager has too little
+            memory.
         """
-        with self._loop.quiet(), as_capturing(self._program.captures_steps):
-            snapshot = Snapshot(self._loop, batch, self._program)
+        loop, sample = self._loop, None
+        peak = hardware.peak_bytes(loop.device)
+        with loop.quiet(), loop.unlogged(), as_capturing(self._program.captures_steps and own is None):
+            snapshot = Snapshot(loop, batch, self._program)
             try:
-                return self.sample if self.sample is not None and self._lost(snapshot) else self._timed(batch)
+                if not self._lost(snapshot):
+                    between = None if own is None else snapshot.restore  # so that each replay finds the graph's state
+                    sample = self._within_memory("slowdown", functools.partial(self._timed, batch, own, between))
+            except SkippedStep:
+                pass
             finally:
                 snapshot.restore()
+                between = None
                 del snapshot
-                hardware.give_back(self._loop.device)
+                hardware.give_back(loop.device)
+        hardware.resume(loop.device, peak)
+        return sample
 
     def _run(self, batch: Any, snapshot: Snapshot, rollback: Rollback) -> None:
         loop, restore, parity = self._loop, snapshot.restore, self._guarding.parity
@@ -128,7 +145,7 @@ class Preflight:
                 self._telemetry.phase = "comparing with eager"
                 self._within_memory("parity", lambda: self._compare(batch, snapshot))
             restore()
-            if self._times and self.sample is None:
+            if self.times and self.sample is None:
                 self._telemetry.phase = "timing eager"
                 self.sample = self._within_memory("slowdown", lambda: self._timed(batch))
             if self.sample is not None:
@@ -147,12 +164,20 @@ class Preflight:
         if facts["verdict"] == "not compared":
             self._warn_not_compared(facts["reason"])
 
-    def _timed(self, batch: Any) -> Sample:
+    def _timed(
+        self, batch: Any, own: Callable[[], Any] | None = None, between: Callable[[], None] | None = None
+    ) -> Sample:
         loop = self._loop
+
+        def step() -> Any:
+            return loop.step(batch)
+
         with eager(self._program):
-            loop.step(batch)
-        loop.step(batch)
-        return take_sample(loop, self._program, lambda: loop.step(batch), steps=loop.span.steps)
+            step()
+        (own or step)()
+        if between is not None:
+            between()
+        return take_sample(loop, self._program, step, steps=loop.span.steps, own=own, between=between)
 
     def _warm(self, batch: Any, restore: Callable[[], None], rollback: Rollback) -> None:
         padding = self._program.padding

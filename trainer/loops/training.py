@@ -264,6 +264,7 @@ class CompiledTraining:
                 self.telemetry,
                 self._pages,
                 captured=lambda: program.captures_steps,
+                unaudited=self._guards.around_micro_batch,
                 gradients=lambda: None if self._capture is None else self._capture.gradients,
                 differs=self._differs,
             )

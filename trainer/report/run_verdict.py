@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strategies import STRATEGIES
@@ -31,7 +31,7 @@ def run_verdict(record: RunRecord) -> RunVerdict:
     """The verdict by what ``record`` holds."""
     steps = record.batches if record.run == "inference" else (record.steady_steps or 0) + (record.warmup_steps or 0)
     verdict = RunVerdict(outcome=EAGER, steps=steps)
-    if record.strategies and not record.ended_in_eager:
+    if record.strategies and not record.ended_in_eager and not _chose_eager(record):
         _compare(record, verdict)
     step = _next(record, verdict)
     if step is not None:
@@ -39,8 +39,12 @@ def run_verdict(record: RunRecord) -> RunVerdict:
     return verdict
 
 
+def _chose_eager(record: RunRecord) -> bool:
+    return "auto" in record.report and not record.chosen_strategies
+
+
 def _compare(record: RunRecord, verdict: RunVerdict) -> None:
-    timed = list(_timed(record))
+    timed = _timed(record)
     found = ratio(*(_samples(timed, side) for side in ("compiled_seconds", "eager_seconds")))
     if found is None:
         verdict.outcome, verdict.reason = NOT_COMPARED, _why_not(record)
@@ -69,17 +73,14 @@ def _compare(record: RunRecord, verdict: RunVerdict) -> None:
         verdict.paid = (verdict.steps or 0) >= verdict.break_even_steps
 
 
-def _timed(record: RunRecord) -> Iterator[dict[str, Any]]:
+def _timed(record: RunRecord) -> list[dict[str, Any]]:
     """Seconds of steps of eager and of the run by turns, of each batch; of a step that is replayed, replays alone."""
     facts = record.report.get("slowdown", {})
-    for one in (facts.get("before_the_first_step"), *facts.get("on_later_batches", ())):
-        if one and bool(one.get("replayed")) == replays(record) and all(one["eager_seconds"]):
-            yield one
-
-
-def replays(record: RunRecord) -> bool:
-    """Whether whole steps were replayed from CUDA graphs."""
-    return bool(record.report.get("cuda_graph", {}).get("graphs"))
+    found = [one for one in (facts.get("before_the_first_step"), *facts.get("on_later_batches", ())) if one]
+    replayed = [one for one in found if one.get("replayed")]
+    if replayed or record.report.get("cuda_graph", {}).get("graphs"):
+        found = replayed
+    return [one for one in found if all(one["eager_seconds"])]
 
 
 def _samples(timed: Sequence[dict[str, Any]], side: str) -> list[Sample]:
@@ -95,6 +96,8 @@ def _why_not(record: RunRecord) -> str:
     skipped = record.report.get("slowdown", {}).get("reason") or record.report.get("parity", {}).get("reason")
     if skipped:
         return str(skipped)
+    if record.config.get("parity") == "off":
+        return "parity=off leaves out steps of eager"
     if record.status != "finished":
         return "the run ended before steps of eager were timed"
     return "no steps of eager were timed beside its own"
@@ -109,7 +112,7 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     same, outcome, breaks = _compile(names), verdict.outcome, record.graph_breaks or 0
     if not names:
         return command(record, "compile=auto"), "times eager and strategies on this model, and takes what pays"
-    if record.status == "failed":
+    if record.status in ("failed", "interrupted") or _chose_eager(record):
         return None
     if record.ended_in_eager or breaks:
         why = "which parts run eager, and why" if record.ended_in_eager else f"where the {breaks} graph breaks are"
@@ -134,7 +137,7 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
 
 
 def _waits_for_host(record: RunRecord) -> bool:
-    if record.device_type != "cuda" or record.world_size > 1:
+    if record.device_type != "cuda" or record.world_size > 1 or "auto" in record.report:
         return False
     idle = record.report.get("profile", {}).get("idle_share")
     if idle is not None:
@@ -192,7 +195,9 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
     if verdict.outcome == EAGER:
         mean = record.latency_seconds_mean if record.run == "inference" else record.steady_step_seconds_mean
         took = "" if mean is None else f", {milliseconds(mean)} a steady {unit}"
-        what = "eager" if not record.strategies else f"{record.label} ended in eager"
+        if _chose_eager(record):
+            return f"{record.label} chose eager{took}"
+        what = f"{record.label} ended in eager" if record.strategies else "eager"
         return f"{what}{took}; nothing compiled to compare it with"
     if verdict.eager_step_seconds is None or verdict.step_seconds is None or verdict.ratio is None:
         return f"{record.label} was not compared with eager: {verdict.reason}"

@@ -34,13 +34,6 @@ HEADLINES: dict[str, tuple[str, ...]] = {
         "replayed_steps",
         "launched_steps",
     ),
-    "slowdown": (
-        "slower",
-        "before_the_first_step.eager_step_seconds",
-        "before_the_first_step.compiled_step_seconds",
-        "steady_step_seconds",
-        "rolled_back",
-    ),
 }
 """The facts that a person looks for first; of a name that is not here, or has none of these, all facts are shown."""
 ITEMS = 6
