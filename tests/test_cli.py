@@ -305,6 +305,7 @@ def test_compare_with_overrides_trains_the_arms_in_a_sweep(
     assert sys.argv[1:] == ["-m", *arms]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_help_of_every_command_takes_under_a_second_and_no_torch(name: str, tmp_path: Path) -> None:
     done = crucible(name, "--help", cwd=tmp_path)
@@ -315,6 +316,7 @@ def test_help_of_every_command_takes_under_a_second_and_no_torch(name: str, tmp_
     assert float(seconds) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "choices"),
     [

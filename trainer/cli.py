@@ -150,7 +150,8 @@ def _help(self: Hydra, config_name: str | None, args_parser: Any, args: Any) -> 
     from tasks import TASKS
 
     cfg = self.compose_config(config_name, args.overrides, run_mode=hydra.types.RunMode.RUN)
-    chosen, known = cfg.hydra.runtime.choices, {"task": TASKS, "compile": STRATEGIES}
+    chosen = cfg.hydra.runtime.choices
+    known: dict[str, dict[str, Any]] = {"task": dict(TASKS), "compile": dict(STRATEGIES)}
     repository = self.config_loader.repository  # type: ignore[attr-defined]
     print(f"{EXAMPLES}\nchoose (what this command would take comes first):")
     for group in (name for name in _groups(repository, "") if chosen.get(name) is not None or name in GROUPS):

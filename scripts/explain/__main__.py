@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -46,7 +45,6 @@ Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wro
 """
 BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-TLPARSE_SECONDS = 300.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,12 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
 def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> int:
     for name in ("json", "html"):
         check_file(name, getattr(options, name))
-    for name in ("code", "trace"):
-        check_folder(name, getattr(options, name))
+    check_folder("code", options.code)
     config = composed(options.overrides, config_dir=options.config_dir)
-    with private_caches(options.trace) as environment_is_ours:
+    with private_caches():
         explanation = run_steps(options, config, before_steps)
-        write(explanation, options, trace_written=environment_is_ours)
+        write(explanation, options)
     from scripts.explain.report import print_explanation
 
     print_explanation(explanation, Console(highlight=False, soft_wrap=True))
@@ -99,7 +96,7 @@ def run_steps(options: argparse.Namespace, config: Config, before_steps: Callabl
         return explain(config, chosen, command=options.overrides)
 
 
-def write(explanation: Explanation, options: argparse.Namespace, *, trace_written: bool) -> None:
+def write(explanation: Explanation, options: argparse.Namespace) -> None:
     """Write what was asked for and note it in the explanation."""
     if options.code is not None:
         from scripts.explain.compiler import generated_files, name_of
@@ -113,11 +110,6 @@ def write(explanation: Explanation, options: argparse.Namespace, *, trace_writte
             explanation.files["generated code"] = str(options.code)
         else:
             explanation.notes.append(f"--code: {explanation.backend} generates no code; --backend inductor does")
-    if options.trace is not None:
-        explanation.files["trace"] = str(options.trace)
-        if not trace_written:
-            explanation.notes.append("--trace: torch was imported before, and begins no trace any more")
-        parse_trace(explanation, options.trace)
     if options.html is not None:
         explanation.files["page"] = str(options.html)
     if options.json is not None:
@@ -129,42 +121,19 @@ def write(explanation: Explanation, options: argparse.Namespace, *, trace_writte
         options.html.write_text(page(explanation, options.html.resolve().parent), encoding="utf-8")
 
 
-def parse_trace(explanation: Explanation, folder: Path) -> None:
-    """Have tlparse make a page of each trace, where it is installed; the explanation notes what came of it."""
-    logs = sorted(folder.glob("*.log"))
-    program = shutil.which("tlparse")
-    if program is None:
-        if logs:
-            explanation.notes.append(f"--trace: pip install tlparse, then tlparse {logs[0]} -o {folder / 'tlparse'}")
-        return
-    for log in logs:
-        output = folder / "tlparse" / log.stem
-        command = [program, str(log), "-o", str(output), "--overwrite", "--no-browser"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TLPARSE_SECONDS, check=False)
-        if done.returncode == 0:
-            explanation.files["tlparse"] = str(output / "index.html")
-        else:
-            last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            explanation.notes.append(f"--trace: tlparse failed: {last}")
-
-
 @contextlib.contextmanager
-def private_caches(trace: Path | None) -> Iterator[bool]:
+def private_caches() -> Iterator[None]:
     """Compiler caches of our own, gone afterwards: what comes from a cache was neither compiled nor counted.
 
-    Torch reads these variables when it is imported; yields whether that is still to come.
+    Torch reads these variables when it is imported.
     """
     from strategies.toolchain import environment
 
-    ours = "torch" not in sys.modules
     with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:
         given: dict[str, str] = {name: str(Path(folder, place)) for name, place in CACHES.items()}
         given["KINETO_LOG_LEVEL"] = "99"  # the profiler's library, on devices that are not there
-        if trace is not None:
-            trace.mkdir(parents=True, exist_ok=True)
-            given["TORCH_TRACE"] = str(trace)
         with environment(given):
-            yield ours
+            yield
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -178,7 +147,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
     add("--html", type=Path, metavar="FILE", help="write a page there that needs no network (default: nowhere)")
     add("--code", type=Path, metavar="DIR", help="copy the code that Inductor generated there (default: nowhere)")
-    add("--trace", type=Path, metavar="DIR", help="torch's own trace, and its page with tlparse (default: none)")
     return made.parse_intermixed_args(arguments)
 
 
