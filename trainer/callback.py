@@ -26,6 +26,7 @@ SHARED_FOLDER = "compile_runs"
 
 class Compile(CompiledTraining, L.Callback):
     __doc__ = CompiledTraining.__doc__
+    _stages: tuple[str, ...] = ("fit",)  # of Lightning, which are measured
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies, once; their settings hold until ``teardown``."""
@@ -38,7 +39,7 @@ class Compile(CompiledTraining, L.Callback):
             pl_module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
-            trains=stage == "fit",
+            trains=stage in self._stages,
             say=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:

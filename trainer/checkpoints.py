@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.guards.nonfinite import FiniteLosses
+from trainer.loops.lightning import LightningLoop
 from trainer.process import Interrupted, StopRequest
 from trainer.telemetry.files import written_whole
 
@@ -93,7 +94,7 @@ class Checkpoints(L.Callback):
         self._alone = trainer.world_size == 1
         self._saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
         if self._losses is not None:
-            self._losses.start(trainer)
+            self._losses.start(LightningLoop(trainer))
         if self._restored is not None:
             restore_own(self._restored, trainer)
             self._restored = None
@@ -111,7 +112,7 @@ class Checkpoints(L.Callback):
         stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
         ends = step == self._last_step
         if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._check(trainer, everything=ends)
+            self._check(everything=ends)
         if stop or (self._at_end and ends) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
             self._require_written(trainer)
@@ -128,15 +129,15 @@ class Checkpoints(L.Callback):
         """From here on a signal ends the process at once."""
         self._require_written(trainer, pending=self._validated)
         self._stop.in_training = False
-        self._check(trainer, everything=False)  # the telemetry has read all by now
+        self._check(everything=False)  # the telemetry has read all by now
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Whoever saves, nothing that is not finite takes the place of what was."""
-        self._check(trainer, everything=True)
+        self._check(everything=True)
 
-    def _check(self, trainer: L.Trainer, *, everything: bool) -> None:
+    def _check(self, *, everything: bool) -> None:
         if self._losses is not None:
-            self._losses.check(trainer, everything=everything, saved=self._saved)
+            self._losses.check(everything=everything, saved=self._saved)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one

@@ -145,8 +145,8 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether a step was begun."""
-        raise NotImplementedError
+        """Whether a training step or a batch was begun."""
+        return self._compile is not None and self._compile.telemetry.phase != "starting"
 
     def go(self, stop: StopRequest) -> None:
         """Build everything and run to the end, to an error or to a stop."""
@@ -173,11 +173,6 @@ class Job:
 
 class Training(Job):
     """The parts of one training."""
-
-    @property
-    def started(self) -> bool:
-        """Whether a training step was begun."""
-        return self._compile is not None and self._compile.telemetry.phase != "starting"
 
     def go(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""

@@ -220,7 +220,7 @@ class Measured(L.Callback):
         self.telemetry.batch_start()
 
     def batch_ends(self, loss: Tensor | None, batch: Any) -> None:
-        """A batch is through."""
+        """It is through."""
         self.telemetry.batch_end(loss, batch)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from strategies.loop import Loop
 from trainer.telemetry.telemetry import Telemetry
 
 
@@ -38,28 +38,30 @@ class FiniteLosses:
     def __init__(self, mode: str, telemetry: Callable[[], Telemetry], note: Callable[[str], None]) -> None:
         self._mode, self._telemetry, self._note = mode, telemetry, note
         self._warned = self._weights = False
+        self._loop: Loop | None = None
 
-    def start(self, trainer: L.Trainer) -> None:
+    def start(self, loop: Loop) -> None:
         """Weights that are infinite from the beginning, as a mask that is a parameter may be, are the module's own."""
-        self._weights = not _spoilt(trainer)
+        self._loop, self._weights = loop, not _spoilt(loop)
 
-    def check(self, trainer: L.Trainer, *, everything: bool, saved: str | None) -> None:
+    def check(self, *, everything: bool, saved: str | None) -> None:
         """Raise NonFiniteLoss, on all processes alike, where a loss was not finite; every process calls this.
 
         ``everything`` waits for the losses of all steps so far, and looks at the weights too; ``saved`` is the last
         checkpoint, for the message.
         """
-        if self._warned:
+        loop = self._loop
+        if self._warned or loop is None:
             return
         telemetry = self._telemetry()
         found = telemetry.nonfinite(everything=everything)
-        if found is None and everything and self._weights and (names := _spoilt(trainer)):
+        if found is None and everything and self._weights and (names := _spoilt(loop)):
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
-        if not trainer.strategy.reduce_boolean_decision(found is not None, all=False):
+        if not loop.anywhere(found is not None):
             return
         everywhere = [found]
-        if trainer.world_size > 1:
-            everywhere = [None] * trainer.world_size
+        if loop.world_size > 1:
+            everywhere = [None] * loop.world_size
             torch.distributed.all_gather_object(everywhere, found)
         step, where = min(one for one in everywhere if one is not None)
         if self._mode == "fail":
@@ -73,16 +75,16 @@ class FiniteLosses:
         self._note(line)
 
 
-def _spoilt(trainer: L.Trainer) -> list[str]:
+def _spoilt(loop: Loop) -> list[str]:
     """Names of the trainable weights that are not finite, as far as this process holds them; waits for the device."""
     weights = {
         name: getattr(weight.detach(), "_local_tensor", weight.detach())  # of a sharded one (DTensor), the own part
-        for name, weight in trainer.lightning_module.named_parameters()
+        for name, weight in loop.module.named_parameters()
         if weight.requires_grad and weight.is_floating_point() and weight.element_size() > 1 and not is_lazy(weight)
     }
     weights = {name: weight for name, weight in weights.items() if weight.numel()}
     if not weights:
         return []
     norms = torch._foreach_norm(list(weights.values()), math.inf)
-    largest = torch.stack([norm.to(trainer.strategy.root_device, torch.float32) for norm in norms]).tolist()
+    largest = torch.stack([norm.to(loop.device, torch.float32) for norm in norms]).tolist()
     return [name for name, value in zip(weights, largest, strict=True) if not math.isfinite(value)]

@@ -8,7 +8,6 @@ on a GPU would be measured by.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -30,19 +29,20 @@ from strategies.cuda_graph.steps import observed
 from strategies.errors import is_compile_error, is_out_of_memory, one_line
 from strategies.regions import give_up
 from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
-from trainer.guards.guards import Guards
 from trainer.guards.preflight import REPLAYED_FROM
 from trainer.guards.slowdown import take_sample
 from trainer.guards.snapshot import drew_random_numbers, random_state, set_random_state
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.one_process import evaluating
 from trainer.process import StopRequest
 from trainer.settings import Inference
 from trainer.telemetry import hardware
 from trainer.telemetry.facts import number
+from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.meter import DataWait
 from trainer.telemetry.profile import profile_calls
 from trainer.telemetry.record import Event
-from trainer.telemetry.telemetry import BatchCounter, Telemetry
+from trainer.telemetry.telemetry import BatchCounter
 
 if TYPE_CHECKING:
     from trainer.inference.job import CompileForInference
@@ -67,49 +67,33 @@ class InferenceLoop:
         """Measure, and fill in the record, whatever ends it."""
         trainer, module = self._trainer, self._trainer.lightning_module
         self._loop = LightningLoop(trainer)
-        self._module, self._telemetry = module, self._compile.inference_telemetry
+        self._telemetry = cast(InferenceTelemetry, self._compile.telemetry)
         self._stop.install()  # Lightning has set handlers of its own
         self._stop.promise = "stopping after this batch"
         self._stop.in_training = True
-        flags = [(part, part.training) for part in module.modules()]
-        self._program = self._compile.begin_inference(self._loop)
-        self._guards = Guards(
-            dataclasses.replace(self._guarding, on_compile_error="fail"),  # _attempt rolls back
-            self._loop,
-            self._program,
-            cast(Telemetry, self._telemetry),  # of which it reads the compiler alone, after the first batch
-            self._compile.record,
-            chances=1,
-        )
+        self._guards = self._compile.begin_inference(self._loop)
+        assert self._compile.program is not None
+        self._program = self._compile.program
         step = f"{self._mode.step}_step"
         takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
         self._arguments = (0,) if takes_index else ()
         self._call: Callable[..., Any] = getattr(trainer.strategy, step)
+        inference = torch.inference_mode() if self._mode.grad_mode == "inference_mode" else contextlib.nullcontext()
         try:
-            module.eval()
-            without = torch.inference_mode() if self._mode.grad_mode == "inference_mode" else torch.no_grad()
-            with self._loop.quiet(), without:
+            with evaluating(module), self._loop.quiet(), inference:
                 if self._mode.step == "validation":
                     module.on_validation_epoch_start()
                 self._measure()
-        except BaseException:
-            self._guards.finish()
-            self._compile.finish_inference(together=False)
-            raise
         finally:
             self._stop.in_training = False
-            for part, training in flags:
-                part.training = training
-        self._guards.finish()
-        self._compile.finish_inference(together=True)
+        self._compile.finish()
         return []
 
     def _measure(self) -> None:
         batches = Batches(self._mode, self._trainer, count=self._count, wait=self._telemetry.wait)
-        rounds = REPLAYED_FROM if self._compile.uses_cuda_graphs or self._program.step is not None else 1
+        rounds = REPLAYED_FROM if self._program.uses_cuda_graphs or self._program.step is not None else 1
         count = torch.tensor(max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
-        strategy = self._trainer.strategy  # whose processes agree on each of these batches, and so on their number
-        first = self._warm_up(batches, int(strategy.reduce(count.to(strategy.root_device), reduce_op="max")))
+        first = self._warm_up(batches, int(self._loop.reduced(count, "max")))  # all processes agree on each of them
         if self._stop.agreed(self._trainer):
             return
         self._check(first)
@@ -147,8 +131,7 @@ class InferenceLoop:
         return batch
 
     def _run(self, batch: Any) -> Any:
-        if self._compile.uses_cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
+        self._compile.mark_step()
         graphs = self._program.step
         if graphs is None or graphs.given_up:
             return self._plain(batch)
@@ -179,7 +162,7 @@ class InferenceLoop:
             if not is_compile_error(error) or self._guarding.on_compile_error != "eager":
                 raise
             failed = error
-        if self._trainer.strategy.reduce_boolean_decision(failed is not None, all=False):
+        if self._loop.anywhere(failed is not None):
             self._go_eager(
                 f"on_compile_error=eager: {'another process' if failed is None else one_line(failed)}; all of it runs "
                 "eager"
@@ -196,7 +179,7 @@ class InferenceLoop:
             with self._within_memory("parity"):
                 try:
                     facts = compare_outputs(
-                        parity, self._trainer, program, lambda: self._run(batch), lambda: self._plain(batch)
+                        parity, self._loop, program, lambda: self._run(batch), lambda: self._plain(batch)
                     )
                 except ParityError as error:
                     program.report["parity"] = error.facts
@@ -207,7 +190,7 @@ class InferenceLoop:
             self._telemetry.phase = "timing eager"
             with self._within_memory("slowdown"):
                 sample = take_sample(self._loop, program, lambda: self._run(batch))
-                slower = self._trainer.strategy.reduce_boolean_decision(sample.slower, all=False)
+                slower = self._loop.anywhere(sample.slower)
                 program.report["slowdown"] = {"before_the_first_step": sample.facts(), "slower": slower}
                 if slower:
                     line = (
@@ -219,17 +202,17 @@ class InferenceLoop:
                         self._run(batch)
                     else:
                         program.notes.append(line)
-        hardware.give_back(self._trainer.strategy.root_device)
+        hardware.give_back(self._loop.device)
         self._compile.tell()
 
     def _profile(self, batches: Batches) -> None:
         """Record a few batches, apart from the timed ones."""
-        trainer, count = self._trainer, self._compile.profile_steps
+        loop, count = self._loop, self._compile.profile_steps
         if count is not None:
             self._telemetry.phase = "profiling"
-            directory = Path(trainer.default_root_dir) if trainer.is_global_zero else None
-            facts = profile_calls(lambda: self._run(next(batches)), count, trainer.strategy.root_device, directory)
-            self._program.report["profile"] = facts
+            directory = Path(loop.directory) if loop.is_first_process else None
+            facts = profile_calls(lambda: self._run(next(batches)), count, loop.device, directory)
+            self._telemetry.profiled = facts
 
     def _go_eager(self, line: str) -> None:
         give_up(self._program, list(self._program.regions), line)
@@ -343,7 +326,7 @@ SEED = 2**31 - 1
 
 
 def compare_outputs(
-    mode: str, trainer: L.Trainer, program: Program, compiled: Callable[[], Any], plain: Callable[[], Any]
+    mode: str, loop: LightningLoop, program: Program, compiled: Callable[[], Any], plain: Callable[[], Any]
 ) -> dict[str, Any]:
     """Run ``compiled``, and ``plain`` eagerly, on one batch and compare; returns the facts for the record.
 
@@ -353,19 +336,19 @@ def compare_outputs(
     assert program.device is not None
     with eager(program):
         reference = _outputs(plain())
-    if trainer.strategy.reduce_boolean_decision(not reference or drew_random_numbers(before), all=False):
+    if loop.anywhere(not reference or drew_random_numbers(before)):
         set_random_state(before)
         reason = "the step draws random numbers" if reference else "the step returns no floating-point tensor"
         return {"mode": mode, "verdict": "skipped", "reason": reason}
     seen = _distance(_outputs(compiled()), reference)
     unit, multiple, noise = rounding_unit(program.precision, program.device), MULTIPLES[mode], 0.0
     for sample in range(SAMPLES):
-        with eager(program), _Perturbed(trainer.lightning_module, unit, SEED + sample):
+        with eager(program), _Perturbed(loop.module, unit, SEED + sample):
             noise = max(noise, _distance(_outputs(plain()), reference))
         tolerance = max(TENSOR_FLOOR, 4 * unit, multiple * noise)
-        if trainer.strategy.reduce_boolean_decision(seen <= tolerance, all=True):
+        if loop.everywhere(seen <= tolerance):
             break
-    failed = trainer.strategy.reduce_boolean_decision(not seen <= tolerance, all=False)
+    failed = loop.anywhere(not seen <= tolerance)
     facts = {
         "mode": mode,
         "verdict": "failed" if failed else "passed",

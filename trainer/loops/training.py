@@ -144,12 +144,15 @@ class CompiledTraining:
         self._capture: StepRunner | None = None
         self._audits: Audits | None = None
         self._open, self._told = False, 0
-        self.telemetry = Telemetry(**self._measured)
+        self.telemetry = self._new_telemetry()
 
     @property
     def profile_steps(self) -> int | None:
         """Steps or batches that the profiler records; None without."""
         return self._measured["profile_steps"]
+
+    def _new_telemetry(self) -> Telemetry:
+        return Telemetry(**self._measured)
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class CompiledTraining:
             module: With its weights; it may still lie on another device.
             device: Where it is going to run.
             precision: As ``Loop.precision``.
-            trains: Whether a training follows, which is measured anew.
+            trains: Whether what follows is measured anew.
             say: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
@@ -197,7 +200,7 @@ class CompiledTraining:
             compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
         )
         if trains:
-            self.telemetry = Telemetry(**self._measured)
+            self.telemetry = self._new_telemetry()
             self.telemetry.compiler.start()
         return self.program
 

@@ -15,6 +15,7 @@ from typing import Any
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.curves import cost_scalars, rate_scalars, read_clocks, time_scalars
+from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.meter import Meter, Rates, Step
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BaseTelemetry, BatchCounter
@@ -36,10 +37,18 @@ class InferenceTelemetry(BaseTelemetry):
         self._samples_per_second: list[float] = []
         self._runs = 0
         self._number = 0
+        self.profiled: dict[str, Any] | None = None
 
     def start(self, loop: Loop, pages: TensorBoardPages) -> None:
         self._start(loop)
         self._pages = pages
+
+    def finish(self) -> None:
+        self.phase = "finishing"
+
+    def profile(self) -> dict[str, Any] | None:
+        """What the profiler found; None when it was not asked."""
+        return None if self.profiled is None else with_idle_share(self.profiled, self._meter.median_seconds)
 
     @contextlib.contextmanager
     def warmup(self, batches: int) -> Iterator[None]:
