@@ -153,6 +153,7 @@ def test_files_and_prints_can_be_left_out(tmp_path: Path, capsys: pytest.Capture
     assert compile_.record.status == "finished"
     assert compile_.record.verdict is not None
     assert not [*tmp_path.rglob("record.json")]
+    assert RunRecord.load(compile_.record.save(str(tmp_path / "mine"))).steps == 4
     assert capsys.readouterr().out == ""
 
 

@@ -338,12 +338,12 @@ class RunRecord:
             for one in dataclasses.fields(each):
                 setattr(self, one.name, getattr(each, one.name))
 
-    def save(self, directory: Path) -> Path:
+    def save(self, directory: str | Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         # Not above: the command line reads sweep.json first, and then makes sure that this package is ours.
         from strategies.credentials import without_credentials
 
-        return write_json(directory / FILE_NAME, without_credentials(dataclasses.asdict(self)), default=str)
+        return write_json(Path(directory) / FILE_NAME, without_credentials(dataclasses.asdict(self)), default=str)
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
