@@ -132,7 +132,7 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
         return command(record, same, f"trainer.max_steps={rounded(steps).replace(',', '')}"), "long enough to pay"
     if "cuda_graph" not in names and _waits_for_host(record):
         return command(record, _compile([*names, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
-    why = "pairs of whole runs show less" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
+    why = "rounds of whole runs may show one" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
     return command(record, f"compile=eager,{same.removeprefix('compile=')}", "hydra.launcher.rounds=3", sweep=True), why
 
 
