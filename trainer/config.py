@@ -34,7 +34,9 @@ from trainer.sweep.plan import LAUNCHERS
 
 
 def register() -> None:
-    """Make schemas and resolvers known to Hydra; must come before composition. Doing it twice does no harm."""
+    """Make schemas and resolvers known to Hydra, once; must come before composition."""
+    if "config.yaml" in ConfigStore.instance().repo.get("schema", {}):
+        return
     # Schemas live in a group of their own: beside the options they would be offered to users as options.
     root = OmegaConf.structured(Config)
     root.run = MISSING  # left open as in register_schema: the defaults list says which
