@@ -72,8 +72,8 @@ def test_plug_ins_reach_the_cells_of_a_sweep(page: Path, start_trainer: Any) -> 
 def test_help_lists_what_a_plug_in_adds(page: Path, command_line: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert command_line("--config-dir", str(page / "mine"), "task=line", "--help") == 0
     text = capfd.readouterr().out
-    assert re.search(r"compile= .*\bparts\b", text)
-    assert "width: 32" in text
+    assert re.search(r"also .*\bparts\b", text)
+    assert re.search(r"task\.width=32 +Features of each hidden layer", text)
 
 
 def test_a_class_alone_is_an_option(command_line: Any, called: list[dict[str, Any]], tmp_path: Path) -> None:
