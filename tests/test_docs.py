@@ -1,4 +1,4 @@
-"""The documentation builds as a site; the versions that it names are those of the project."""
+"""The documentation: sentences that can be read, a site that builds, versions that were tested."""
 
 from __future__ import annotations
 
@@ -13,6 +13,41 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += [
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs" / "tasks").glob("*.md"),
+    *(ROOT / "docs" / "results").glob("*.md"),
+    ROOT / "docs" / "gallery" / "README.md",
+]
+MAX_WORDS = 25
+
+
+def prose(text: str) -> list[str]:
+    """Paragraphs and list items, without code blocks, tables, headings and pictures."""
+    text = re.sub(r"^```.*?^```", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    kept = [line if not line.lstrip().startswith(("|", "#", "![")) else "" for line in text.splitlines()]
+    return re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", "\n".join(kept))
+
+
+def sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph; a link is its text, code is one word."""
+    paragraph = re.sub(r"^\s*(?:[-*]|\d+\.)\s+", "", paragraph)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", paragraph))
+    return re.split(r"(?<=[.!?·])[\"')*_]*\s+", text)
+
+
+def test_a_sentence_has_at_most_25_words() -> None:
+    long = [
+        f"{page.relative_to(ROOT)}: {len(words)} words: {' '.join(words)}"
+        for page in PAGES
+        if page.name != "log.md"  # a diary, kept as it was written
+        for paragraph in prose(page.read_text(encoding="utf-8"))
+        for sentence in sentences(paragraph)
+        if len(words := sentence.split()) > MAX_WORDS
+    ]
+    assert long == []
 
 
 @pytest.mark.slow
