@@ -168,6 +168,7 @@ def test_auto_chooses_on_real_steps(tmp_path: Path) -> None:
 # ---- checkpoints, evaluation, resuming -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("regional", "eager"), ("eager", "optimizer")])
 def test_a_checkpoint_goes_on_under_other_strategies(tmp_path: Path, first: str, then: str) -> None:
     how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
@@ -224,6 +225,7 @@ def test_the_trainers_own_log_has_the_speed(tmp_path: Path) -> None:
     assert logged["compile/seconds"] == pytest.approx(record.compile_seconds)
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
     script = page.partition("```python fit.py\n")[2].partition("```")[0]

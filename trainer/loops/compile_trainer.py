@@ -1,7 +1,9 @@
 """One line by which a script of Hugging Face's ``transformers.Trainer`` trains under strategies.
 
-compile_trainer(trainer, [Regional()])
-trainer.train()
+    compile_trainer(trainer, [Regional()])
+    trainer.train()
+
+It binds the core, ``trainer.loops.training``, to the Trainer's callbacks.
 """
 
 from __future__ import annotations
