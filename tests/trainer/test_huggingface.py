@@ -40,7 +40,9 @@ from strategies.compose import label
 from tests.conftest import ROOT
 from trainer.guards.compare import ParityError
 from trainer.loops.compile_trainer import compile_trainer
+from trainer.loops.huggingface import LOGGED
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.tensorboard import SCALARS
 
 EAGER: dict[str, Any] = {"backend": "eager"}
 LENGTH, WORDS = 8, 32
@@ -215,14 +217,15 @@ def test_two_runs_compare_like_two_of_the_command_line(
     for name in ("eager", "regional"):
         events = EventAccumulator(str(tmp_path / name / "logs"), purge_orphaned_data=False)
         events.Reload()
-        assert "throughput/samples_per_second" in events.Tags()["scalars"]
+        assert "usage/samples_per_second" in events.Tags()["scalars"]
 
 
 def test_the_trainers_own_log_has_the_speed(tmp_path: Path) -> None:
+    assert set(LOGGED) <= set(SCALARS)
     trainer, record = trained(tmp_path, [Regional(**EAGER)])
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-    assert logged["throughput/samples_per_second"] > 0
-    assert logged["compile/seconds"] == pytest.approx(record.compile_seconds)
+    assert logged["usage/samples_per_second"] > 0
+    assert logged["warmup/compile_seconds"] == pytest.approx(record.compile_seconds)
 
 
 @pytest.mark.slow

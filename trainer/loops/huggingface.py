@@ -26,14 +26,14 @@ from trainer.loops.one_process import OneProcess, evaluating
 from trainer.loops.private import replaced
 
 LOGGED = (
-    "throughput/steps_per_second",
-    "throughput/samples_per_second",
-    "throughput/tokens_per_second",
-    "throughput/useful_tokens_per_second",
-    "time/step_milliseconds_median",
-    "compile/seconds",
-    "compile/recompiles",
-    "memory/peak_device_gib",
+    "speed/steps_per_second",
+    "usage/samples_per_second",
+    "usage/tokens_per_second",
+    "speed/useful_tokens_per_second",
+    "usage/step_milliseconds_median",
+    "warmup/compile_seconds",
+    "warmup/recompiles",
+    "usage/peak_device_gib",
 )
 """Figures that go into the Trainer's own log, which is printed, too; TensorBoard has all of them."""
 CAPTURES = "transformers.Trainer clips and steps the optimizer apart from its training_step"
