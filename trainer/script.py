@@ -38,7 +38,7 @@ def conclude(
     console: Console,
     *,
     close_pages: Callable[[dict[str, str]], None] | None,
-    since_seconds: float = 0.0,
+    since_seconds: float | None = 0.0,
     instead: bytes | None = None,
 ) -> None:
     """All that remains once ``record.status`` is known: the verdict, TensorBoard's last pages and the file.
@@ -54,7 +54,9 @@ def conclude(
             note = f"TensorBoard's last pages were not written: {one_line(error)}"
             record.notes.append(note)
             console.print(note)
-    record.total_seconds = hardware.process_age_seconds() - since_seconds
+    age_seconds = hardware.process_age_seconds()  # None where the system does not say
+    if age_seconds is not None and since_seconds is not None:
+        record.total_seconds = age_seconds - since_seconds
     if directory is None:
         return
     try:
