@@ -10,6 +10,7 @@ from typing import Any
 
 import crucible
 import pytest
+import torch
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
 SCRIPTS = sorted(path for path in GALLERY.glob("*.py") if path.stem != "measure")
@@ -18,7 +19,8 @@ BFLOAT16 = 0.02
 
 
 def run(script: Path, *arguments: str) -> dict[str, Any]:
-    """Its names after it has run."""
+    """Its names after it has run, in a compiler that has not met its code before."""
+    torch.compiler.reset()
     sys.argv = [str(script), *arguments]
     return runpy.run_path(str(script), run_name="__main__")
 

@@ -225,7 +225,7 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
     from trainer.process import importing
-    from trainer.sweep.environment import starting_caches
+    from trainer.sweep.environment import current, starting_caches
     from trainer.sweep.folders import is_first_process, taken
     from trainer.sweep.launcher import flags
 
@@ -236,7 +236,7 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     if is_first_process() and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
     with starting_caches(config.repeat, run_dir):
-        if is_first_process() and "torch" not in sys.modules:
+        if is_first_process() and "torch" not in sys.modules and current() is None:  # a cell's last line is its reason
             print("importing torch and Lightning", file=sys.stderr, flush=True)
         with importing():  # only now: torch takes seconds to import, and reads where its caches are
             from trainer.run import run

@@ -35,8 +35,10 @@ def plant(fault: Planted, precision: str, *, seed: int = 0) -> Outcome:
     try:
         train(module, [fault.plant()], data, precision=precision, **fault.trainer)
     except ParityError as error:
-        steps = error.record.steps or 0  # type: ignore[attr-defined]
-        return Outcome("gate" if not steps else "audit", steps, str(error))
+        audits = error.record.audits  # type: ignore[attr-defined]
+        if audits is not None and audits.verdict == "failed":
+            return Outcome("audit", audits.steps[-1], str(error))
+        return Outcome("gate", 0, str(error))
     return Outcome(None)
 
 

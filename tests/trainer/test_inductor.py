@@ -25,7 +25,8 @@ def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Arm]]:
         for name, strategies in (("eager", []), ("cold", [Regional()]), ("warm", [Regional()])):
             torch._dynamo.reset()
             compile_ = Compile(strategies, warmup_steps=1)
-            made[name] = compile_.record, fit(Blocks(), tmp_path_factory.mktemp(name), [compile_])
+            losses = fit(Blocks(), tmp_path_factory.mktemp(name), [compile_])
+            made[name] = compile_.record, losses
         yield made
 
 
