@@ -416,6 +416,9 @@ def _parity(record: RunRecord) -> str:
     if "outputs" in facts:
         outputs = facts["outputs"]
         return f"{facts['verdict']} (outputs {_apart(outputs)})"
+    if means := (facts.get("draws") or {}).get("loss"):  # what draws other random numbers than eager
+        compiled, eager, limit = (number(means[name]) for name in ("compiled", "eager", "tolerance"))
+        return f"{facts['verdict']} (mean loss of several draws {compiled}, eager {eager}, tolerance {limit})"
     seen = "loss" if "loss" in facts else "gradient_norm"  # a step by hand may show no loss
     before = f" in the run of {facts['compared']}" if "compared" in facts else ""
     return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {_apart(facts[seen])})"

@@ -80,6 +80,14 @@ def test_the_rows_of_a_compiled_run_say_what_it_cost() -> None:
     assert rows["val/loss"] == "1.5000"
 
 
+def test_parity_of_what_draws_numbers_of_its_own_is_that_of_mean_losses() -> None:
+    loss = {"eager": 4.7823, "difference": 8e-4, "tolerance": 1e-5}
+    record = RunRecord(task="captioning", report={"parity": {"verdict": "passed", "loss": loss}}, **COMPILED)
+    assert summary(record)["parity with eager"] == "passed (loss 8.0e-04 apart, tolerance 1.0e-05)"
+    record.report["parity"]["draws"] = {"steps": 4, "loss": {"eager": 4.7823, "compiled": 4.7501, "tolerance": 0.049}}
+    assert summary(record)["parity with eager"].startswith("passed (mean loss of several draws 4.75, eager 4.78")
+
+
 def test_the_summary_is_printed_with_its_status(console: Console) -> None:
     print_summary(console, RunRecord(task="captioning", status="interrupted", **COMPILED))
     assert "captioning · regional · interrupted" in printed(console)
