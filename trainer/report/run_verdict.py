@@ -210,6 +210,9 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
     figures += f" in {verdict.pairs} pair{'' if verdict.pairs == 1 else 's'}"
     if verdict.batches > 1:
         figures += f" of {verdict.batches} batches"
+    low, high = verdict.ratio_low or 0.0, verdict.ratio_high or math.inf
+    if verdict.outcome == NOT_SHOWN and not low <= 1 <= high:
+        figures += "; steps of one side differ by more"
     said = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
     return f"{said} ({figures})"
 
