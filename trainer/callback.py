@@ -25,7 +25,30 @@ SHARED_FOLDER = "compile_runs"
 
 
 class Compile(CompiledTraining, L.Callback):
-    __doc__ = CompiledTraining.__doc__
+    """Applies strategies in place before training starts, verifies that they compiled, and keeps the telemetry.
+
+    Args:
+        strategies: What to apply; empty means eager, measured by the same code.
+        whole, blocks, parts: What the module declares to the compiler, see ``strategies.Program``.
+        ragged: The batch's tensors of ragged length, see ``strategies.Ragged``.
+        count: Counts a batch for the throughput figures, see ``BatchCounter``; None leaves them out.
+        warmup_steps: Optimizer steps left out of the steady figures even when nothing is compiled.
+        measure_peak: Whether to time a product of large matrices first; None = on a CUDA device.
+        record: Filled in as the run goes, by an owner who completes it, saves it and prints what it says. None: a
+            new one for each training, complete when that is over.
+        save: Whether that one is saved where the training logs, in a folder that holds no other.
+        verbose: Whether the progress of compiling, and at the end that record's table and verdict are printed.
+        profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
+            ``<default_root_dir>/profile``; they are left out of the steady figures.
+        parity, on_compile_error, on_slower, on_difference: What to do when the compiled program is not eager's before
+            the first step, does not compile, is slower than eager or is not eager's later on, see
+            ``trainer.settings.Config``.
+
+    Raises:
+        ValueError: Strategies that conflict, or options that this machine or module does not have.
+        CompiledNothing, ParityError, RecompileError: See ``trainer.guards.guards``.
+    """
+
     _stages: tuple[str, ...] = ("fit",)  # of Lightning, which are measured
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
