@@ -71,7 +71,9 @@ def rows(found: ModelComparison) -> list[str]:
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelComparison, Blocks, Path]:
     out, module = tmp_path_factory.mktemp("out"), Blocks()
     arms: list[Strategy] = [Regional(backend="eager"), Whole(backend="eager")]
-    found = compare(module, loader(generator=torch.Generator().manual_seed(3)), arms, out=out, **SHORT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.sweep.in_process.LONGEST", 1e6)  # a busy machine would end an arm's turn early
+        found = compare(module, loader(generator=torch.Generator().manual_seed(3)), arms, out=out, **SHORT)
     return found, module, out
 
 
