@@ -273,11 +273,6 @@ class HuggingFaceLoop(OneProcess):
             inspect(loss)
         return loss
 
-    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
-        loss = self.train(batch, inspect)
-        self.optimize()
-        return loss
-
     def forward(self, batch: Any) -> Any:
         return self.forward_loss({"batch": batch, "num_items_in_batch": self._items})
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from strategies.loop import LogCall, Loop, Restorable, Span
+from strategies.loop import Inspect, LogCall, Loop, Restorable, Span
 
 Value = TypeVar("Value")
 
@@ -42,6 +42,12 @@ class OneProcess:
         return contextlib.nullcontext()
 
     unlogged = apart = quiet
+
+    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
+        loop = cast(Loop, self)
+        loss = loop.train(batch, inspect)
+        loop.optimize()
+        return loss
 
     def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
         from trainer.guards.snapshot import Snapshot

@@ -159,11 +159,6 @@ class PlainLoop(OneProcess):
             inspect(loss)
         return loss
 
-    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
-        loss = self.train(batch, inspect)
-        self.optimize()
-        return loss
-
     def forward(self, batch: Any) -> Any:
         return self.forward_loss({"batch": batch, "batch_idx": 0})
 
