@@ -63,7 +63,7 @@ class Compile(CompiledTraining, L.Callback):
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
             trains=stage in self._stages,
-            say=None if not trainer.is_global_zero else print if bar is None else bar.print,
+            print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:
             from trainer.loading import pad_loaders

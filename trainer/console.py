@@ -47,7 +47,7 @@ class ProgressView:
         total: Optimizer steps, or timed batches, at which the run ends. None: another progress bar shows the training,
             and lines are printed for the preflight and compiling alone.
         telemetry: Gives the run's telemetry at the moment of asking.
-        say: Prints a line, without harm to that bar; ``console`` does when None.
+        print_line: Prints a line, without harm to that bar; ``console`` does when None.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ProgressView:
         style: str,
         total: int | None,
         telemetry: Callable[[], AnyTelemetry],
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ) -> None:
         self._console = console
         self._style = ("live" if console.is_terminal else "plain") if style == "auto" else style
         self._total = total
         self._telemetry = telemetry
-        self._say = say or functools.partial(console.print, highlight=False, soft_wrap=True)
+        self._print_line = print_line or functools.partial(console.print, highlight=False, soft_wrap=True)
         self._since: tuple[float, int] | None = None
         """When the first steps were over, and how many there were."""
         self._over = threading.Event()
@@ -119,7 +119,7 @@ class ProgressView:
                 if self._total is not None:
                     done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
                     line = f"{activity(telemetry)}: {done} {self._figures(telemetry)}".rstrip()
-                self._say(line)
+                self._print_line(line)
 
     def _figures(self, telemetry: AnyTelemetry) -> str:
         """Speed and loss, and when the run ends, as far as they are known.
@@ -176,29 +176,29 @@ def print_summary(console: Console, record: RunRecord) -> None:
     console.print(table)
 
 
-def tell(console: Console, record: RunRecord, run_dir: Path | None) -> None:
+def print_end(console: Console, record: RunRecord, run_dir: Path | None) -> None:
     """Summary, verdict, reason, and the lines that open TensorBoard or go on in ``run_dir``, unless that is None."""
 
-    def say(line: str, style: str | None = None) -> None:
+    def show(line: str, style: str | None = None) -> None:
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
     print_summary(console, record)
     for note in record.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     for line in verdict_lines(record):
-        say(line)
+        show(line)
     if record.status == "failed":
-        say(f"failed: {record.reason}", "red")
+        show(f"failed: {record.reason}", "red")
     if run_dir is None:
         return
     if record.status == "failed" and (run_dir / ERROR_LOG).is_file():
-        say(f"traceback: {shown(run_dir / ERROR_LOG)}")
+        show(f"traceback: {shown(run_dir / ERROR_LOG)}")
     if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
-        say(f"continue with: {command(record, f'resume={shown(run_dir)}')}")
+        show(f"continue with: {command(record, f'resume={shown(run_dir)}')}")
     if record.script is not None:
-        say(f"record: {shown(run_dir / FILE_NAME)}")
+        show(f"record: {shown(run_dir / FILE_NAME)}")
     if record.script is None or any(run_dir.glob("events.out.tfevents*")):
-        say(f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}")
+        show(f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}")
 
 
 def announce(console: Console, record: RunRecord, run_dir: Path) -> None:

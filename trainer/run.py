@@ -18,7 +18,7 @@ from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
-from trainer.console import ERROR_LOG, ProgressView, announce, shown, tell
+from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
@@ -94,7 +94,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
                 close_pages=job.close_pages,
                 instead=replaced if refused else None,
             )
-    tell(console, record, run_dir if kept else None)
+    print_end(console, record, run_dir if kept else None)
     if ended is not None:
         raise ended
     return record

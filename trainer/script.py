@@ -23,7 +23,7 @@ from strategies import Strategy
 from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.prepare import stop_compiling
-from trainer.console import ProgressView, shown, summary, tell
+from trainer.console import ProgressView, print_end, shown, summary
 from trainer.loops.training import NOT_STARTED, Logs, note_machine
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import origin
@@ -88,12 +88,12 @@ class OwnRun:
         self._view = contextlib.ExitStack()
         self._open = False
 
-    def prepare(self, say: Callable[[str], None] | None, telemetry: Callable[[], Telemetry]) -> None:
-        """A training is being set up: what compiles from here on is shown on the process that is given ``say``."""
+    def prepare(self, print_line: Callable[[str], None] | None, telemetry: Callable[[], Telemetry]) -> None:
+        """A training is being set up: from here on compiling is shown on the process that is given ``print_line``."""
         self._began_seconds = hardware.process_age_seconds()
         self._view.close()
-        if say is not None and self._verbose:
-            view = ProgressView(self._console, style="plain", total=None, telemetry=telemetry, say=say)
+        if print_line is not None and self._verbose:
+            view = ProgressView(self._console, style="plain", total=None, telemetry=telemetry, print_line=print_line)
             self._view.enter_context(view)
 
     def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: Logs | None) -> None:
@@ -125,7 +125,7 @@ class OwnRun:
         if record.status == "running":
             record.status = "finished"
         conclude(record, self._directory, self._console, close_pages=close_pages, since_seconds=self._began_seconds)
-        tell(self._console, record, self._directory)
+        print_end(self._console, record, self._directory)
 
     def failed(self, record: RunRecord, error: BaseException) -> None:
         """The training ends by ``error``, in the middle or while it was set up."""

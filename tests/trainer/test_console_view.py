@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import trainer.console
-from trainer.console import ProgressView, print_summary, summary, tell
+from trainer.console import ProgressView, print_end, print_summary, summary
 from trainer.telemetry.record import RunRecord
 
 COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
@@ -103,7 +103,7 @@ def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
     (run_dir / "checkpoints" / "last.ckpt").touch()
     record = RunRecord(task="captioning", status=status, reason="RuntimeError: [bold]as it is[/]")
     record.command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
-    tell(console, record, run_dir)
+    print_end(console, record, run_dir)
     said = printed(console).splitlines()
     expected = "continue with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
     assert (expected in said) == (status != "finished")

@@ -168,7 +168,7 @@ def test_progress_is_said_until_the_training_begins(monkeypatch: pytest.MonkeyPa
     compiler = SimpleNamespace(compiling_seconds=None, compile_seconds=3.0, compilations=2)
     telemetry: Any = SimpleNamespace(phase="validating", compiler=compiler, units=("step", "steps"), steps_done=0)
     view = console.ProgressView(
-        console.Console(quiet=True), style="plain", total=None, telemetry=lambda: telemetry, say=lines.put
+        console.Console(quiet=True), style="plain", total=None, telemetry=lambda: telemetry, print_line=lines.put
     )
     with view:
         telemetry.phase = "preflight"

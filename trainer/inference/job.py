@@ -99,7 +99,7 @@ class CompileForInference(Compile):
         """Model and weights are in place; returns the guards."""
         assert self.program is not None
         begin(self.strategies, self.program)
-        self.tell()
+        self.log_notes()
         self._loop, self._pages = loop, TensorBoardPages(loop)
         self._pages.begin(self.record)
         if self.strategies and self.guarding.parity != "off":
@@ -114,7 +114,7 @@ class CompileForInference(Compile):
         """What is asked for where the compiled forward is not eager's."""
         return self._guarding
 
-    def tell(self) -> None:
+    def log_notes(self) -> None:
         """Pass on what the strategies have noted since the last time."""
         assert self.program is not None
-        self._tell(self.program)
+        self._log_notes(self.program)

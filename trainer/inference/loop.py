@@ -119,7 +119,7 @@ class InferenceLoop:
                 if number == 0:
                     first = batch
                     self._guards.after_batch(stepped=True)
-        self._compile.tell()
+        self._compile.log_notes()
         return first
 
     def _timed(self, batches: Batches, run: Callable[[Any], Any]) -> Any:
@@ -203,7 +203,7 @@ class InferenceLoop:
                     else:
                         program.notes.append(line)
         hardware.give_back(self._loop.device)
-        self._compile.tell()
+        self._compile.log_notes()
 
     def _profile(self, batches: Batches) -> None:
         """Record a few batches, apart from the timed ones."""

@@ -87,7 +87,7 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
             # Which warns at each call, within the model, where it had to guess: a graph would break there.
             self._trainer.model.loss_function = self._trainer.model.loss_function
         program = self.apply_to(
-            self._trainer.model, device=args.device, precision=precision_of(self._trainer), say=tqdm.write
+            self._trainer.model, device=args.device, precision=precision_of(self._trainer), print_line=tqdm.write
         )
         loop = HuggingFaceLoop(self._trainer, self.batch_begins, self._resumed_from, program.padding)
         self._hugging_face = loop

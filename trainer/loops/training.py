@@ -121,7 +121,7 @@ class CompiledTraining:
         self._guards: Guards | None = None
         self._capture: StepRunner | None = None
         self._audits: Audits | None = None
-        self._open, self._told = False, 0
+        self._open, self._notes_logged = False, 0
         self.telemetry = self._new_telemetry()
 
     @property
@@ -141,7 +141,7 @@ class CompiledTraining:
         device: torch.device,
         precision: str,
         trains: bool = True,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ) -> Program:
         """Apply the strategies to ``module``, once; their settings hold until ``close``.
 
@@ -150,12 +150,12 @@ class CompiledTraining:
             device: Where it is going to run.
             precision: As ``Loop.precision``.
             trains: Whether what follows is measured anew.
-            say: Prints a line of progress without harm to a progress bar; None = without.
+            print_line: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
         if trains and self._own is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
-            self._own.prepare(say, lambda: self.telemetry)
+            self._own.prepare(print_line, lambda: self.telemetry)
         if self.program is None or self.program.module is not module:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
@@ -167,8 +167,8 @@ class CompiledTraining:
                 **self._declared,
             )
             apply(self.strategies, self.program)
-            self._told = 0
-            self._tell(self.program)
+            self._notes_logged = 0
+            self._log_notes(self.program)
             if self._preparation is not None:
                 self._preparation.wait()
                 self.record.preparation_seconds = self._preparation.cost_seconds
@@ -199,7 +199,7 @@ class CompiledTraining:
         begin(self.strategies, self.program)
         if self._own is not None:
             self._own.begin(self.record, self.program.module, loop, logs)
-        self._tell(self.program)
+        self._log_notes(self.program)
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
         if self._choosing is None:
@@ -290,7 +290,7 @@ class CompiledTraining:
             self._choose(self._choosing, loop, program, batch)
         if self._guards is not None:
             self._guards.before_batch(batch)
-            self._tell(program)
+            self._log_notes(program)
         self.mark_step()
         self.telemetry.batch_start()
 
@@ -356,7 +356,7 @@ class CompiledTraining:
                 try:
                     end(self.strategies, self.program)
                 finally:
-                    self._tell(self.program)
+                    self._log_notes(self.program)
         self.telemetry.compiler.stop()
         if self._own is not None:
             self._own.end(self.record, self.close_pages)
@@ -366,12 +366,12 @@ class CompiledTraining:
         if self._pages is not None:
             self._pages.finish(self.record, summary)
 
-    def _tell(self, program: Program) -> None:
+    def _log_notes(self, program: Program) -> None:
         """Pass on what the strategies have noted since the last time."""
-        for note in program.notes[self._told :]:
+        for note in program.notes[self._notes_logged :]:
             self.record.notes.append(note)
             rank_zero_info(f"compile: {note}")
-        self._told = len(program.notes)
+        self._notes_logged = len(program.notes)
 
 
 def note_machine(record: RunRecord, loop: Loop) -> None:
