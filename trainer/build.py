@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -20,6 +20,7 @@ from tasks.base import Task, suggest
 from tasks.resources import require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
+from trainer.loops.ddp import DDP
 from trainer.settings import Config, TrainerConfig
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
@@ -101,7 +102,11 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
 def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trainer:
     """Lightning's Trainer. Raises ValueError that names the option for what this machine does not have."""
     try:
-        return L.Trainer(**_shared_arguments(config, run_dir), **arguments)
+        shared = _shared_arguments(config, run_dir)
+        trainer = L.Trainer(**shared, **arguments)
+        if config.trainer.strategy == "auto" and type(trainer.strategy) is DDPStrategy:  # on several devices
+            return L.Trainer(**{**shared, "strategy": _strategy(config, "ddp")}, **arguments)
+        return trainer
     except Exception as error:
         given: dict[str, Any] = {}
         for name in MACHINE_OPTIONS:  # the first one that Lightning does not take beside those before it
@@ -126,13 +131,21 @@ class RunLogger(TensorBoardLogger):
         super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
 
+def _strategy(config: Config, name: str) -> Strategy | str:
+    """Ours for ``name``, or the name for Lightning."""
+    if name not in ("ddp", "ddp_find_unused_parameters_true"):
+        return name
+    captures = any(strategy.captures_step for strategy in config.compile.values())
+    return DDP(captures=captures, find_unused_parameters=name != "ddp")
+
+
 def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
     settings = config.trainer
     precision = precision_arguments(settings)
     return {
         "accelerator": settings.accelerator,
         "devices": settings.devices,
-        "strategy": settings.strategy,
+        "strategy": _strategy(config, settings.strategy),
         "precision": precision.get("precision"),
         "deterministic": settings.deterministic,
         # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
@@ -221,7 +234,7 @@ def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
     """The arguments of ``lightning.Trainer`` that set the precision."""
     precision = resolve_precision(config)
     device = "cuda" if on_cuda(config) else "cpu"
-    if config.strategy in ("auto", "ddp"):  # sharded strategies bring their own
+    if config.strategy in ("auto", "ddp", "ddp_find_unused_parameters_true"):  # sharded strategies bring their own
         if precision == "bf16-mixed":
             return {"plugins": [Bf16Mixed("bf16-mixed", device)]}
         if precision == "16-mixed" and config.accelerator != "mps":
