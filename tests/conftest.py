@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
 import types
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import Pair, on_ranks
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, each with threads for all cores, would be in its own way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +36,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if name in SLOW_FILES or "start_trainer" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
     items.sort(key=lambda item: item.path.parent.name != "trainer")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file stay together (``--dist loadfile``), and so do files with one ``xdist_group``."""
+    from xdist.scheduler import LoadFileScheduling
+
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = {str(file.relative_to(ROOT)): re.search(r'xdist_group\("(\w+)"\)', file.read_text()) for file in files}
+
+    class ByFileOrGroup(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            group = found.get(file)
+            return group[1] if group else file
+
+    return ByFileOrGroup(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +83,12 @@ def hydra_put_back() -> Iterator[None]:
     yield
     store.repo = repository
     GlobalHydra.instance().clear()
+
+
+@pytest.fixture(scope="session")
+def pair() -> Pair:
+    """Call a function of a module's top level on two ranks; see ``tests.processes``."""
+    return on_ranks
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.process import StopRequest
 from trainer.telemetry.record import RunRecord
 
+pytestmark = pytest.mark.xdist_group("two_processes")
+
 training_step = Captioner.training_step
 
 

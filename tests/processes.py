@@ -1,0 +1,178 @@
+"""A pair of CPU processes that tests share: ``pair(function, *arguments)`` calls ``function`` on two ranks.
+
+All pairs are forks of one process that has imported torch, Lightning and this project once in a session. So a call
+starts within tenths of a second, and what it changes (patches, compiled code, process groups) ends with it. Each rank
+finds the environment that ``torchrun`` gives: ``L.Trainer(accelerator="cpu", devices=2, strategy="ddp")`` just works.
+
+    pytestmark = pytest.mark.xdist_group("two_processes")  # these files run on one worker, which imports once
+
+    def rank() -> int:  # at a module's top level
+        return int(os.environ["RANK"])
+
+    def test_ranks(pair: Pair) -> None:
+        assert pair(rank) == [0, 1]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    # What takes seconds to import; torch imports some of it as late as at the first compile.
+    [
+        "pytest",
+        "torch._dynamo.backends.debugging",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.compile_fx",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.utils.tensorboard",
+        "torchmetrics",
+        "strategies",
+        "trainer.run",
+        "trainer.callback",
+        "tests.processes",
+    ]
+)
+SECONDS_AFTER_A_FAILURE = 30.0
+"""How long a rank may go on once the other one has failed."""
+
+Pair = Callable[..., list[Any]]
+"""``on_ranks``, as the fixture ``pair`` gives it."""
+Answers = dict[int, tuple[bool, Any]]
+"""By rank: whether the call returned, and what; or its traceback. A rank that died has none."""
+
+
+class RanksFailed(AssertionError):
+    """Not all ranks returned; with what is known of each."""
+
+
+def on_ranks(
+    function: Callable[..., Any] | str,
+    *arguments: Any,
+    timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    ranks: int = 2,
+) -> list[Any]:
+    """What ``function(*arguments)`` returns on each rank; function, arguments and results are pickled.
+
+    ``function`` is one of a module's top level, or ``"module:function"``; ``environment`` is added to torchrun's.
+    Raises ``RanksFailed`` where a rank raises (its traceback), dies, or is not done in time (its stack).
+    """
+    shared = {**os.environ, **torchrun(ranks), **(environment or {})}
+    group, connections = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = FORKS.Pipe()
+                connections.append(ours)
+                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = FORKS.Process(target=be_rank, args=(folder, own, theirs))
+                process.start()
+                group.append(process)
+                theirs.close()
+                ours.send((function, arguments))
+            said = answers(connections, timeout_seconds)
+            if all(rank in said and said[rank][0] for rank in range(ranks)):
+                return [said[rank][1] for rank in range(ranks)]
+            for rank, process in enumerate(group):
+                if rank not in said and process.is_alive():
+                    os.kill(process.pid or 0, signal.SIGUSR1)  # prints its stack
+            time.sleep(1)
+            raise RanksFailed("\n".join(known(Path(folder), rank, said.get(rank)) for rank in range(ranks)))
+        finally:
+            for process in group:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid or 0, signal.SIGKILL)  # with what it has started
+                process.join(10)
+            for connection in connections:
+                connection.close()
+
+
+def torchrun(ranks: int) -> dict[str, str]:
+    """What ``torchrun`` puts into the environment of all ranks of one host; at a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def answers(connections: list[Any], seconds: float) -> Answers:
+    """The answers that come in time; less time is left once a rank has failed."""
+    said: Answers = {}
+    waiting = {connection: rank for rank, connection in enumerate(connections)}
+    end = time.monotonic() + seconds
+    while waiting and (left := end - time.monotonic()) > 0:
+        for connection in wait(list(waiting), timeout=left):
+            rank = waiting.pop(connection)
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                said[rank] = connection.recv()  # type: ignore[union-attr]
+            if rank not in said or not said[rank][0]:
+                end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+    return said
+
+
+def known(folder: Path, rank: int, said: tuple[bool, Any] | None) -> str:
+    """What is known of one rank after a failed call."""
+    if said is not None:
+        return f"rank {rank} " + ("returned" if said[0] else f"raised\n{said[1]}")
+    return f"rank {rank} died, or was not done in time:\n{(folder / f'{rank}.output').read_text()[-6000:]}"
+
+
+def be_rank(folder: str, environment: dict[str, str], connection: Connection) -> None:
+    """Be one rank: call the function, answer, and stay until all have answered, because its end would break others."""
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(os.path.join(folder, f"{environment['RANK']}.output"), "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        function, arguments = connection.recv()
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(importlib.import_module(module), name)
+        prepare(int(environment["RANK"]))
+        connection.send((True, function(*arguments)))
+        connection.recv()
+    except EOFError:  # the test has ended
+        pass
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+    finally:
+        os._exit(0)  # a group in which a step was broken off is not taken down in order
+
+
+def prepare(rank: int) -> None:
+    """Set what has been imported without a rank, and what a test should find alike on all."""
+    import lightning as L
+    import torch
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    rank_zero_only.rank = rank  # Lightning asks the environment for it when it is imported
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
