@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.guards.nonfinite import FiniteLosses
+from trainer.loops.agreement import Agreement
 from trainer.loops.lightning import LightningLoop
 from trainer.process import Interrupted, StopRequest
 from trainer.telemetry.files import written_whole
@@ -92,6 +93,7 @@ class Checkpoints(L.Callback):
         self._step = trainer.global_step
         self._last_step = trainer.max_steps
         self._alone = trainer.world_size == 1
+        self._agreement = None if self._alone else Agreement()
         self._saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
         if self._losses is not None:
             self._losses.start(LightningLoop(trainer))
@@ -109,7 +111,7 @@ class Checkpoints(L.Callback):
         self._step = step
         self._require_written(trainer, pending=self._validated)
         self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
-        stop = self._stop.signum is not None if self._alone else self._agreed_stop(trainer, step)
+        stop = self._asked_to_stop()
         ends = step == self._last_step
         if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._check(everything=ends)
@@ -129,6 +131,8 @@ class Checkpoints(L.Callback):
         """From here on a signal ends the process at once."""
         self._require_written(trainer, pending=self._validated)
         self._stop.in_training = False
+        if self._agreement is not None:
+            self._agreement.settle()
         self._check(everything=False)  # the telemetry has read all by now
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -178,11 +182,13 @@ class Checkpoints(L.Callback):
             if (refused := trainer.strategy.broadcast(writer.refused)) is not None:
                 raise refused
 
-    def _agreed_stop(self, trainer: L.Trainer, step: int) -> bool:
-        # Ranks see a signal at different steps and must leave at the same one; asking each step would synchronise.
-        if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            return False
-        return self._stop.agreed(trainer)
+    def _asked_to_stop(self) -> bool:
+        """Whether this process or, a step ago, any of them was: they see a signal at different steps and leave at the
+        same one."""
+        if self._agreement is None:
+            return self._stop.signum is not None
+        (signum,) = self._agreement.exchange(self._stop.signum or 0)
+        return self._stop.take_over(signum)
 
 
 def grouped() -> bool:

@@ -19,8 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from trainer.settings import TrainerConfig
 
 
@@ -131,15 +129,17 @@ class StopRequest:
         for signum in self._before:
             signal.signal(signum, self._handle)
 
-    def agreed(self, trainer: L.Trainer) -> bool:
+    def agreed(self, world_size: int) -> bool:
         """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""
-        import torch
+        from trainer.loops.agreement import largest
 
-        strategy = trainer.strategy
-        signum = strategy.reduce(torch.tensor(self.signum or 0, device=strategy.root_device), reduce_op="max")
-        if found := int(signum):  # else one that has come in between stays, for the next time
-            self.signum = found
-        return bool(found)
+        return self.take_over(largest(self.signum or 0, world_size))
+
+    def take_over(self, signum: int) -> bool:
+        """Whether a process was asked to stop by ``signum``; 0 for none."""
+        if signum:  # else one that has come in between stays, for the next time
+            self.signum = signum
+        return bool(signum)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:

@@ -94,7 +94,7 @@ class InferenceLoop:
         rounds = REPLAYED_FROM if self._program.uses_cuda_graphs or self._program.step is not None else 1
         count = torch.tensor(max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
         first = self._warm_up(batches, int(self._loop.reduced(count, "max")))  # all processes agree on each of them
-        if self._stop.agreed(self._trainer):
+        if self._stop.agreed(self._loop.world_size):
             return
         self._check(first)
         self._profile(batches)
@@ -113,7 +113,7 @@ class InferenceLoop:
         first: Any = None
         with self._telemetry.warmup(count):
             for number in range(count):
-                if self._stop.agreed(self._trainer):
+                if self._stop.agreed(self._loop.world_size):
                     break
                 batch = self._timed(batches, self._attempt)
                 if number == 0:

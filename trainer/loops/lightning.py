@@ -140,10 +140,12 @@ class LightningLoop:
         return self._trainer.is_global_zero
 
     def anywhere(self, flag: bool) -> bool:
-        return self._trainer.strategy.reduce_boolean_decision(flag, all=False)
+        from trainer.loops.agreement import largest
+
+        return bool(largest(flag, self.world_size))
 
     def everywhere(self, flag: bool) -> bool:
-        return self._trainer.strategy.reduce_boolean_decision(flag, all=True)
+        return not self.anywhere(not flag)
 
     def broadcast(self, value: Value) -> Value:
         return self._trainer.strategy.broadcast(value)

@@ -1,0 +1,57 @@
+"""What processes agree on over gloo, from host to host: no device is waited for, and a broken one is not in the way."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_made: tuple[object, dist.ProcessGroup] | None = None
+
+
+def host_group() -> dist.ProcessGroup:
+    """A gloo group of all processes beside the one that trains, made once for each of those; all processes call it."""
+    global _made
+    if _made is None or _made[0] is not dist.group.WORLD:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        _made = dist.group.WORLD, group
+    return _made[1]
+
+
+def largest(value: int, world_size: int) -> int:
+    """The largest ``value`` of all ``world_size`` processes that train together, once each has called this."""
+    if world_size == 1:
+        return int(value)
+    tensor = torch.tensor(int(value))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, host_group())
+    return int(tensor)
+
+
+class Agreement:
+    """Flags that all processes hold up once a step and read one step later, so that all act at the same step.
+
+    Made by all processes alike, inside a process group. A process that is less than a step behind is not waited for.
+    """
+
+    def __init__(self) -> None:
+        self._group = host_group()
+        self._sent: tuple[torch.Tensor, dist.Work] | None = None
+
+    def exchange(self, *flags: int) -> tuple[int, ...]:
+        """Hold up ``flags``; returns the largest of each, of all processes, from the call before: zeros at first.
+
+        Every process calls it at the same steps. Raises RuntimeError where one of them is gone.
+        """
+        before = self.settle() or (0,) * len(flags)
+        tensor = torch.tensor(flags)
+        self._sent = tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True)
+        return before
+
+    def settle(self) -> tuple[int, ...]:
+        """The flags that are on their way, once all processes have held up theirs; empty without any."""
+        if self._sent is None:
+            return ()
+        tensor, work = self._sent
+        self._sent = None
+        work.wait()
+        return tuple(tensor.tolist())
