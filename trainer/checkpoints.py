@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer.guards.nonfinite import FiniteLosses
 from trainer.loops.agreement import Agreement
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.sharded import META, beside, damaged, is_directory, load_directory, replace
 from trainer.process import Interrupted, StopRequest
 from trainer.telemetry.files import written_whole
 
@@ -47,8 +48,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half."""
         try:
-            with written_whole(Path(path), "wb") as file:
+            target = beside(Path(path), "new") if is_directory(Path(path)) else Path(path)
+            with written_whole(target, "wb") as file:
                 torch.save(checkpoint, file)
+            if target != Path(path):
+                replace(Path(path))
         except (OSError, RuntimeError) as error:
             # Where the system refuses a write, torch complains of an archive that it cannot finish.
             refused = error if isinstance(error, OSError) else error.__context__
@@ -57,6 +61,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self.refused = OSError(refused.errno, refused.strerror, str(path))
             if not grouped() or torch.distributed.get_world_size() == 1:
                 raise self.refused from error
+
+    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
+        """What a file or a directory of several processes' parts holds; the latter in host memory."""
+        if is_directory(Path(path)):
+            return load_directory(Path(path), weights_only=weights_only)
+        return super().load_checkpoint(path, weights_only=weights_only)
 
 
 class Checkpoints(L.Callback):
@@ -236,14 +246,17 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def find_checkpoint(resume: str) -> Path:
-    """The checkpoint that ``resume=<run directory or file>`` means. Raises ValueError when there is no whole one."""
+    """The checkpoint that ``resume=<run directory or checkpoint>`` means. Raises ValueError when there is no whole
+    one."""
     given = Path(resume).expanduser()
-    candidates = [given / DIRECTORY / LAST, given / LAST] if given.is_dir() else [given]
-    found = next((path for path in candidates if path.is_file()), None)
+    named = [given / DIRECTORY / LAST, given / LAST] if given.is_dir() and not is_directory(given) else [given]
+    candidates = [*named, *(beside(path, "old") for path in named)]  # one that was being replaced by a directory
+    found = next((path for path in candidates if path.is_file() or is_directory(path)), None)
     if found is None:
         what = f"no {DIRECTORY}/{LAST} in it" if given.is_dir() else "no such file or directory"
         raise ValueError(f"resume={resume}: {what}")
-    if not zipfile.is_zipfile(found):  # a torch checkpoint is a zip file, whose directory stands at its end
+    # A torch checkpoint is a zip file, whose directory stands at its end.
+    if found.is_file() and not zipfile.is_zipfile(found):
         raise ValueError(f"resume={resume}: {found.name} is not a whole checkpoint")
     return found
 
@@ -251,17 +264,15 @@ def find_checkpoint(resume: str) -> Path:
 def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
     """Optimizer step at which ``checkpoint`` was saved.
 
-    Reads the whole file once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
+    Reads all of it once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
     ValueError when a part of it is damaged, when it is none of Lightning's or lacks one of ``parts``.
     """
     try:
-        with zipfile.ZipFile(checkpoint) as archive:
-            # Without ``torch.serialization.set_crc32_options`` all of them are 0.
-            damaged = archive.testzip() if any(entry.CRC for entry in archive.infolist()) else None
-        if damaged is not None:
-            raise ValueError(f"the file is damaged: {damaged} is not what its checksum says")
+        if (part := damaged(checkpoint)) is not None:
+            raise ValueError(f"the file is damaged: {part} is not what its checksum says")
         # Memory-mapped, so that only the part that is read comes off the disk.
-        loaded = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        file = checkpoint / META if checkpoint.is_dir() else checkpoint
+        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         if missing := [part for part in parts if part not in loaded]:
             raise ValueError(f"it holds no {', '.join(missing)}")
         return int(loaded["global_step"])
