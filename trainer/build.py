@@ -21,6 +21,7 @@ from tasks.resources import require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
 from trainer.loops.ddp import DDP
+from trainer.loops.fsdp2 import FSDP2
 from trainer.settings import Config, TrainerConfig
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
@@ -110,17 +111,18 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
     except Exception as error:
         given: dict[str, Any] = {}
         for name in MACHINE_OPTIONS:  # the first one that Lightning does not take beside those before it
-            given[name] = getattr(config.trainer, name)
+            value = getattr(config.trainer, name)
+            given[name] = _strategy(config, value) if name == "strategy" else value
             try:
                 L.Trainer(**given, logger=False, enable_checkpointing=False, enable_progress_bar=False)
             except Exception as reason:
                 said = str(reason).strip().splitlines() or [type(reason).__name__]
                 known = {
                     "accelerator": ["auto", "gpu", *AcceleratorRegistry],
-                    "strategy": StrategyRegistry.available_strategies(),
+                    "strategy": ["fsdp2", *StrategyRegistry.available_strategies()],
                 }.get(name, [])
-                hint = "" if given[name] in known else suggest(str(given[name]), known)
-                raise ValueError(f"trainer.{name}={given[name]}: {said[0].rstrip('.')}{hint}") from error
+                hint = "" if value in known else suggest(str(value), known)
+                raise ValueError(f"trainer.{name}={value}: {said[0].rstrip('.')}{hint}") from error
         raise
 
 
@@ -133,6 +135,8 @@ class RunLogger(TensorBoardLogger):
 
 def _strategy(config: Config, name: str) -> Strategy | str:
     """Ours for ``name``, or the name for Lightning."""
+    if name == "fsdp2":
+        return FSDP2()
     if name not in ("ddp", "ddp_find_unused_parameters_true"):
         return name
     captures = any(strategy.captures_step for strategy in config.compile.values())
@@ -234,12 +238,13 @@ def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
     """The arguments of ``lightning.Trainer`` that set the precision."""
     precision = resolve_precision(config)
     device = "cuda" if on_cuda(config) else "cpu"
-    if config.strategy in ("auto", "ddp", "ddp_find_unused_parameters_true"):  # sharded strategies bring their own
-        if precision == "bf16-mixed":
-            return {"plugins": [Bf16Mixed("bf16-mixed", device)]}
-        if precision == "16-mixed" and config.accelerator != "mps":
-            # On a CPU, too, where Lightning's own choice would be bf16 after all.
-            return {"plugins": [Fp16Mixed("16-mixed", device, torch.amp.GradScaler(device))]}
+    # Sharded strategies of Lightning's bring their own.
+    unsharded = config.strategy in ("auto", "ddp", "ddp_find_unused_parameters_true")
+    if precision == "bf16-mixed" and (unsharded or config.strategy == "fsdp2"):
+        return {"plugins": [Bf16Mixed("bf16-mixed", device)]}
+    if precision == "16-mixed" and unsharded and config.accelerator != "mps":
+        # On a CPU, too, where Lightning's own choice would be bf16 after all.
+        return {"plugins": [Fp16Mixed("16-mixed", device, torch.amp.GradScaler(device))]}
     return {"precision": precision, "plugins": []}
 
 

@@ -56,7 +56,7 @@ class TrainerConfig:
     devices: int | str = 1
     """Number of devices, -1 or ``auto`` for all of them, or a list of indices in quotes (``'0,1'``)."""
     strategy: str = "auto"
-    """Lightning's way of training on several devices: ``auto``, ``ddp``, ``fsdp``, ..."""
+    """Lightning's way of training on several devices: ``auto``, ``ddp``, ``fsdp2`` (``fully_shard``), ``fsdp``, ..."""
     precision: str = "auto"
     """One of ``PRECISIONS``; ``auto`` = bf16-mixed on a CUDA device that has bfloat16, else 32-true."""
     max_steps: int = 600

@@ -1,0 +1,129 @@
+"""FSDP2 by one word: two processes that shard a module train it as one process with the whole batch does."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies import Regional
+from tests.processes import Pair
+from trainer.callback import Compile
+from trainer.loops.fsdp2 import FSDP2
+
+pytestmark = pytest.mark.xdist_group("two_processes")
+
+ROWS, STEPS, VOCABULARY = 8, 24, 32
+COMPILE: dict[str, list[Any]] = {"eager": [], "regional": [Regional(backend="aot_eager")]}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.outer(nn.functional.gelu(self.inner(self.norm(x))))
+        return x + added
+
+
+class Model(L.LightningModule):
+    """Blocks between an embedding and a head of the same weight, a buffer, and a block that is not trained."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+        self.layers[0].requires_grad_(False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(width))
+        self.losses: list[Tensor] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        ids, wanted = batch
+        return nn.functional.cross_entropy(self(ids).flatten(0, 1), wanted.flatten())
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((one for one in self.parameters() if one.requires_grad), lr=1e-2)
+
+
+def train(module: L.LightningModule, ranks: int, strategies: list[Any] | None = None, **options: Any) -> L.Trainer:
+    micro_batches = options.get("accumulate_grad_batches", 1)
+    draws = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (ROWS * micro_batches * STEPS, 6), generator=draws)
+    ids = ids[int(os.environ.get("RANK", "0")) :: ranks]  # so that both ranks' rows of a step are those of one process
+    data = DataLoader(TensorDataset(ids, (ids * 3 + 1) % VOCABULARY), batch_size=ROWS // ranks)
+    options = {"enable_checkpointing": False, "gradient_clip_val": 0.5, "max_steps": STEPS, **options}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=options.pop("strategy", FSDP2() if ranks > 1 else "auto"),
+        callbacks=[] if strategies is None else [Compile(strategies, save=False, verbose=False)],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, data, data if options.get("limit_val_batches") else None)
+    return trainer
+
+
+def losses_of(module: Model, ranks: int, micro_batches: int = 1) -> list[float]:
+    losses = torch.stack(module.losses)
+    if ranks > 1:
+        torch.distributed.all_reduce(losses)
+    return (losses / ranks).view(-1, micro_batches).sum(1).tolist()
+
+
+def trained(ranks: int, micro_batches: int, strategy: str | None) -> tuple[list[float], list[str]]:
+    L.seed_everything(0, verbose=False)
+    module = Model()
+    trainer = train(
+        module,
+        ranks,
+        None if strategy is None else COMPILE[strategy],
+        accumulate_grad_batches=micro_batches,
+        limit_val_batches=2,
+        val_check_interval=8 * micro_batches,
+    )
+    losses = losses_of(module, ranks, micro_batches)
+    assert len(trainer.callback_metrics) > 0
+    return losses, [name for name, one in module.named_parameters() if not isinstance(one, DTensor)]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", [None, "eager", "regional"])
+def test_two_ranks_lose_what_one_process_loses_with_the_whole_batch(
+    strategy: str | None, micro_batches: int, pair: Pair
+) -> None:
+    reference, _ = trained(1, micro_batches, None)
+    (first, whole), (second, _) = pair(trained, 2, micro_batches, strategy)
+    assert first == second
+    assert whole == []
+    torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
