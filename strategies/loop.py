@@ -200,6 +200,9 @@ class Loop(Protocol):
     def everywhere(self, flag: bool) -> bool:
         """Whether ``flag`` is true on all processes; every process calls it."""
 
+    def least(self, value: int) -> int:
+        """The smallest of the processes' numbers, without waiting for the device; every process calls it."""
+
     def broadcast(self, value: Value) -> Value:
         """The first process's ``value``; every process calls it."""
 
@@ -258,6 +261,13 @@ class Loop(Protocol):
         the forward of that one so."""
 
     # ---- standing around the loop's own steps
+
+    def why_not_capture_together(self) -> str | None:
+        """Why no graph can hold the collectives of a step; None where one can, and for one process."""
+
+    @property
+    def capture_warmup_steps(self) -> int:
+        """Steps that the processes must have taken together before one is captured."""
 
     def why_not_capture(self) -> Iterable[str]:
         """What the loop does on the host in every step, which no CUDA graph repeats."""

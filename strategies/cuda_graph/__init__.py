@@ -30,7 +30,8 @@ class CudaGraph(Strategy):
     max_graphs: int = 64
     """Most graphs; batches of further shapes run without one, and the record says so."""
     required: bool = True
-    """Whether a machine without CUDA, or several devices, is an error; false = it leaves itself out, with a note."""
+    """Whether a machine without CUDA, or processes whose steps no graph can hold, are an error; false = it leaves
+    itself out, with a note."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
@@ -69,10 +70,14 @@ class CudaGraph(Strategy):
             program.notes.append("cuda_graph: left out, CUDA graphs need a CUDA device")
             return
         processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if processes > 1:
+        if program.loop is not None:
+            reason = program.loop.why_not_capture_together()
+        else:
+            reason = f"captures predict steps of one process, this run has {processes}" if processes > 1 else None
+        if reason is not None:
             if self.required:
-                raise ValueError(f"compile.cuda_graph: captures steps on one device only, this run has {processes}")
-            program.notes.append(f"cuda_graph: left out, it captures steps on one device and this run has {processes}")
+                raise ValueError(f"compile.cuda_graph: {reason}")
+            program.notes.append(f"cuda_graph: left out, {reason}")
             return
         program.step = StepGraphs(CudaEngine(program.device), eager_steps=self.eager_steps, max_graphs=self.max_graphs)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -60,6 +61,16 @@ MAX_OBSERVATIONS = 3
 
 class StateChanges(CannotCapture):
     """What the step reads on the host changes too often; the message says what."""
+
+
+class Plan(IntEnum):
+    """What a process can do with a step. Of several processes, all do what the least able one can: a capture runs the
+    step more than once, and each run waits for the others."""
+
+    GIVE_UP = 0
+    EAGER = 1
+    CAPTURE = 2
+    REPLAY = 3
 
 
 class Observation(NamedTuple):
@@ -145,6 +156,10 @@ class StepGraphs:
         """Whether no step will be captured any more."""
         self.settled = True
         """Whether the last step was what steps of its kind will go on being: a replay, or eager for good."""
+        self.warmup_steps = 0
+        """Steps that run without a graph before the first capture, whatever their shapes."""
+        self.agree: Callable[[int], int] | None = None
+        """Several processes: returns the smallest of their numbers; each of them calls it."""
         self.verifier: Verifier | None = None
         """Set by whoever wants graphs compared with the steps that they were captured from."""
         self.refusals: list[str] = []
@@ -182,30 +197,42 @@ class StepGraphs:
             hash(key)
         except (CannotCapture, TypeError) as error:
             self.refuse(f"the batch: {error}")
+            self._agreed(Plan.EAGER)
             return self.eager(step, batch)
         shape = self._shapes.get(key)
         if shape is None:
             described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
             shape = self._shapes[key] = Shape(name=f"{name} on {described}")
-            self._look_for_endless_keys()
         variant = next((each for each in reversed(shape.variants) if each.holds()), None)
         captured = None if variant is None else variant.captured
         self.settled = captured is not None or shape.refused
+        ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
+        able = ready and not shape.refused and self.eager_count >= self.warmup_steps
         verifier = None
+        plan = Plan.REPLAY if captured is not None else Plan.CAPTURE if able else Plan.EAGER
+        if self._agreed(plan, self._endless_keys()) is Plan.CAPTURE:
+            may, changes = captured is not None, None
+            try:
+                if self.agree is not None:  # whoever needs no observation takes part: its forward may wait for others
+                    observation = observe()
+                    observe = lambda: observation  # noqa: E731
+                may = may or self._may_capture(shape, variant, observe)
+            except StateChanges as error:
+                changes = error
+            if self._agreed(Plan.CAPTURE if may else Plan.EAGER, changes) is Plan.CAPTURE:
+                wants = self.verifier is not None and captured is None and self.verifier.wants(shape.name)
+                if self.verifier is not None and not self._everywhere(not wants):
+                    verifier = self.verifier
+                    verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
+                if captured is None:
+                    variant = shape.variants[-1]
+                captured = self._captured(shape, variant, step, leaves, tree, after_capture)
         if captured is None:
-            ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
-            if shape.refused or not ready or not self._may_capture(shape, variant, observe):
-                shape.seen += 1
-                results = self.eager(step, batch, for_good=shape.refused)
-                self._kinds.add(kind)
-                return results
-            if self.verifier is not None and self.verifier.wants(shape.name):
-                verifier = self.verifier
-                verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
-            variant = shape.variants[-1]
-            captured = variant.captured = self._captured(shape, step, leaves, tree, after_capture)
-        elif variant is not shape.variants[-1]:
-            assert variant is not None
+            shape.seen += 1
+            results = self.eager(step, batch, for_good=shape.refused)
+            self._kinds.add(kind)
+            return results
+        if variant is not None and variant is not shape.variants[-1]:
             shape.variants.remove(variant)
             shape.variants.append(variant)
         torch._foreach_copy_(captured.inputs, tensors)
@@ -297,37 +324,62 @@ class StepGraphs:
         # A state that changes at every step would otherwise be captured each time.
         return not changed
 
-    def _look_for_endless_keys(self) -> None:
-        if len(self._shapes) > MAX_KEYS and not self.replays:
-            raise StateChanges(
-                f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch holds "
-                "beside tensors tells graphs apart"
-            )
+    def _endless_keys(self) -> StateChanges | None:
+        if len(self._shapes) <= MAX_KEYS or self.replays:
+            return None
+        return StateChanges(
+            f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch holds "
+            "beside tensors tells graphs apart"
+        )
+
+    def _agreed(self, plan: Plan, changes: StateChanges | None = None) -> Plan:
+        """What all processes do with this step. Raises StateChanges where one of them is to give up."""
+        wish = plan if changes is None else Plan.GIVE_UP
+        agreed = wish if self.agree is None else Plan(self.agree(wish))
+        if agreed is Plan.GIVE_UP:
+            raise changes or StateChanges("another process captures no steps any more")
+        return agreed
+
+    def _everywhere(self, flag: bool) -> bool:
+        return flag if self.agree is None else bool(self.agree(flag))
 
     def _captured(
         self,
         shape: Shape,
+        variant: Variant | None,
         step: Step,
         leaves: list[Any],
         tree: pytree.TreeSpec,
         after_capture: Callable[[], HostState],
     ) -> Captured:
-        statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        batch = pytree.tree_unflatten(statics, tree)
-        try:
-            with warnings.catch_warnings():
-                # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                replay, results = self._engine.capture(lambda: step(batch))
-        except Exception as error:
+        """Capture what ``variant`` lacks. Raises CannotCapture in all processes where one of them cannot."""
+        assert variant is not None
+        error: Exception | None = None
+        made = variant.captured
+        if made is None:
+            statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            batch = pytree.tree_unflatten(statics, tree)
+            try:
+                with warnings.catch_warnings():
+                    # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                    replay, results = self._engine.capture(lambda: step(batch))
+            except Exception as failed:
+                error = failed
+            else:
+                inputs = [static for static in statics if isinstance(static, Tensor)]
+                results = pytree.tree_map_only(Tensor, Tensor.detach, results)
+                made = Captured(replay, inputs, results, after_capture())
+        if not self._everywhere(error is None):
             self.release()
             shape.failed = True
-            shape.refused = shape.seen >= self._eager_steps
-            raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {first_line(error)}") from error
-        self.captures += 1
-        inputs = [static for static in statics if isinstance(static, Tensor)]
-        results = pytree.tree_map_only(Tensor, Tensor.detach, results)
-        return Captured(replay, inputs, results, after_capture())
+            shape.refused = self._everywhere(shape.seen >= self._eager_steps)
+            reason = "another process could not capture it" if error is None else first_line(error)
+            raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {reason}") from error
+        assert made is not None
+        self.captures += variant.captured is None
+        variant.captured = made
+        return made
 
 
 def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:

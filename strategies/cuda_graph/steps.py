@@ -57,6 +57,10 @@ class StepCapture:
         self._optimizer: GraphedStep | None = None
         for reason in loop.why_not_capture():
             self._stop(reason)
+        if loop.world_size > 1:
+            graphs.agree, graphs.warmup_steps = loop.least, loop.capture_warmup_steps
+            if not loop.least(not graphs.given_up) and not graphs.given_up:
+                self._stop("another process captures no steps")
         if not graphs.given_up:
             try:
                 self._optimizer = graphed(loop.optimizers[0])
@@ -228,7 +232,7 @@ def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -
     """
     if problems := list(_hooks(loop.module)):
         return Observation(HostState(), problems)
-    for gradients in (contextlib.nullcontext(), torch.no_grad()):
+    for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
         recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
         snapshot = loop.snapshot(batch, weights=False)
         if snapshot.lost is not None:

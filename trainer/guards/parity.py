@@ -343,6 +343,8 @@ class ReplayParity:
             self.facts["verdict"] = "skipped, there is no memory for a second copy of the state"
         finally:
             snapshot.restore()
+        if not self._loop.everywhere(self._reference is not None):  # the processes judge together
+            self._reference = None
 
     def compare(self, results: Any) -> None:
         """Compare what the replay left. Raises ParityError."""
@@ -354,7 +356,7 @@ class ReplayParity:
         seen = comparison.end(comparison.see(loss))
         judge = Judge(self._mode, self._unit, [no_noise(seen)])
         complaints, figures = judge.verdict(seen, comparison)
-        if complaints:
+        if self._loop.anywhere(bool(complaints)):
             replayed = Snapshot(self._loop, batch, self._program)
             for _ in range(REPLAY_SAMPLES):
                 snapshot.restore()
@@ -368,7 +370,8 @@ class ReplayParity:
         self.facts.update(
             verdict="failed" if complaints else "passed", calibration_steps=len(judge.noise) - 1, **figures
         )
-        if complaints:
+        if self._loop.anywhere(bool(complaints)):
+            complaints = complaints or ["another process found a difference"]
             raise ParityError(
                 f"parity={self._mode}: the replay of {self._name} is not the step it was captured from: "
                 f"{'; '.join(complaints)}. Leave cuda_graph out; parity=off continues in spite of it",

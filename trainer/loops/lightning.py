@@ -12,7 +12,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 import torch
@@ -27,6 +27,7 @@ from strategies.torch_patches import as_capturing
 from trainer.loops.manual import ManualSteps
 from trainer.loops.one_process import evaluating
 from trainer.loops.private import CALL, LightningMicroBatch, gone, missing, muted, replaced, resolve
+from trainer.loops.processes import Processes
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +40,7 @@ Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
 
-class LightningLoop:
+class LightningLoop(Processes):
     """The training loop of one ``Trainer.fit``; see ``Loop`` for what the members mean."""
 
     def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
@@ -129,30 +130,6 @@ class LightningLoop:
         loop = self._trainer.fit_loop.epoch_loop
         return [loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress]
 
-    # ---- processes -------------------------------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        return self._trainer.world_size
-
-    @property
-    def is_first_process(self) -> bool:
-        return self._trainer.is_global_zero
-
-    def anywhere(self, flag: bool) -> bool:
-        from trainer.loops.agreement import largest
-
-        return bool(largest(flag, self.world_size))
-
-    def everywhere(self, flag: bool) -> bool:
-        return not self.anywhere(not flag)
-
-    def broadcast(self, value: Value) -> Value:
-        return self._trainer.strategy.broadcast(value)
-
-    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        return cast(Tensor, self._trainer.strategy.reduce(tensor.to(self.device), reduce_op=how))
-
     # ---- single steps on a batch at hand ---------------------------------------------------------------------------
 
     def why_not_apart(self) -> str | None:
@@ -196,22 +173,6 @@ class LightningLoop:
 
     def unlogged(self) -> contextlib.AbstractContextManager[None]:
         return replaced(self._trainer.fit_loop.epoch_loop._results, "log", _log_nothing)
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        strategy = self._trainer.strategy
-        model = strategy.model
-        if not isinstance(strategy, DDPStrategy) or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            yield
-            return
-        try:
-            with strategy.block_backward_sync():
-                yield
-        finally:
-            if model.find_unused_parameters:
-                # It continues to count what is used here as used, to be reduced with the gradients to come. Of two
-                # networks trained by turns, the other one then has none: "gradient which is undefined".
-                model.reducer._reset_state()
 
     def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
         from trainer.guards.snapshot import Snapshot

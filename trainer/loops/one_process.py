@@ -22,12 +22,16 @@ class OneProcess:
     span = Span()
     world_size = 1
     is_first_process = True
+    capture_warmup_steps = 0
 
     def anywhere(self, flag: bool) -> bool:
         return flag
 
     def everywhere(self, flag: bool) -> bool:
         return flag
+
+    def least(self, value: int) -> int:
+        return value
 
     def broadcast(self, value: Value) -> Value:
         return value
@@ -37,6 +41,8 @@ class OneProcess:
 
     def why_not_apart(self) -> str | None:
         return None
+
+    why_not_capture_together = why_not_apart
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

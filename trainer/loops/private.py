@@ -17,6 +17,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import ParallelStrategy
 
 CALL = "lightning.pytorch.trainer.call"
 """Calls hooks. https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/trainer/call.py"""
@@ -124,14 +125,20 @@ class LightningMicroBatch:
 
     def forward_backward(self, batch: Any) -> dict[str, Any]:
         closure = self._automatic._make_closure(self._given(batch), self._optimizer, self.index)
-        closure()
+        strategy = self._trainer.strategy
+        apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(strategy, ParallelStrategy) and not self.ends:
+            apart = strategy.block_backward_sync()
+        with apart:
+            closure()
         return closure.consume_result().asdict()
 
     def forward(self, batch: Any, index: Any) -> None:
         given = {**self._arguments, "batch": batch}
         if "batch_idx" in given:
             given["batch_idx"] = index
-        self._trainer.strategy.training_step(*given.values())
+        with self._trainer.precision_plugin.train_step_context():  # without DDP, which would prepare for a backward
+            self._trainer.lightning_module.training_step(*given.values())
 
     def optimize(self, outputs: Mapping[str, Any]) -> None:
         self._automatic._optimizer_step(self.index, lambda: outputs["loss"])
