@@ -50,6 +50,9 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         with torch.no_grad():
             for operation, args, kwargs, results in self.operations:
+                if operation.namespace == "c10d":
+                    operation(*args, **kwargs)[1].wait()  # on a device, the operations that follow wait by themselves
+                    continue
                 for old, new in zip(
                     pytree.tree_leaves(results), pytree.tree_leaves(operation(*args, **kwargs)), strict=True
                 ):
