@@ -20,7 +20,7 @@ from rich.text import Text
 
 from trainer.checkpoints import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
-from trainer.telemetry.facts import headlines, number, profile_line
+from trainer.telemetry.facts import communication_line, headlines, number, profile_line
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import Telemetry
@@ -236,14 +236,13 @@ def _training(record: RunRecord) -> dict[str, str]:
         "optimizer steps": _number(record.steps, "", decimals=0),
         **_compiled(record),
         "first step": _milliseconds(record.first_step_seconds),
-        "warm-up": _warmup(record, "steps")
-        + (
-            f", preflight {number(record.preflight_seconds, 2)} s of it" if record.preflight_seconds is not None else ""
-        ),
+        "warm-up": _warmup(record, "steps") + _within(", preflight {} of it", _number(record.preflight_seconds, " s")),
         "steady step": _times(record, "steady_step_seconds"),
         "steps": _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
         "slow steps": _slow_steps(record),
-        "samples": _number(record.samples_per_second, " /s", decimals=1),
+        "samples": _number(record.samples_per_second, " /s", decimals=1)
+        + _within(" of all {} processes", record.world_size if record.world_size > 1 else None),
+        "communication": communication_line(record.ranks),
         **_measured(record),
         "final loss": _number(record.final_loss, "", decimals=4),
         **{name: _number(value, "", decimals=4) for name, value in sorted(record.final_metrics.items())},

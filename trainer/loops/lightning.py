@@ -57,6 +57,10 @@ class LightningLoop(Processes):
         return self._module
 
     @property
+    def wrapped(self) -> torch.nn.Module | None:
+        return self._trainer.strategy.model
+
+    @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._trainer.optimizers
 
@@ -182,9 +186,8 @@ class LightningLoop(Processes):
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         if self._manual is not None:
             return self._manual_step(batch, inspect, together=together)
-        closure = self._closure(batch, inspect)
         with contextlib.nullcontext() if together else self.apart():
-            return closure()
+            return self._closure(batch, inspect)()
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         if self._manual is not None:
@@ -204,7 +207,7 @@ class LightningLoop(Processes):
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        model: Any = self._trainer.strategy.model
+        model: Any = self.wrapped
         with contextlib.ExitStack() as kept:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
                 kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)

@@ -23,6 +23,7 @@ class OneProcess:
     world_size = 1
     is_first_process = True
     capture_warmup_steps = 0
+    wrapped: nn.Module | None = None
 
     def anywhere(self, flag: bool) -> bool:
         return flag

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.telemetry.record import SlowStep
+from trainer.telemetry.record import RankFigures, SlowStep, communication_of
 
 HEADLINES: dict[str, tuple[str, ...]] = {
     "auto": ("chosen", "reason", "planned_steps", "tried", "probe_seconds", "remembered"),
@@ -131,6 +131,8 @@ def _words(fact: str) -> str:
     return name.replace("_", " ")
 
 
+MUCH_SKEW = 0.03
+"""Share of a step that a rank waits for the slowest one above which the summary names that."""
 SHOWN = 3
 """Kernels or operators in the summary."""
 
@@ -151,6 +153,8 @@ def profile_line(facts: Mapping[str, Any]) -> str:
     parts = [facts["not_seen"]] if "not_seen" in facts else []
     if (share := _idle(facts)) is not None:
         parts.append(f"GPU idle {share:.0%} of the time")
+    if (exposed := facts.get("exposed_communication_share")) is not None:
+        parts.append(f"communication that nothing hides {exposed:.0%}")
     listed = facts.get("kernels") or facts.get("operators") or []
     parts.append(", ".join(f"{row['name'][:40]} {row['share']:.0%}" for row in listed[:SHOWN]))
     return " · ".join([*parts, facts.get("trace", "")]).strip(" ·")
@@ -165,6 +169,9 @@ def profile_page(facts: Mapping[str, Any]) -> str:
         ("not_seen", "{}", "device"),
         ("idle_share", "{:.1%}", "device idle, of a steady step"),
         ("idle_share_while_profiled", "{:.1%}", "device idle while profiled, which slows the host"),
+        ("communication_seconds_per_step", "{:.4g} s", "collectives, of a step"),
+        ("exposed_communication_seconds_per_step", "{:.4g} s", "of these, while nothing computes (waiting included)"),
+        ("exposed_communication_share", "{:.1%}", "the same, share of the time while profiled"),
         ("kernels_per_step", "{:,.1f}", "kernels and copies in a step"),
         ("launches_per_step", "{:,.1f}", "launches by the host in a step (a CUDA graph is one launch)"),
     ):
@@ -194,6 +201,22 @@ def _idle(facts: Mapping[str, Any]) -> float | None:
 def _replayed(facts: Mapping[str, Any]) -> bool:
     """Fewer than half as many launches as kernels: the rest were replayed."""
     return "kernels_per_step" in facts and facts["launches_per_step"] < facts["kernels_per_step"] / 2
+
+
+def communication_line(ranks: Sequence[RankFigures]) -> str:
+    """What no compute hides, and the rank that the others wait for, where that matters; empty where nobody knows."""
+    found = communication_of(ranks)
+    if found is None or found.exposed_share is None or found.step_seconds is None:
+        return ""
+    shown, late = (
+        f"{found.exposed_share:.1%} of a step is not hidden by compute",
+        found.skew_seconds / found.step_seconds,
+    )
+    if late <= MUCH_SKEW:
+        return shown
+    slowest, wait = found.slowest, number(found.skew_seconds * 1e3)
+    where = f"rank {slowest.rank} ({slowest.host}, {slowest.device})"
+    return f"{shown}; {where} is the slowest: another waits {wait} ms of each step for it ({late:.0%})"
 
 
 def shape_text(shape: Any) -> str:

@@ -26,6 +26,10 @@ TOP = 10
 """Kernels or operators that are kept."""
 MAX_NAME = 80
 LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
+COLLECTIVE = re.compile(r"^(nccl|rccl|gloo:)|^void (nccl|rccl)", re.IGNORECASE)
+"""Kernels of collectives on a GPU, and what gloo does on the host."""
+COMPUTE = re.compile(r"^(aten|inductor|triton|torch_compile)|^## Call CompiledFxGraph|CompiledFunction")
+"""Operators on a CPU; what dispatches a collective is none, nor what only calls others."""
 COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
 SETTINGS = {
     "KINETO_LOG_LEVEL": "99",  # the tracing library writes to stderr, errors on a machine without a device among it
@@ -71,7 +75,9 @@ class Profile:
             (self._directory / DIRECTORY).mkdir(parents=True, exist_ok=True)
             self._recorder.export_chrome_trace(str(self._directory / DIRECTORY / TRACE))
             facts["trace"] = f"{DIRECTORY}/{TRACE}"
-        facts |= of_device(self._recorder.events(), steps) if self._device.type == "cuda" else {}
+        events = self._recorder.events()
+        facts |= of_device(events, steps) if self._device.type == "cuda" else {}
+        facts |= of_collectives(events, steps, on_cuda=self._device.type == "cuda")
         facts["operators"] = top_operators(self._recorder.key_averages(), steps)
         del self._recorder
         return facts
@@ -119,6 +125,31 @@ def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:
             }
             for name, taken in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:TOP]
         ],
+    }
+
+
+def of_collectives(events: Iterable[Any], steps: int, *, on_cuda: bool) -> dict[str, Any]:
+    """Seconds of a step in which a collective runs, and of these such in which nothing computes, that and its share of
+    the recording; nothing where there is no collective. It includes waiting for slower ranks."""
+    collectives: list[tuple[float, float]] = []
+    compute: list[tuple[float, float]] = []
+    for event in events:
+        if (event.device_type == DeviceType.CUDA) is not on_cuda or (on_cuda and event.is_user_annotation):
+            continue
+        span = (event.time_range.start, event.time_range.end)
+        if COLLECTIVE.match(event.name):
+            collectives.append(span)
+        elif on_cuda or COMPUTE.match(event.name):
+            compute.append(span)
+    if not collectives:
+        return {}
+    everything = [*collectives, *compute]
+    exposed = covered(everything) - covered(compute)
+    return {
+        "communication_seconds_per_step": covered(collectives) / 1e6 / steps,
+        "exposed_communication_seconds_per_step": exposed / 1e6 / steps,
+        "exposed_communication_share": exposed
+        / (max(end for _, end in everything) - min(begin for begin, _ in everything)),
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,51 @@ class RunVerdict:
 
 
 @dataclass(kw_only=True, slots=True)
+class RankFigures:
+    """What one process of several measured."""
+
+    rank: int
+    host: str
+    device: str
+    """Its name, and its number where it is an accelerator."""
+    steady_step_seconds_median: float | None = None
+    """About the same on all, because they wait for each other."""
+    exposed_communication_seconds: float | None = None
+    """Of a step, in collectives while nothing computes: the median of every hundredth step as DDP times it, else by
+    the profiler. Waiting for a slower rank is part of it."""
+    data_wait_share: float | None = None
+    compile_seconds: float | None = None
+    cache_hits: int | None = None
+    cache_misses: int | None = None
+    warmup_seconds: float | None = None
+    peak_device_memory_gib: float | None = None
+    peak_process_memory_gib: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What steps of several processes lose to each other."""
+
+    slowest: RankFigures
+    """Waits the least: the others wait for it."""
+    skew_seconds: float
+    """Of a step: how much longer the rank that waits most is in collectives than the slowest one."""
+    exposed_share: float | None
+    """Of a step, the slowest rank's: what communication itself costs beyond what compute hides."""
+    step_seconds: float | None
+
+
+def communication_of(ranks: Sequence[RankFigures]) -> Communication | None:
+    """None where the ranks did not measure it, or not all."""
+    waits = [seconds for one in ranks if (seconds := one.exposed_communication_seconds) is not None]
+    if len(waits) < max(len(ranks), 2):
+        return None
+    slowest = ranks[waits.index(min(waits))]
+    step = slowest.steady_step_seconds_median
+    return Communication(slowest, max(waits) - min(waits), min(1.0, min(waits) / step) if step else None, step)
+
+
+@dataclass(kw_only=True, slots=True)
 class RunRecord:
     """One task under one list of strategies, trained and timed on one machine."""
 
@@ -177,6 +223,8 @@ class RunRecord:
     """``cuda``, ``cpu``, ..."""
     world_size: int = 1
     """Processes that trained together."""
+    ranks: list[RankFigures] = field(default_factory=list)
+    """What each of them measured; empty for one process."""
     precision: str | None = None
     git_commit: str | None = None
     """Commit of the code that ran, with ``+dirty`` when files differed; None outside a checkout."""
@@ -284,9 +332,9 @@ class RunRecord:
     pause_seconds: float | None = None
     """Validation and checkpoints during training."""
     peak_device_memory_gib: float | None = None
-    """Highest allocation on the accelerator; None on a CPU."""
+    """Highest allocation on the accelerator, of the fullest rank; None on a CPU."""
     peak_process_memory_gib: float | None = None
-    """Highest resident memory of this process."""
+    """Highest resident memory of a process, of the largest one."""
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
     joules_by_phase: dict[str, float] = field(default_factory=dict)

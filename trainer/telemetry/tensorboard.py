@@ -71,6 +71,13 @@ SCALARS: dict[str, tuple[str, str]] = {
     "usage/peak_device_gib": ("GiB", "highest allocation on the accelerator so far; absent on a CPU"),
     "usage/peak_process_gib": ("GiB", "highest resident memory of the process so far"),
     "usage/joules_per_sample": ("J", "board energy over steady steps so far; absent without NVML"),
+    "ranks/skew_milliseconds": (
+        "ms",
+        "several processes: how much longer a rank waits for the slowest one in a step",
+    ),
+    "ranks/slowest": ("rank", "the one that the others wait for"),
+    "ranks/exposed_communication_share": ("1", "share of a step in collectives that no compute hides"),
+    "ranks/peak_device_gib": ("GiB", "highest allocation so far, of the fullest rank"),
 }
 """Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written. TensorBoard
 sorts groups by name: speed, then loss."""
