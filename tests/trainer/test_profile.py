@@ -173,6 +173,30 @@ def test_idle_is_what_no_kernel_of_any_stream_covers() -> None:
     assert "not_seen" in profile.of_device([], steps=2)
 
 
+def test_exposed_communication_is_what_runs_while_nothing_computes() -> None:
+    kernels = [
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", 100.0, 300.0),
+        event("gemm", 0.0, 200.0),
+        event("gemm2", 150.0, 250.0),  # another stream
+        event("void ncclKernel_AllGather", 400.0, 450.0),
+        event("adam", 450.0, 500.0),
+        event("nccl:all_reduce", 0.0, 500.0, annotates=True),
+        event("aten::mm", 250.0, 500.0, on=DeviceType.CPU),
+    ]
+    facts = profile.of_collectives(kernels, steps=2, on_cuda=True)
+    assert facts["communication_seconds_per_step"] == pytest.approx(250e-6 / 2)
+    assert facts["exposed_communication_seconds_per_step"] == pytest.approx(100e-6 / 2)
+    assert facts["exposed_communication_share"] == pytest.approx(100 / 500)
+    assert "communication that nothing hides 20%" in profile_line({**facts, "kernels": []})
+    host = [
+        event("gloo:all_reduce", 0.0, 100.0, on=DeviceType.CPU),
+        event("aten::mm", 20.0, 60.0, on=DeviceType.CPU),
+        event("c10d::allreduce_", 0.0, 5.0, on=DeviceType.CPU),
+    ]
+    assert profile.of_collectives(host, steps=1, on_cuda=False)["exposed_communication_share"] == pytest.approx(0.6)
+    assert profile.of_collectives(host[1:], steps=1, on_cuda=False) == {}, "nothing where there is no collective"
+
+
 def test_the_idle_share_of_a_step_is_taken_of_steps_that_no_profiler_slowed_down() -> None:
     facts = {"busy_seconds_per_step": 0.002, "idle_share_while_profiled": 0.9, "kernels": []}
     assert with_idle_share(facts, 0.004)["idle_share"] == pytest.approx(0.5)

@@ -192,8 +192,7 @@ class LightningLoop(Processes):
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         if self._manual is not None:
             return self._manual_step(batch, inspect, together=True)
-        losses: list[Tensor] = []
-        closure = self._closure(batch, inspect)
+        losses, closure = list[Tensor](), self._closure(batch, inspect)
 
         def keep_loss() -> Tensor:
             losses.append(closure())
@@ -206,8 +205,7 @@ class LightningLoop(Processes):
         return self._training_step(self._arguments(batch, 0))
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        model: Any = self.wrapped
+        results, model = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls, self.wrapped
         with contextlib.ExitStack() as kept:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
                 kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)

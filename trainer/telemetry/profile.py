@@ -28,8 +28,8 @@ MAX_NAME = 80
 LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
 COLLECTIVE = re.compile(r"^(nccl|rccl|gloo:)|^void (nccl|rccl)", re.IGNORECASE)
 """Kernels of collectives on a GPU, and what gloo does on the host."""
-COMPUTE = re.compile(r"^(aten|inductor|triton|torch_compile)|^## Call CompiledFxGraph|CompiledFunction")
-"""Operators on a CPU; what dispatches a collective is none, nor what only calls others."""
+COMPUTE = re.compile(r"^(aten::|CompiledFunction|## Call CompiledFxGraph)")
+"""What computes on a CPU; what dispatches a collective does not."""
 COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
 SETTINGS = {
     "KINETO_LOG_LEVEL": "99",  # the tracing library writes to stderr, errors on a machine without a device among it

@@ -35,19 +35,27 @@ class Ranks:
 
     def __init__(self, loop: Loop) -> None:
         self._size, self._name = loop.world_size, f"crucible/run-{next(_RUNS)}"
-        self.several = self._size > 1 and distributed.is_available() and distributed.is_initialized()
-        self.rank = distributed.get_rank() if self.several else 0
+        self.rank = distributed.get_rank() if distributed.is_initialized() else 0
+        self.exposed = ExposedCommunication()
+        self._before: int | None = None
+
+    def exchange(self, figures: RankFigures, step: int) -> tuple[dict[str, float | None], int]:
+        """Publish the figures of a window; returns, on the first process, those of all of the window before for
+        TensorBoard and its last step. By then all are through with it."""
+        before, self._before = self._before, step
+        self.publish(figures, step)
+        return (rank_scalars(self.collect(before)) if self.rank == 0 and before is not None else {}), before or 0
 
     def publish(self, figures: RankFigures, moment: object) -> None:
         """Leave this process's figures of a moment, which all processes name alike, for the first one."""
-        with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        with contextlib.suppress(RuntimeError, ValueError):  # who holds the store is gone; there is none
             _store().set(f"{self._name}/{moment}/{self.rank}", json.dumps(dataclasses.asdict(figures)))
 
     def collect(self, moment: object) -> list[RankFigures]:
         """Figures of that moment of each process that has left some, in order; they are gone afterwards. For one
         process alone: of two, one would wait for what the other has taken."""
         found = []
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             for key in (f"{self._name}/{moment}/{rank}" for rank in range(self._size)):
                 if _store().check([key]):
                     found.append(build(RankFigures, json.loads(_store().get(key))))

@@ -13,7 +13,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,9 +26,11 @@ from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy, now
 from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler
-from trainer.telemetry.ranks import ExposedCommunication, Ranks, rank_scalars
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
+
+if TYPE_CHECKING:
+    from trainer.telemetry.ranks import Ranks
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
@@ -117,7 +119,7 @@ class Telemetry(BaseTelemetry):
         self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._running = False
-        self._exposed = ExposedCommunication()
+        self._ranks: Ranks | None = None
 
     @property
     def last_loss(self) -> float | None:
@@ -131,8 +133,11 @@ class Telemetry(BaseTelemetry):
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
         self._start(loop)
-        self._ranks, self._pages = Ranks(loop), pages
-        self._published: int | None = None
+        self._pages = pages
+        if loop.world_size > 1:
+            from trainer.telemetry.ranks import Ranks
+
+            self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
         self._phases = PhaseEnergy(self._energy.reader)
@@ -306,20 +311,19 @@ class Telemetry(BaseTelemetry):
             preflight_seconds=self.preflight_seconds or 0.0,
             learning_rate=None if rate is None else float(rate),
         )
-        if self._ranks.several:
-            rate, before, self._published = self.steps_per_second, self._published, self.steps_done
-            newest = self._exposed.look(self._loop.wrapped)
-            self._ranks.publish(self._figures(None if rate is None else 1 / rate, newest), self._published)
-            if self._pages is not None and self._loop.is_first_process and before is not None:
-                # The window before: by now all processes are through with it, and nobody waits.
-                self._pages.scalars(rank_scalars(self._ranks.collect(before)), before)
+        if self._ranks is not None:
+            rate, newest = self.steps_per_second, self._ranks.exposed.look(self._loop.wrapped)
+            figures = self._figures(self._ranks.rank, None if rate is None else 1 / rate, newest)
+            points, step = self._ranks.exchange(figures, self.steps_done)
+            if self._pages is not None:
+                self._pages.scalars(points, step)
 
-    def _figures(self, step_seconds: float | None, exposed_seconds: float | None) -> RankFigures:
+    def _figures(self, rank: int, step_seconds: float | None, exposed_seconds: float | None) -> RankFigures:
         """What this process measured so far."""
         compiled = self.compiler.figures() if self.compiler.compilations else None
         number = "" if self._device.index is None else f" {self._device.index}"
         return RankFigures(
-            rank=self._ranks.rank,
+            rank=rank,
             host=platform.node(),
             device=hardware.device_name(self._device) + number,
             steady_step_seconds_median=step_seconds,
@@ -354,16 +358,17 @@ class Telemetry(BaseTelemetry):
 
     def fill(self, record: RunRecord, *, together: bool) -> None:
         """Write what was measured into ``record``; ``together`` as for ``_fill``."""
-        if self._ranks.several:
-            profiled = (self.profile() or {}).get("exposed_communication_seconds_per_step")
-            exposed = profiled if self._exposed.median_seconds is None else self._exposed.median_seconds
-            self._ranks.publish(self._figures(self.meter.median_seconds, exposed), "end")
+        if self._ranks is not None:
+            exposed = self._ranks.exposed.median_seconds
+            if exposed is None and (profile := self.profile()) is not None:
+                exposed = profile.get("exposed_communication_seconds_per_step")
+            self._ranks.publish(self._figures(self._ranks.rank, self.meter.median_seconds, exposed), "end")
         self._fill(record, self.meter.steady.rates(), together=together)  # which, together, waits for all ranks
         record.take(self.meter.times())
         if self.preflight_seconds is not None:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
         record.preflight_seconds = self.preflight_seconds
-        if self._ranks.several and self._loop.is_first_process:
+        if self._ranks is not None and self._loop.is_first_process:
             record.ranks = self._ranks.collect("end")
             for name in ("peak_device_memory_gib", "peak_process_memory_gib"):
                 peaks = [peak for one in record.ranks if (peak := getattr(one, name)) is not None]

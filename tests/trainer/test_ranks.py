@@ -1,0 +1,119 @@
+"""Several processes: what each of them measured reaches the first one, and which of them is slow is found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, distributed
+
+from tests.processes import Pair
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.runs import events_of
+from trainer.callback import Compile
+from trainer.telemetry import ranks
+from trainer.telemetry.facts import communication_line
+from trainer.telemetry.record import RankFigures, RunRecord, communication_of
+
+SLOW, SLEPT_SECONDS = 1, 0.05
+
+
+class SlowOnOne(Blocks):
+    """A rank that computes longer than the other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == SLOW:
+            time.sleep(SLEPT_SECONDS)
+        return super().training_step(batch, batch_idx)
+
+
+class TimedOften(L.Callback):
+    """DDP times every second step after its first ten; a hundred would make a long test."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.model._set_ddp_runtime_logging_sample_rate(2)
+
+
+def train_with_a_slow_rank(folder: Path) -> RunRecord:
+    compile_ = Compile(warmup_steps=2, profile="on", profile_steps=2, verbose=False)
+    options = {"devices": 2, "strategy": "ddp", "max_steps": 24, "max_epochs": -1}
+    logger = TensorBoardLogger(folder, name="", version="")
+    fit(SlowOnOne(), folder, [TimedOften(), compile_], logger=logger, **options)
+    return compile_.record
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_the_rank_that_the_other_waits_for_is_named(pair: Pair, tmp_path: Path) -> None:
+    record, other = pair(train_with_a_slow_rank, tmp_path)
+    assert [one.rank for one in record.ranks] == [0, 1]
+    assert all(one.steady_step_seconds_median and one.peak_process_memory_gib for one in record.ranks)
+    assert not other.ranks, "the first process keeps the record"
+    found = communication_of(record.ranks)
+    assert found is not None
+    assert found.slowest.rank == SLOW
+    assert found.skew_seconds > SLEPT_SECONDS / 2
+    assert f"rank {SLOW} (" in communication_line(record.ranks)
+    assert record.peak_process_memory_gib == max(one.peak_process_memory_gib for one in record.ranks)
+    assert record.report["profile"]["exposed_communication_share"] > 0.3, "what the first one waits in the profile"
+    assert RunRecord.load(tmp_path).ranks == record.ranks
+    scalars = events_of(tmp_path)
+    assert {event.value for event in scalars.Scalars("ranks/slowest")} == {SLOW}
+    assert len(scalars.Scalars("ranks/skew_milliseconds")) > 3
+
+
+def rank(number: int, exposed: float | None = None, step: float | None = 0.1) -> RankFigures:
+    return RankFigures(
+        rank=number,
+        host="here",
+        device="a GPU",
+        steady_step_seconds_median=step,
+        exposed_communication_seconds=exposed,
+        peak_device_memory_gib=number + 1.0,
+    )
+
+
+def test_the_slowest_rank_waits_least_and_what_it_waits_is_communication() -> None:
+    found = communication_of([rank(0, 0.03), rank(1, 0.01), rank(2, 0.02)])
+    assert found is not None
+    assert (found.slowest.rank, found.skew_seconds) == (1, pytest.approx(0.02))
+    assert found.exposed_share == pytest.approx(0.1)
+    line = communication_line([rank(0, 0.03), rank(1, 0.01)])
+    assert line.startswith("10.0% of a step is not hidden")
+    assert "rank 1 (here, a GPU) is the slowest: another waits 20 ms of each step for it (20%)" in line
+    assert communication_line([rank(0, 0.011), rank(1, 0.01)]) == "10.0% of a step is not hidden by compute"
+
+
+@pytest.mark.parametrize("known", [[], [rank(0, 0.1)], [rank(0, 0.1), rank(1)]])
+def test_nothing_is_said_of_ranks_of_which_not_all_measured(known: list[RankFigures]) -> None:
+    assert communication_of(known) is None
+    assert communication_line(known) == ""
+    assert ranks.rank_scalars(known)["ranks/skew_milliseconds"] is None
+
+
+def test_a_process_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = distributed.HashStore()
+    monkeypatch.setattr(ranks, "_store", lambda: store)
+    loop: Any = SimpleNamespace(world_size=3)
+    first, last = ranks.Ranks(loop), ranks.Ranks(loop)
+    last.rank, last._name = 2, first._name
+    first.publish(rank(0, 0.1), 50)
+    last.publish(rank(2, 0.2), 50)
+    assert first.collect(50) == [rank(0, 0.1), rank(2, 0.2)]
+    assert first.collect(50) == [], "read once, and then no part of the store"
+    assert ranks.rank_scalars([rank(0), rank(2)])["ranks/peak_device_gib"] == 3.0
+
+
+def test_a_store_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> Any:
+        raise distributed.DistNetworkError("connection was closed")
+
+    monkeypatch.setattr(ranks, "_store", gone)
+    loop: Any = SimpleNamespace(world_size=2)
+    first = ranks.Ranks(loop)
+    first.publish(rank(0), "end")
+    assert first.collect("end") == []
