@@ -9,14 +9,20 @@ about 10 microseconds a step on every further one, used or not.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
+from torch.nn.parameter import is_lazy
 
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import CompiledTraining, Logs
+
+if TYPE_CHECKING:
+    from trainer.loops.watch import RankFailed, Watch
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -50,6 +56,9 @@ class Compile(CompiledTraining, L.Callback):
     """
 
     _stages: tuple[str, ...] = ("fit",)  # of Lightning, which are measured
+    watch: Watch | None = None
+    failed_by: BaseException | None = None
+    """What ended the training; what is behind an error, where that is another process."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies, once; their settings hold until ``teardown``."""
@@ -57,6 +66,8 @@ class Compile(CompiledTraining, L.Callback):
             raise ValueError(
                 "a Trainer takes one Compile callback: give it all strategies, Compile([Regional(), Cached()])"
             )
+        if trainer.world_size > 1:
+            self._watch_over_processes(trainer, pl_module)
         bar = trainer.progress_bar_callback
         program = self.apply_to(
             pl_module,
@@ -78,6 +89,8 @@ class Compile(CompiledTraining, L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """A batch is on the device."""
+        if self.watch is not None:
+            self.watch.check()
         self.batch_begins(batch)
 
     def on_train_batch_end(
@@ -96,6 +109,8 @@ class Compile(CompiledTraining, L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """A batch without a backward begins."""
+        if self.watch is not None:
+            self.watch.check()
         self.mark_step()
 
     on_test_batch_start = on_validation_batch_start
@@ -116,11 +131,41 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The training has failed; Lightning calls no teardown then."""
-        self.fail(exception)
+        self.failed_by = exception if self.watch is None else self.watch.failed(exception)
+        self.fail(self.failed_by)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give everything back."""
         self.close()
+        if self.watch is not None:
+            self.watch.end()
+
+    def _watch_over_processes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Begin to watch the other processes. Raises ValueError where they are not like this one."""
+        from trainer.loops.watch import code_of, watch
+
+        facts = {
+            "torch": str(torch.__version__),
+            "Lightning": L.__version__,
+            "strategies": str([strategy.facts() for strategy in self.strategies]),
+            "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
+            **code_of(module),
+        }
+        self.watch = watch(trainer.global_rank, facts, trainer.strategy.launcher)
+        if self.watch is not None:
+            self.watch.save = partial(self._save_from_outside, trainer.default_root_dir)
+
+    def _save_from_outside(self, directory: str, error: RankFailed) -> int:
+        """Save the record while the main thread waits for another process, which is gone; returns the exit code."""
+        record = self.record
+        record.steps = self.telemetry.steps_done
+        record.status, record.reason, record.signal = "failed", str(error), error.fault.signum
+        if record.signal is not None:
+            record.status = "interrupted"
+        folder = Path(directory) if self._own is None else self._own.directory
+        if folder is not None:
+            record.save(folder)
+        return record.exit_code
 
 
 def logs_of(trainer: L.Trainer) -> Logs:

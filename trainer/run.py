@@ -65,11 +65,13 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
+        cause = job.cause(error)
+        stopped = job.stopping or getattr(cause, "signum", None)
         # What breaks while everything is being told to stop is part of stopping; a loss is not.
-        if job.stopping and not isinstance(error, NonFiniteLoss):
-            record.status, record.signal, record.reason = "interrupted", job.stopping, one_line(error)
+        if stopped and not isinstance(error, NonFiniteLoss):
+            record.status, record.signal, record.reason = "interrupted", stopped, one_line(cause)
         else:
-            record.status, record.reason = "failed", one_line(error)
+            record.status, record.reason = "failed", one_line(cause)
         if record.status == "failed" and not job.started:
             if isinstance(error, ValueError):
                 refused = True
@@ -89,11 +91,12 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         with undisturbed():
             conclude(
                 record,
-                run_dir if is_first_process() else None,
+                run_dir if job.leads else None,
                 console,
                 close_pages=job.close_pages,
                 instead=replaced if refused else None,
             )
+    console.quiet = not job.leads
     print_end(console, record, run_dir if kept else None)
     if ended is not None:
         raise ended
@@ -147,6 +150,16 @@ class Job:
     def started(self) -> bool:
         """Whether a training step or a batch was begun."""
         return self._compile is not None and self._compile.telemetry.phase != "starting"
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What is behind ``error``: perhaps another process, which has failed."""
+        return error if self._compile is None or self._compile.failed_by is None else self._compile.failed_by
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the record: the first one, or, where that one is dead, the next."""
+        watch = None if self._compile is None else self._compile.watch
+        return is_first_process() if watch is None else watch.leads
 
     def go(self, stop: StopRequest) -> None:
         """Build everything and run to the end, to an error or to a stop."""

@@ -84,7 +84,7 @@ class OwnRun:
     def __init__(self, strategies: Sequence[Strategy], *, save: bool, verbose: bool) -> None:
         self._strategies, self._save, self._verbose = strategies, save, verbose
         self._console = Console(quiet=not verbose)
-        self._directory: Path | None = None
+        self.directory: Path | None = None
         self._view = contextlib.ExitStack()
         self._open = False
 
@@ -112,9 +112,9 @@ class OwnRun:
         record.config = {"task": {"parameters": parameters, "batch_size": logs.batch_size}, "trainer": logs.settings}
         record.versions = hardware.versions()
         note_machine(record, loop)
-        self._directory = None
+        self.directory = None
         if self._save and logs.folder is not None and loop.is_first_process:
-            self._directory = claimed(record, logs.folder, shared=logs.shared)
+            self.directory = claimed(record, logs.folder, shared=logs.shared)
 
     def end(self, record: RunRecord, close_pages: Callable[[dict[str, str]], None]) -> None:
         """The training is over, and ``record`` filled in."""
@@ -124,14 +124,16 @@ class OwnRun:
         self._open = False
         if record.status == "running":
             record.status = "finished"
-        conclude(record, self._directory, self._console, close_pages=close_pages, since_seconds=self._began_seconds)
-        print_end(self._console, record, self._directory)
+        conclude(record, self.directory, self._console, close_pages=close_pages, since_seconds=self._began_seconds)
+        print_end(self._console, record, self.directory)
 
     def failed(self, record: RunRecord, error: BaseException) -> None:
         """The training ends by ``error``, in the middle or while it was set up."""
         if record.status not in (NOT_STARTED, "running"):
             return  # what failed came after it
         record.status, record.reason = "failed", one_line(error)
+        if (signum := getattr(error, "signum", None)) is not None:
+            record.status, record.signal = "interrupted", signum
         if isinstance(error, KeyboardInterrupt):
             record.status, record.reason, record.signal = "interrupted", "Ctrl-C", signal.SIGINT
             stop_compiling()

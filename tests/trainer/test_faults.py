@@ -1,0 +1,208 @@
+"""Faults planted in one of two processes: each ends both soon, in a line that names it, or both go on alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from strategies import Regional
+from tests.processes import Pair, RanksFailed
+from tests.strategies import backends
+from tests.trainer.lightning_modules import Blocks
+from trainer.callback import Compile
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
+
+STEPS = 6
+RANK_1 = r"rank 1 \(.+, pid \d+\): "
+AND_SO = r"; this process ends with it$"
+
+
+class Faulty(Blocks):
+    """Does something else in a hook, from a step on."""
+
+    def plant(self, hook: str, act: Callable[[], Any], *, step: int = 2) -> None:
+        original = getattr(self, hook)
+
+        def planted(*arguments: Any, **named: Any) -> Any:
+            if self.trainer.global_step >= step:
+                act()
+            return original(*arguments, **named)
+
+        setattr(self, hook, planted)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", Blocks.training_step(self, batch, batch_idx), sync_dist=True)
+
+
+@dataclasses.dataclass
+class fail:
+    """Raises ``error`` when it is called."""
+
+    error: BaseException
+
+    def __call__(self) -> None:
+        raise self.error
+
+
+def kill(signum: int) -> Callable[[], Any]:
+    return lambda: os.kill(os.getpid(), signum)
+
+
+class Data(TensorDataset):
+    """Whose example 7 can be something else."""
+
+    act: Callable[[], Any] | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.act is not None and index % 8 == 7:
+            self.act()
+        return super().__getitem__(index)
+
+
+class Endless(IterableDataset[Any]):
+    """Of a length that nobody is told."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.batches * 4):
+            yield torch.randn(8), torch.randn(1)
+
+
+def trained(fault: str, folder: Path) -> dict[str, Any]:
+    """Train under a Compile callback with ``fault`` on rank 1; what is there to say of it on this rank."""
+    backends.register()
+    rank = int(os.environ["RANK"])
+    torch._dynamo.reset()
+    L.seed_everything(0, verbose=False)
+    module, options = Faulty(), dict[str, Any]()
+    data = Data(torch.randn(64, 8), torch.randn(64, 1))
+    loader: Any = DataLoader(data, batch_size=4)
+    callbacks: list[L.Callback] = []
+    compile_: dict[str, Any] = {"strategies": [Regional(backend="eager")]}
+    if rank == 1:
+        plant(fault, module, data, compile_)
+    if fault == "worker":
+        loader = DataLoader(data, batch_size=4, num_workers=1)
+    if fault == "fewer batches":
+        # not by Lightning's sampler, which makes them equal
+        count, options = (20, 12)[rank], {"use_distributed_sampler": False, "max_epochs": 2}
+        loader = DataLoader(TensorDataset(*data[:count]), batch_size=4)
+    if fault == "no batches":
+        options = {"use_distributed_sampler": False}
+        loader = DataLoader(TensorDataset(*data[: (20, 0)[rank]]), batch_size=4)
+    if fault == "another length":
+        options = {"max_epochs": 2}
+        loader = DataLoader(Endless((5, 3)[rank]), batch_size=4)
+    if fault == "callback":
+        callbacks = [Breaks()]
+    compiled = Compile(**compile_, verbose=False)
+    trainer = L.Trainer(
+        **{"max_steps": STEPS, **options},
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        callbacks=[compiled, *callbacks],
+        default_root_dir=folder,
+        val_check_interval=4 if "max_epochs" not in options else None,
+        num_sanity_val_steps=0,
+        limit_val_batches=1,
+    )
+    error = None
+    try:
+        trainer.fit(module, loader, DataLoader(data, batch_size=4))
+        trainer.save_checkpoint(folder / "last.ckpt")
+    except (Exception, SystemExit) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    record = compiled.record
+    facts = {"error": error, "status": record.status, "reason": record.reason, "steps": trainer.global_step}
+    weights = [float(one.detach().sum()) for one in module.parameters()]
+    if error is not None and "stays" not in fault:
+        (folder / f"{rank}.json").write_text(json.dumps(facts))
+        os._exit(1)  # as a script does that does not catch it
+    time.sleep(1000 if "stays" in fault else 0)
+    return {**facts, "weights": weights, "skew": trainer.current_epoch}
+
+
+class Breaks(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            raise RuntimeError("planted")
+
+
+def plant(fault: str, module: Faulty, data: Data, compile_: dict[str, Any]) -> None:
+    planted = RuntimeError("planted")
+    plans: dict[str, Callable[[], None]] = {
+        "setup": lambda: module.plant("setup", fail(planted), step=0),
+        "configure_optimizers": lambda: module.plant("configure_optimizers", fail(planted), step=0),
+        "training_step": lambda: module.plant("training_step", fail(planted)),
+        "training_step, stays": lambda: module.plant("training_step", fail(planted)),
+        "on_after_backward": lambda: module.plant("on_after_backward", fail(planted)),
+        "validation_step": lambda: module.plant("validation_step", fail(planted)),
+        "on_save_checkpoint": lambda: module.plant("on_save_checkpoint", fail(planted)),
+        "on_train_epoch_end": lambda: module.plant("on_train_epoch_end", fail(planted)),
+        "teardown": lambda: module.plant("teardown", fail(planted)),
+        "out of memory": lambda: module.plant("training_step", fail(torch.OutOfMemoryError("planted"))),
+        "sys.exit": lambda: module.plant("training_step", fail(SystemExit(3))),
+        "killed before a step": lambda: module.plant("on_train_batch_start", kill(signal.SIGKILL)),
+        "killed within a step": lambda: module.plant("on_after_backward", kill(signal.SIGKILL)),
+        "killed after a step": lambda: module.plant("on_train_batch_end", kill(signal.SIGKILL)),
+        "killed at once": lambda: module.plant("setup", kill(signal.SIGKILL), step=0),
+        "os._exit": lambda: module.plant("training_step", lambda: os._exit(0)),
+        "slow": lambda: module.plant(
+            "training_step", lambda: time.sleep(3) if module.trainer.global_step == 2 else None
+        ),
+        "data": lambda: setattr(data, "act", fail(planted)),
+        "worker": lambda: setattr(data, "act", fail(planted)),
+    }
+    plans.get(fault, lambda: None)()
+
+
+ENDS = {
+    "setup": "RuntimeError: planted",
+    "configure_optimizers": "RuntimeError: planted",
+    "training_step": "RuntimeError: planted",
+    "on_after_backward": "RuntimeError: planted",
+    "validation_step": "RuntimeError: planted",
+    "on_save_checkpoint": "RuntimeError: planted",
+    "on_train_epoch_end": "RuntimeError: planted",
+    "callback": "RuntimeError: planted",
+    "data": "RuntimeError: planted",
+    "worker": "RuntimeError: planted",
+    "out of memory": "OutOfMemoryError: planted",
+    "sys.exit": "SystemExit: 3",
+    "killed before a step": "ended without a word",
+    "killed within a step": "ended without a word",
+    "killed after a step": "ended without a word",
+    "killed at once": "ended without a word",
+    "os._exit": "ended without a word",
+    "no batches": "RuntimeError: `DataLoader` within local rank has zero length.*",
+}
+"""What the other process says of rank 1, by fault."""
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_both_end_with_the_reason_of_the_one(fault: str, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        pair(trained, fault, tmp_path)
+    written = tmp_path / "0.json"
+    # Where it stood still, it was ended there, and has printed why.
+    said = json.loads(written.read_text())["reason"] if written.exists() else str(failed.value)
+    assert re.search(RANK_1 + ENDS[fault] + AND_SO, said, re.MULTILINE), f"{said}\n{failed.value}"

@@ -1,0 +1,332 @@
+"""Watch: a process that fails or dies ends the others of its training within seconds, in one line that names it.
+
+Each process holds a connection to the first one, which passes on what it hears. The system closes it when a process
+ends, however that happens: nobody has to give signs of life, and a process that is slow, or holds Python's lock in a
+long compile, is no fault. Waiting is said, with the line of code at which each process is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from strategies.errors import one_line, origin_of
+from trainer.loops.agreement import host_group
+
+ROOT = Path(__file__).parents[2]
+CONNECT_SECONDS = 20.0
+LEARN_SECONDS = 2.0
+"""How long a process that lost another one waits to hear why."""
+GRACE_SECONDS = 8.0
+"""How long a process may stand still once another one has failed, before it is ended where it is."""
+SAVE_SECONDS = 5.0
+WAITING_SECONDS = 30.0
+"""After how long a wait is said, and again each time it has doubled."""
+REPORT_SECONDS = 10
+CONSEQUENCE = re.compile(
+    r"another process|connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|timed out", re.I
+)
+"""Errors that are what others notice of a process that has failed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """What ended one process."""
+
+    rank: int
+    line: str
+    signum: int | None = None
+    """The signal that it was told to stop by."""
+    died: bool = False
+    """Whether it ended without a word, so that it writes no record either."""
+
+
+class RankFailed(RuntimeError):
+    """Another process of the training has failed or died."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(f"{fault.line}; this process ends with it")
+        self.fault, self.signum = fault, fault.signum
+
+
+class Watch:
+    """The watch of one process over the others.
+
+    Args:
+        names: Of the processes, by rank.
+        connections: To all others on the first process, and elsewhere to that one.
+        children: Processes that this one has started, by rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: list[str],
+        connections: Mapping[int, socket.socket],
+        children: Mapping[int, subprocess.Popen[Any]],
+    ) -> None:
+        self.rank, self._names, self._connections, self._children = rank, names, connections, children
+        self.fault: Fault | None = None
+        self.save: Callable[[RankFailed], int] = lambda error: 1
+        """Saves what can be saved from another thread than the main one; returns the exit code."""
+        self._learned, self._lock = threading.Event(), threading.Lock()
+        self._inside = dict.fromkeys(connections, True)
+        self._open, self._failing = True, False
+        self._batches = 0
+        self._still: tuple[Any, float] = (None, time.monotonic())
+        self._places: dict[int, str] = {}
+        self._say_after = WAITING_SECONDS
+        for other, connection in connections.items():
+            threading.Thread(target=self._listen, args=(other, connection), name="watch", daemon=True).start()
+        threading.Thread(target=self._tick, name="watch", daemon=True).start()
+
+    def begin(self) -> None:
+        """Another training of the same processes begins."""
+        self._learned.clear()
+        self.fault, self._failing, self._open = None, False, True
+        self._tell({"inside": True})
+
+    def end(self) -> None:
+        """This process has trained to the end, and may go."""
+        if self._open and not self._failing:
+            self._open = False
+            self._tell({"inside": False})
+
+    def check(self) -> None:
+        """A batch begins. Raises RankFailed where another process has failed."""
+        self._batches += 1
+        if self.fault is not None and self.fault.rank != self.rank:
+            raise RankFailed(self.fault)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The training ends here by ``error``: tell the others. Returns what is behind it: RankFailed where that is
+        another process."""
+        if isinstance(error, RankFailed) or CONSEQUENCE.search(str(error)):
+            self._learned.wait(LEARN_SECONDS)
+            self._failing = True
+            if self.fault is not None and self.fault.rank != self.rank:
+                return RankFailed(self.fault)
+        self._failing = True
+        told = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
+        self._found(Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", told))
+        return error
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the record: the first one, or, where that one is dead, the next."""
+        return self.rank == (1 if self.fault is not None and self.fault.died and self.fault.rank == 0 else 0)
+
+    # ---- what is heard and said ------------------------------------------------------------------------------------
+
+    def _listen(self, other: int, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), connection.makefile() as lines:
+            for line in lines:
+                said = json.loads(line)
+                if "fault" in said:
+                    self._found(Fault(**said["fault"]), heard_from=other)
+                elif "inside" in said:
+                    self._inside[other] = said["inside"]
+                else:
+                    self._places[other] = said["place"]
+        if self._inside[other]:
+            code = self._children[other].poll() if other in self._children else None
+            how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended without a word"
+            self._found(Fault(other, f"rank {self._names[other]}: {how}", died=True))
+
+    def _found(self, fault: Fault, heard_from: int | None = None) -> None:
+        with self._lock:
+            if self.fault is not None or not (self._open or fault.rank != self.rank):
+                return
+            self.fault, self._fault_at = fault, time.monotonic()
+        self._learned.set()
+        self._tell({"fault": dataclasses.asdict(fault)}, but=heard_from)
+
+    def _tell(self, what: dict[str, Any], but: int | None = None) -> None:
+        for other, connection in self._connections.items():
+            if other != but:
+                with contextlib.suppress(OSError):
+                    connection.sendall(json.dumps(what).encode() + b"\n")
+
+    # ---- standing still --------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        for count in itertools.count(1):
+            time.sleep(1)
+            if self._open:
+                self._look(report=count % REPORT_SECONDS == 0)
+
+    def _look(self, *, report: bool) -> None:
+        """Apart, because a frame that is kept keeps all tensors of its function."""
+        frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+        at, now = (self._batches, id(frame), getattr(frame, "f_lasti", 0)), time.monotonic()
+        if at != self._still[0]:
+            self._still, self._say_after = (at, now), WAITING_SECONDS
+        still = now - self._still[1]
+        if self.fault is not None:
+            alone = self.fault.rank != self.rank and not self._failing
+            if now - self._fault_at > GRACE_SECONDS and (alone or still > GRACE_SECONDS):
+                self._end(self.fault)
+        elif report:
+            self._places[self.rank] = place_of(frame)
+            if self.rank:
+                self._tell({"place": self._places[self.rank]})
+            elif still > self._say_after:
+                self._say_after *= 2
+                self._say(still)
+
+    def _say(self, seconds: float) -> None:
+        """Say where all processes are, those first that are not within torch, which perhaps waits for them."""
+        known = sorted(self._places.items(), key=lambda one: ("torch/" in one[1], one[0]))
+        places = [f"rank {self._names[rank]} is at {place}" for rank, place in known]
+        print_error(f"no progress for {seconds:.0f} s, the run waits: {'; '.join(places)}")
+
+    def _end(self, fault: Fault) -> None:
+        """End this process where it is: its main thread waits for one that is gone."""
+        error, codes = RankFailed(fault), [1]
+        if self.leads:
+            saving = threading.Thread(target=lambda: codes.append(self.save(error)), daemon=True)
+            saving.start()  # apart: what is open may be locked by the thread that stands still
+            saving.join(SAVE_SECONDS)
+            print_error(f"failed: {error}")
+        os._exit(codes[-1])
+
+
+_current: tuple[object, Watch | None] | None = None
+
+
+def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | None:
+    """Watch over all processes of the group, from now until ``Watch.end``; all of them call it.
+
+    Args:
+        facts: What must be alike in all of them, by name.
+        launcher: Lightning's, which may have started the others.
+
+    Returns:
+        None where they cannot reach each other.
+
+    Raises:
+        ValueError: In all processes alike, where facts differ.
+    """
+    global _current
+    server = None
+    if rank == 0 and (_current is None or _current[0] is not dist.group.WORLD):
+        server = socket.create_server(("", 0))
+    told: list[Any] = [None] * dist.get_world_size()
+    port, token = (server.getsockname()[1], secrets.token_hex()) if server else (None, None)
+    name = f"{rank} ({socket.gethostname()}, pid {os.getpid()})"
+    dist.all_gather_object(told, (name, dict(facts), port, token), group=host_group())
+    names = [one[0] for one in told]
+    for other, (_, theirs, *_) in enumerate(told):
+        for what, value in theirs.items():
+            if (first := told[0][1].get(what)) != value:
+                raise ValueError(
+                    f"rank {names[other]} has {what} {value}, rank {names[0]} has {first}: all processes of a training "
+                    "need the same"
+                )
+    if _current is not None and _current[0] is dist.group.WORLD:
+        if _current[1] is not None:
+            _current[1].begin()
+        return _current[1]
+    made = None
+    try:
+        made = Watch(rank, names, _connected(rank, server, *told[0][2:]), _children(launcher))
+    except OSError as error:
+        rank_zero_warn(f"processes that die are not noticed, they cannot reach rank {names[0]}: {error}")
+    if _current is None:
+        os.register_at_fork(after_in_child=_forget)
+    _current = dist.group.WORLD, made
+    return made
+
+
+def _connected(rank: int, server: socket.socket | None, port: int, token: str) -> dict[int, socket.socket]:
+    if server is None:
+        own = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), CONNECT_SECONDS)
+        own.sendall(f"{token}{rank:8}".encode())
+        own.settimeout(None)
+        return {0: own}
+    found: dict[int, socket.socket] = {}
+    with server:
+        server.settimeout(CONNECT_SECONDS)
+        while len(found) < dist.get_world_size() - 1:
+            one, _ = server.accept()
+            one.settimeout(CONNECT_SECONDS)
+            said = one.recv(len(token) + 8, socket.MSG_WAITALL).decode(errors="replace")
+            if said[: len(token)] == token:
+                one.settimeout(None)
+                found[int(said[len(token) :])] = one
+    for one in found.values():  # where a host is gone without a word
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return found
+
+
+def _children(launcher: Any) -> dict[int, subprocess.Popen[Any]]:
+    """Those that Lightning's launcher has started. Its own watch over them, which kills this process before it has
+    written its record, is left without any."""
+    started = getattr(launcher, "procs", [])
+    processes = [one for one in started if isinstance(one, subprocess.Popen)]
+    if processes:
+        launcher.procs = processes
+        started.clear()
+    return dict(enumerate(processes, start=1))
+
+
+def _forget() -> None:
+    """In a data loader's worker: its connections would outlive the process that it belongs to."""
+    if _current is not None and _current[1] is not None:
+        for connection in _current[1]._connections.values():
+            with contextlib.suppress(OSError):
+                os.close(connection.detach())
+
+
+def code_of(module: nn.Module) -> dict[str, str]:
+    """Checksums of the files that hold the code of ``module`` and of this project, by what they are."""
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
+    own = sorted(file for file in files if file and origin_of(file) == "other")
+    sums = {f"code of {Path(file).name}": checksum(Path(file)) for file in own}
+    here = [file for name in ("strategies", "trainer") for file in (ROOT / name).rglob("*.py")]
+    return {"this project's code": checksum(*here), **sums}
+
+
+def checksum(*files: Path) -> str:
+    """Of what ``files`` hold, eight digits; a file that cannot be read counts as empty."""
+    total = 0
+    for file in sorted(files):
+        with contextlib.suppress(OSError):
+            total = zlib.crc32(file.read_bytes(), total)
+    return f"{total:08x}"
+
+
+def place_of(frame: Any) -> str:
+    """The line at which a thread is, as ``file.py:12 in function``, below Python's own library."""
+    library = str(Path(os.__file__).parent)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith((library, "<")) and "site-packages" not in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def print_error(line: str) -> None:
+    """Not print: whatever the main thread is doing to the stream."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
