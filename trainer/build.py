@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from tasks.base import Task, suggest
 from tasks.resources import require_memory
 from trainer.callback import Compile
-from trainer.checkpoints import DIRECTORY, AtomicCheckpointIO
+from trainer.checkpoints import DIRECTORY
+from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.settings import Config, TrainerConfig
@@ -154,7 +155,7 @@ def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
         "deterministic": settings.deterministic,
         # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
         "logger": RunLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
-        "plugins": [AtomicCheckpointIO(), *precision["plugins"]],
+        "plugins": [AtomicCheckpointIO(background=settings.async_checkpoints), *precision["plugins"]],
         "default_root_dir": run_dir,
         "enable_progress_bar": False,
         "enable_model_summary": False,

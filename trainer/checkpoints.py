@@ -17,16 +17,15 @@ from typing import Any
 import lightning as L
 import numpy
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.guards.nonfinite import FiniteLosses
 from trainer.loops.agreement import Agreement
+from trainer.loops.checkpoint_io import AtomicCheckpointIO, grouped
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.sharded import META, beside, damaged, is_directory, load_directory, replace
+from trainer.loops.sharded import META, beside, damaged, is_directory
 from trainer.process import Interrupted, StopRequest
-from trainer.telemetry.files import written_whole
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
@@ -36,37 +35,6 @@ DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
 OTHERS_SECONDS = 5.0
 """How long the other processes of a run that stops at once may take, before they are killed."""
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs and renames. Lightning's own writer stages in the system's temporary folder,
-    and across file systems its final move is a copy that a kill leaves half done."""
-
-    refused: OSError | None = None
-    """What the system said to a write of this process in a group: the others wait for it, and all end with it."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half."""
-        try:
-            target = beside(Path(path), "new") if is_directory(Path(path)) else Path(path)
-            with written_whole(target, "wb") as file:
-                torch.save(checkpoint, file)
-            if target != Path(path):
-                replace(Path(path))
-        except (OSError, RuntimeError) as error:
-            # Where the system refuses a write, torch complains of an archive that it cannot finish.
-            refused = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(refused, OSError) or refused.errno is None:
-                raise
-            self.refused = OSError(refused.errno, refused.strerror, str(path))
-            if not grouped() or torch.distributed.get_world_size() == 1:
-                raise self.refused from error
-
-    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        """What a file or a directory of several processes' parts holds; the latter in host memory."""
-        if is_directory(Path(path)):
-            return load_directory(Path(path), weights_only=weights_only)
-        return super().load_checkpoint(path, weights_only=weights_only)
 
 
 class Checkpoints(L.Callback):
@@ -138,8 +106,8 @@ class Checkpoints(L.Callback):
         self._validated = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From here on a signal ends the process at once."""
-        self._require_written(trainer, pending=self._validated)
+        """What is being written is whole; from here on a signal ends the process at once."""
+        self._require_written(trainer, pending=self._validated, wait=True)
         self._stop.in_training = False
         if self._agreement is not None:
             self._agreement.settle()
@@ -184,10 +152,14 @@ class Checkpoints(L.Callback):
         """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
         self._restored = state_dict.get("ranks", [state_dict])  # earlier versions kept one process's
 
-    def _require_written(self, trainer: L.Trainer, *, pending: bool = True) -> None:
-        """Raise in all processes what a write of the first one's has met."""
+    def _require_written(self, trainer: L.Trainer, *, pending: bool = True, wait: bool = False) -> None:
+        """Raise in all processes what a write of the first one's has met; ``wait``: also one that goes on."""
         writer = trainer.strategy.checkpoint_io
-        if pending and not self._alone and isinstance(writer, AtomicCheckpointIO):
+        if not isinstance(writer, AtomicCheckpointIO):
+            return
+        if wait:
+            writer.settle()
+        if not self._alone and (pending or (wait and writer.background)):
             self._validated = False
             if (refused := trainer.strategy.broadcast(writer.refused)) is not None:
                 raise refused
@@ -199,11 +171,6 @@ class Checkpoints(L.Callback):
             return self._stop.signum is not None
         (signum,) = self._agreement.exchange(self._stop.signum or 0)
         return self._stop.take_over(signum)
-
-
-def grouped() -> bool:
-    """Whether this process is one of a group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def random_states() -> dict[str, Any]:

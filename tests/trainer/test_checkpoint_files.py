@@ -20,8 +20,9 @@ import torch
 
 from tests.trainer.inferences import infer
 from tests.trainer.runs import train
-from trainer import checkpoints as checkpoints_module
-from trainer.checkpoints import AtomicCheckpointIO, Checkpoints, find_checkpoint, random_states, restore_own, step_of
+from trainer.checkpoints import Checkpoints, find_checkpoint, random_states, restore_own, step_of
+from trainer.loops import checkpoint_io
+from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
 from trainer.telemetry.files import written_whole
 from trainer.telemetry.record import RunRecord
@@ -239,7 +240,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_with_the_file(
         with written_whole(target, mode) as file:
             yield Small(file)
 
-    monkeypatch.setattr(checkpoints_module, "written_whole", small)
+    monkeypatch.setattr(checkpoint_io, "written_whole", small)
     record = train(tmp_path, "trainer.max_steps=1", task="micro")
     file = tmp_path / "checkpoints" / "last.ckpt"
     assert (record.status, record.exit_code) == ("failed", 1)

@@ -264,11 +264,11 @@ import contextlib, json, os, sys
 from pathlib import Path
 import torch
 from tests.trainer.runs import train
-from trainer import checkpoints
+from trainer.loops import checkpoint_io
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 torch.set_num_threads(1)
-written_whole = checkpoints.written_whole
+written_whole = checkpoint_io.written_whole
 
 @contextlib.contextmanager
 def full(target, mode):
@@ -277,7 +277,7 @@ def full(target, mode):
     with written_whole(target, mode) as file:
         yield file
 
-checkpoints.written_whole = full
+checkpoint_io.written_whole = full
 facts = {}
 for refused, often in (("last.ckpt", "checkpoint_every_n_steps"), ("best.ckpt", "val_every_n_steps")):
     record = train(folder / refused, "trainer.devices=2", "trainer.max_steps=6", f"trainer.{often}=2")
