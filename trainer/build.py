@@ -137,7 +137,7 @@ class RunLogger(TensorBoardLogger):
 def _strategy(config: Config, name: str) -> Strategy | str:
     """Ours for ``name``, or the name for Lightning."""
     if name == "fsdp2":
-        return FSDP2()
+        return FSDP2(save_distributed_checkpoint=config.trainer.sharded_checkpoints)
     if name not in ("ddp", "ddp_find_unused_parameters_true"):
         return name
     captures = any(strategy.captures_step for strategy in config.compile.values())

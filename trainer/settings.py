@@ -75,6 +75,8 @@ class TrainerConfig:
     """First optimizer steps left out of steady-state figures, even when nothing compiles."""
     checkpoint_every_n_steps: int | None = 200
     """Optimizer steps between checkpoints; 0 = only at the end; null = only when a run is stopped before it."""
+    sharded_checkpoints: bool = True
+    """With ``strategy=fsdp2``, each process writes its part into a directory; false = the first one writes one file."""
     async_checkpoints: bool = False
     """Copy a checkpoint to host memory and write it while training continues, which takes its size there."""
     deterministic: bool = False

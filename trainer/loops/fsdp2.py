@@ -26,13 +26,14 @@ from torch.nn.parameter import is_lazy
 
 from strategies import Program
 from strategies.regions import expand_blocks, find_containers, outermost
+from trainer.loops.sharded import ShardedCheckpoints
 from trainer.loops.training import CompiledTraining
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods that Lightning calls in the place of the module's ``forward``."""
 
 
-class FSDP2(ModelParallelStrategy):
+class FSDP2(ShardedCheckpoints):
     """Shards parameters, gradients and optimizer state over all processes.
 
     A module whose ``configure_model`` has called ``fully_shard`` stays as that has left it.
@@ -40,14 +41,15 @@ class FSDP2(ModelParallelStrategy):
     Args:
         reshard_after_forward: Whether units give their gathered parameters back after the forward and gather them
             again for the backward; see ``fully_shard``.
-        **options: Of ``lightning.pytorch.strategies.ModelParallelStrategy``.
+        **options: Of ``lightning.pytorch.strategies.ModelParallelStrategy``. ``save_distributed_checkpoint=False``
+            writes one file, which the first process assembles, in place of a directory.
 
     Raises:
         ValueError: A parameter that cannot be sharded.
     """
 
     def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
-        super().__init__(**{"save_distributed_checkpoint": False, **options})
+        super().__init__(**options)
         self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:

@@ -203,22 +203,22 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
             torch.save(rest, file)
         replace(path)
 
-    _by_first(begin, strategy)
+    _by_first(begin, strategy, path)
     try:
         save(tensors, storage_writer=FileSystemWriter(new))
     except CheckpointException as error:
         raise _reason(error, path) from error
-    _by_first(end, strategy)
+    _by_first(end, strategy, path)
 
 
-def _by_first(act: Callable[[], None], strategy: ModelParallelStrategy) -> None:
-    """``act`` in the first process; what the system says to it is raised in all."""
+def _by_first(act: Callable[[], None], strategy: ModelParallelStrategy, path: Path) -> None:
+    """``act`` in the first process; what the system says to it is raised in all, with ``path``."""
     refused: OSError | None = None
     if strategy.is_global_zero:
         try:
             act()
         except OSError as error:
-            refused = error
+            refused = OSError(error.errno, error.strerror, str(path))
     if (said := strategy.broadcast(refused)) is not None:
         raise said
 

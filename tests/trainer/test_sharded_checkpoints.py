@@ -1,0 +1,339 @@
+"""Checkpoints cross strategies and numbers of processes: weights, optimizer states, counters stay to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import pickle
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint import format_utils
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from tests.processes import Pair, on_ranks
+from tests.trainer.inferences import infer
+from tests.trainer.runs import train
+from trainer.checkpoints import find_checkpoint, step_of
+from trainer.loops import sharded
+from trainer.loops.checkpoint_io import AtomicCheckpointIO
+from trainer.loops.fsdp2 import FSDP2
+from trainer.loops.sharded import INDEX, META, beside, is_directory
+
+pytestmark = pytest.mark.xdist_group("two_processes")
+
+SAVED_AT = 3
+KINDS = ("ddp", "directory", "file")
+"""How two processes train, and what they then write."""
+LOADING = ("ddp", "directory")
+
+
+class Small(L.LightningModule):
+    """Blocks, a buffer, weights whose rows no number of processes divides, tied ones, two groups and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.head, self.tied = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.tied.weight = self.head.weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        batch = self.norm(batch)
+        loss: Tensor = (self.head(batch) + self.tied(batch)).square().mean() + 0.01 * torch.rand(())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.head.parameters(), "weight_decay": 0.0}, {"params": [*self.blocks.parameters()]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+class Seen(L.Callback):
+    """What is there when training begins, and at its end."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begin = state_of(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.end = state_of(trainer)
+
+
+def state_of(trainer: L.Trainer) -> dict[str, str]:
+    """A digest of each tensor and number of the training, by name."""
+    states: dict[str, Any] = {"weights": trainer.lightning_module.state_dict(), "steps": trainer.global_step}
+    states |= {"optimizer": [one.state_dict() for one in trainer.optimizers]}
+    states |= {"schedule": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]}
+    return dict(digests(states))
+
+
+def digests(tree: Any, name: str = "") -> Any:
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from digests(value, f"{name}.{key}")
+        return
+    if isinstance(tree, DTensor):
+        tree = tree.full_tensor()
+    if isinstance(tree, Tensor):
+        tree = (str(tree.dtype), tuple(tree.shape), tree.detach().contiguous().numpy().tobytes())
+    yield name, hashlib.sha256(repr(tree).encode()).hexdigest()
+
+
+def fit(folder: Path, kind: str, resume: Path | None = None, *, steps: int = SAVED_AT, **io: bool) -> Seen:
+    """Train; saves ``folder/last.ckpt`` with its last step."""
+    torch.manual_seed(0)
+    seen = Seen()
+    strategy: Any = {"one": "auto", "ddp": "ddp", "directory": FSDP2()}.get(kind)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy=strategy or FSDP2(save_distributed_checkpoint=False),
+        max_steps=steps,
+        callbacks=[
+            seen,
+            ModelCheckpoint(folder, "last", every_n_train_steps=1, save_top_k=1, enable_version_counter=False),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[AtomicCheckpointIO(**io)],
+    )
+    trainer.fit(Small(), DataLoader(torch.randn(64, 6), batch_size=4), ckpt_path=resume)
+    return seen
+
+
+def across(folder: str, saving: tuple[str, ...], loading: tuple[str, ...]) -> dict[str, Any]:
+    """On each rank: save as each kind of ``saving``; go on from each of these and of one process as ``loading``."""
+    facts: dict[str, Any] = {kind: fit(Path(folder) / kind, kind).end for kind in saving}
+    for before in (*KINDS, "one"):
+        for after in loading:
+            resume = Path(folder) / before / "last.ckpt"
+            facts[f"{before} to {after}"] = fit(Path(folder) / "on", after, resume, steps=SAVED_AT + 1).begin
+    return facts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("crossing")
+
+
+@pytest.fixture(scope="module")
+def crossed(folder: Path, pair: Pair) -> dict[str, Any]:
+    """What there is at the end of each kind, and at the beginning of what goes on from it."""
+    single = fit(folder / "one", "one").end
+    ranks = pair(across, str(folder), KINDS, LOADING)
+    # Running means are each process's own, until they come from a checkpoint: the first one's.
+    assert [name for name in ranks[0] if ranks[0][name] != ranks[1][name]] == [*KINDS]
+    return {**ranks[0], "one": single}
+
+
+def test_any_kind_goes_on_from_any_other_to_the_last_bit(
+    crossed: dict[str, Any], folder: Path, subtests: pytest.Subtests
+) -> None:
+    assert [is_directory(folder / kind / "last.ckpt") for kind in KINDS] == [False, True, False]
+    for before in (*KINDS, "one"):
+        for after in LOADING:
+            with subtests.test(f"{before} to {after}"):
+                assert crossed[f"{before} to {after}"] == crossed[before]
+
+
+def test_one_process_goes_on_from_each(crossed: dict[str, Any], folder: Path, subtests: pytest.Subtests) -> None:
+    for before in KINDS:
+        with subtests.test(before):
+            resume = folder / before / "last.ckpt"
+            assert fit(folder / "alone", "one", resume, steps=SAVED_AT + 1).begin == crossed[before]
+
+
+@pytest.mark.slow
+def test_four_processes_go_on_from_two_and_one(crossed: dict[str, Any], folder: Path) -> None:
+    for begins in on_ranks(across, str(folder), (), ("directory",), ranks=4, timeout_seconds=200):
+        for before in (*KINDS, "one"):
+            assert begins[f"{before} to directory"] == crossed[before], before
+
+
+def test_keys_and_states_are_those_of_one_process(crossed: dict[str, Any], folder: Path) -> None:
+    one = torch.load(folder / "one" / "last.ckpt", weights_only=True)
+    for kind in KINDS:
+        loaded = AtomicCheckpointIO().load_checkpoint(folder / kind / "last.ckpt", weights_only=True)
+        assert shapes(loaded["state_dict"]) == shapes(one["state_dict"])
+        assert shapes(loaded["optimizer_states"]) == shapes(one["optimizer_states"])
+        module = Small()
+        module.load_state_dict(loaded["state_dict"])
+        (optimizer,), _ = module.configure_optimizers()
+        optimizer.load_state_dict(loaded["optimizer_states"][0])
+        found = digests({"weights": module.state_dict(), "optimizer": [optimizer.state_dict()]})
+        assert dict(found).items() <= crossed[kind].items()
+
+
+def shapes(tree: Any) -> Any:
+    return sharded.mapped(tree, lambda _, tensor: (type(tensor), tensor.shape, tensor.dtype))
+
+
+def test_torch_makes_one_file_of_the_weights_in_a_directory(crossed: dict[str, Any], folder: Path) -> None:
+    format_utils.dcp_to_torch_save(folder / "directory" / "last.ckpt", folder / "weights.pt")
+    Small().load_state_dict(torch.load(folder / "weights.pt", weights_only=True)["state_dict"])
+
+
+# ---- what is not whole ---------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_damaged_or_runs_code_is_refused(
+    crossed: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    whole = folder / "directory" / "last.ckpt"
+    assert step_of(whole) == SAVED_AT
+
+    class RunsCode:
+        def __reduce__(self) -> Any:
+            return os.system, ("exit 1",)
+
+    def flip(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        place = content.index(b"data/0") + 80  # in the first tensor
+        content[place : place + 4] = bytes(byte ^ 255 for byte in content[place : place + 4])
+        file.write_bytes(content)
+
+    shards = [file.name for file in whole.glob("*.distcp")]
+    assert len(shards) == 2
+    for what, spoil, complaint in (
+        ("flipped", lambda path: flip(path / shards[0]), "the file is damaged: .* is not what its checksum says"),
+        ("cut", lambda path: os.truncate(path / shards[1], 100), "is not what its checksum says"),
+        ("lost", lambda path: (path / shards[1]).unlink(), "No such file"),
+        ("malicious", lambda path: (path / INDEX).write_bytes(pickle.dumps(RunsCode())), "would call posix.system"),
+        ("no optimizer", lambda path: rewritten(path / META), "it holds no optimizer_states"),
+    ):
+        path = tmp_path / what
+        shutil.copytree(whole, path)
+        spoil(path)
+        with pytest.raises(ValueError, match=complaint) as raised:
+            step_of(path)
+        assert len(str(raised.value).splitlines()) == 1
+
+
+def rewritten(file: Path) -> None:
+    loaded = torch.load(file, weights_only=True)
+    torch.save({name: value for name, value in loaded.items() if name != "optimizer_states"}, file)
+
+
+def broken(folder: str) -> list[str]:
+    """On two ranks: the second has a full disk; the first cannot put the whole directory in place; then all is well."""
+    rank, said, path = int(os.environ["RANK"]), [], Path(folder) / "directory"
+    writer, replace = sharded.FileSystemWriter.write_data, sharded.replace
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sharded.FileSystemWriter.write_data = full if rank == 1 else writer  # type: ignore[method-assign, assignment]
+    try:
+        fit(path, "directory")
+    except OSError as error:
+        said.append(str(error))
+    sharded.FileSystemWriter.write_data = writer  # type: ignore[method-assign]
+    sharded.replace = full
+    try:
+        fit(path, "directory")
+    except OSError as error:
+        said.append(str(error))
+    sharded.replace = replace
+    fit(path, "directory")
+    return [*said, *sorted(file.name for file in path.iterdir())]
+
+
+def test_a_part_that_cannot_be_written_ends_all_with_its_reason(pair: Pair, tmp_path: Path) -> None:
+    one, other = pair(broken, str(tmp_path))
+    last = tmp_path / "directory" / "last.ckpt"
+    assert one == [
+        f"[Errno 28] No space left on device (rank 1): '{last}'",
+        f"[Errno 28] No space left on device: '{last}'",
+        "last.ckpt",
+    ]
+    assert other == one
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
+    crossed: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The three moves that put a new directory in place, and a kill before each of them."""
+    calls: list[str] = []
+
+    def counted(name: str, real: Any, limit: int, *arguments: Any) -> None:
+        calls.append(name)
+        if len(calls) > limit:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    for limit in range(4):
+        run = tmp_path / str(limit)
+        path = run / "checkpoints" / "last.ckpt"
+        shutil.copytree(folder / "directory" / "last.ckpt", path)
+        shutil.copytree(folder / "directory" / "last.ckpt", beside(path, "new"))
+        calls.clear()
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for owner, name in ((os, "rename"), (shutil, "rmtree")):
+                patch.setattr(owner, name, partial(counted, name, getattr(owner, name), limit))
+            sharded.replace(path)
+        assert step_of(find_checkpoint(str(run))) == SAVED_AT
+        assert step_of(find_checkpoint(str(path))) == SAVED_AT
+    assert calls == ["rename", "rename", "rmtree"]
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def command(folder: str) -> dict[str, Any]:
+    """On two ranks: train, go on by other strategies in the same and other folders; what the records say."""
+    torch.use_deterministic_algorithms(True)
+    root = Path(folder)
+    two = ("trainer.devices=2", "trainer.val_every_n_steps=2")
+    saved = train(root / "saved", *two, "trainer.strategy=fsdp2", "trainer.max_steps=4", task="micro")
+    facts: dict[str, Any] = {"saved": (saved.status, saved.steps, saved.reason)}
+    for name, how in (
+        ("same", ("trainer.strategy=fsdp2",)),
+        ("file", ("trainer.strategy=fsdp2", "trainer.sharded_checkpoints=false", "trainer.async_checkpoints=true")),
+        ("ddp", ("trainer.strategy=ddp", "trainer.async_checkpoints=true")),
+    ):
+        record = train(
+            root / name,
+            *two,
+            *how,
+            "trainer.max_steps=6",
+            f"resume={root / 'saved'}",
+            task="micro",
+            strategy="regional",
+        )
+        facts[name] = (record.status, record.steps, record.reason)
+    straight = train(root / "straight", *two, "trainer.strategy=fsdp2", "trainer.max_steps=6", task="micro")
+    facts["straight"] = (straight.status, straight.steps, straight.reason)
+    return facts
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
+    facts, _ = pair(command, str(tmp_path), timeout_seconds=250)
+    assert facts == {
+        name: ("finished", 4 if name == "saved" else 6, None) for name in ("saved", "same", "file", "ddp", "straight")
+    }
+    kept = {name: is_directory(tmp_path / name / "checkpoints" / "last.ckpt") for name in facts}
+    assert kept == {"saved": True, "same": True, "file": False, "ddp": False, "straight": True}
+    assert is_directory(tmp_path / "saved" / "checkpoints" / "best.ckpt")
+    load = AtomicCheckpointIO().load_checkpoint
+    last = {name: load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in facts}
+    assert len(last["same"]["callbacks"]["Checkpoints"]["ranks"]) == 2
+    assert dict(digests(last["same"]["callbacks"]["Checkpoints"])) == dict(
+        digests(last["straight"]["callbacks"]["Checkpoints"])
+    )
+    alone = train(tmp_path / "alone", f"resume={tmp_path / 'saved'}", "trainer.max_steps=6", task="micro")
+    assert (alone.status, alone.steps) == ("finished", 6)
+    assert infer(tmp_path / "inferred", f"resume={tmp_path / 'saved'}", task="micro").status == "finished"
