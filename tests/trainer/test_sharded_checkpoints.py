@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from tests.processes import Pair, on_ranks
-from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
 from trainer.loops import sharded
@@ -156,7 +155,6 @@ def test_one_process_goes_on_from_each(crossed: dict[str, Any], folder: Path, su
             assert fit(folder / "alone", "one", resume, steps=SAVED_AT + 1).begin == crossed[before]
 
 
-@pytest.mark.slow
 def test_four_processes_go_on_from_two_and_one(crossed: dict[str, Any], folder: Path) -> None:
     for begins in on_ranks(across, str(folder), (), ("directory",), ranks=4, timeout_seconds=200):
         for before in (*KINDS, "one"):
@@ -319,7 +317,6 @@ def command(folder: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
     facts, _ = pair(command, str(tmp_path), timeout_seconds=250)
     assert facts == {
@@ -336,4 +333,5 @@ def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
     )
     alone = train(tmp_path / "alone", f"resume={tmp_path / 'saved'}", "trainer.max_steps=6", task="micro")
     assert (alone.status, alone.steps) == ("finished", 6)
-    assert infer(tmp_path / "inferred", f"resume={tmp_path / 'saved'}", task="micro").status == "finished"
+    inference = ("run=inference", "run.batches=2", "run.repeats=1", "run.warmup_batches=1", "run.distinct_batches=1")
+    assert train(tmp_path / "run", *inference, f"resume={tmp_path / 'saved'}", task="micro").status == "finished"
