@@ -24,6 +24,7 @@ from trainer.guards.nonfinite import FiniteLosses
 from trainer.loops.agreement import Agreement
 from trainer.loops.checkpoint_io import AtomicCheckpointIO, grouped
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.private import on_sigterm
 from trainer.loops.sharded import META, beside, damaged, is_directory
 from trainer.process import Interrupted, StopRequest
 
@@ -68,6 +69,7 @@ class Checkpoints(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals back from Lightning and put restored random states in force."""
         self._stop.install()
+        on_sigterm(trainer, None, lambda: None)
         self._step = trainer.global_step
         self._last_step = trainer.max_steps
         self._alone = trainer.world_size == 1

@@ -1,15 +1,28 @@
-"""DDP by the command line: which strategy trains, and what it is told."""
+"""DDP: which strategy trains, what it leaves as it is, and how a SIGTERM ends it."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.trainer.runs import overrides
+from tests.processes import Pair
+from tests.trainer.lightning_modules import Blocks
+from tests.trainer.runs import curve, overrides, train
 from trainer.build import build_trainer
 from trainer.config import compose
 from trainer.loops.ddp import DDP
+
+pytestmark = pytest.mark.xdist_group("two_processes")
 
 
 @pytest.mark.parametrize(
@@ -29,3 +42,61 @@ def test_several_devices_are_trained_by_ours(
     assert isinstance(strategy, DDP)
     assert strategy.captures == captures
     assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": finds_unused}
+
+
+def losses(folder: str) -> list[dict[int, float]]:
+    """Of a command with ours, and of one with Lightning's DDP in its place."""
+    found = []
+    for name in ("ours", "theirs"):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        changes = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.strategy=ddp"]
+        changes += ["trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "trainer.max_steps=6"]
+        if name == "theirs":
+            changes[2] = "trainer.strategy=ddp_find_unused_parameters_false"
+        run_dir = Path(folder) / name
+        record = train(run_dir, *changes, strategy="regional", task="micro")
+        assert record.status == "finished", record.reason
+        found.append(curve(run_dir) if os.environ["RANK"] == "0" else {})
+    return found
+
+
+def test_losses_are_those_of_lightnings_own(pair: Pair, tmp_path: Path) -> None:
+    ours, theirs = pair(losses, str(tmp_path))[0]
+    assert len(ours) == 6
+    assert ours == theirs
+
+
+def told_to_stop(folder: str) -> tuple[str, int]:
+    """One rank gets a SIGTERM in its third step; returns what has ended the training, and at which step."""
+
+    class Told(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDP(),
+        max_steps=9,
+        callbacks=[Told()],
+        default_root_dir=folder,
+        **options,
+    )
+    batches = DataLoader(TensorDataset(torch.randn(80, 8), torch.randn(80, 1)), batch_size=4)
+    try:
+        trainer.fit(Blocks(), batches)
+    except SIGTERMException:
+        return "SIGTERM", trainer.global_step
+    return "", trainer.global_step
+
+
+def test_a_sigterm_to_one_ends_both_at_one_step(pair: Pair, tmp_path: Path) -> None:
+    assert pair(told_to_stop, str(tmp_path)) == [("SIGTERM", 5), ("SIGTERM", 5)]
+
+
+def test_lightning_still_waits_for_a_flag_in_each_step() -> None:
+    """Once it does not, ``trainer.loops.private.on_sigterm`` can go."""
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert ".item()" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)

@@ -101,6 +101,18 @@ def muted(logger: Logger) -> Logger:
     return cast(Logger, type("Muted", (resolve(DUMMY_LOGGER),), {"of": logger, **said})())
 
 
+def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, each_step: Callable[[], None]) -> None:
+    """Let ``notice`` handle a SIGTERM, where it is given, and ``each_step`` act on it, in place of Lightning's own.
+
+    Those of Lightning 2.6 broadcast from the handler, and in each step, where the host waits for the device:
+    https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/training_epoch_loop.py
+    https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/trainer/connectors/signal_connector.py
+    """
+    if notice is not None:
+        vars(trainer._signal_connector)["_sigterm_notifier_fn"] = notice
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = each_step
+
+
 class LightningMicroBatch:
     """One call of ``_AutomaticOptimization.run``; see ``MicroBatch``."""
 
