@@ -77,6 +77,11 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
     0.3 ms, and ThroughputMonitor synchronises at every batch.
     """
     settings = config.trainer
+    if settings.strategy.startswith("fsdp") and settings.strategy != "fsdp2" and settings.gradient_clip_val is not None:
+        raise ValueError(
+            f"trainer.strategy={settings.strategy}: Lightning's FSDP cannot clip gradients by their norm; use "
+            "trainer.strategy=fsdp2, or trainer.gradient_clip_val=null"
+        )
     validates = settings.val_every_n_steps > 0
     if validates and config.task.monitor is not None:
         best = ModelCheckpoint(
@@ -137,7 +142,10 @@ class RunLogger(TensorBoardLogger):
 def _strategy(config: Config, name: str) -> Strategy | str:
     """Ours for ``name``, or the name for Lightning."""
     if name == "fsdp2":
-        return FSDP2(save_distributed_checkpoint=config.trainer.sharded_checkpoints)
+        return FSDP2(
+            reshard_after_forward=config.trainer.reshard_after_forward,
+            save_distributed_checkpoint=config.trainer.sharded_checkpoints,
+        )
     if name not in ("ddp", "ddp_find_unused_parameters_true"):
         return name
     captures = any(strategy.captures_step for strategy in config.compile.values())

@@ -57,6 +57,9 @@ class TrainerConfig:
     """Number of devices, -1 or ``auto`` for all of them, or a list of indices in quotes (``'0,1'``)."""
     strategy: str = "auto"
     """Lightning's way of training on several devices: ``auto``, ``ddp``, ``fsdp2`` (``fully_shard``), ``fsdp``, ..."""
+    reshard_after_forward: bool = True
+    """``strategy=fsdp2``: whether blocks free their gathered parameters after the forward and gather them again for the
+    backward; false = faster, for memory of all parameters."""
     precision: str = "auto"
     """One of ``PRECISIONS``; ``auto`` = bf16-mixed on a CUDA device that has bfloat16, else 32-true."""
     max_steps: int = 600
@@ -105,6 +108,13 @@ class TrainerConfig:
                 complaints.append(f"trainer.{name}={getattr(self, name)!r} is not one of {choices}")
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             complaints.append(f"trainer.gradient_clip_val={self.gradient_clip_val} must be above 0, or null for none")
+        if not self.reshard_after_forward and self.strategy != "fsdp2":
+            complaints.append(f"trainer.reshard_after_forward=false is for trainer.strategy=fsdp2, not {self.strategy}")
+        if self.strategy == "fsdp2" and self.precision == "16-mixed":
+            complaints.append(
+                "trainer.precision=16-mixed: the scaler of float16 knows no shards; trainer.strategy=fsdp2 takes "
+                "bf16-mixed, bf16-true, 16-true and 32-true"
+            )
         if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
             complaints.append(f"trainer.devices={self.devices} must be at least 1, or -1 for all")
         if complaints:

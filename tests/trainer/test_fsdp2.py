@@ -127,3 +127,128 @@ def test_two_ranks_lose_what_one_process_loses_with_the_whole_batch(
     assert first == second
     assert whole == []
     torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
+
+
+class Adversaries(L.LightningModule):
+    """Two networks that train against each other by their own optimizers, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = Block(4), nn.Sequential(Block(4), nn.Linear(4, 1))
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for_generator, for_critic = optimizers
+        real = batch[0][:, :4].float() / VOCABULARY
+        self.toggle_optimizer(for_critic)
+        loss = (self.critic(self.generator(1 - real).detach()) - self.critic(real)).mean() + self.critic(
+            real
+        ).square().mean()
+        self.manual_backward(loss)
+        self.clip_gradients(for_critic, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        for_critic.step()
+        for_critic.zero_grad()
+        self.untoggle_optimizer(for_critic)
+        self.toggle_optimizer(for_generator)
+        fooled = -self.critic(self.generator(1 - real)).mean()
+        self.manual_backward(fooled)
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        self.losses.append((loss + fooled).detach())
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (self.generator, self.critic)]
+
+
+def adversaries(ranks: int) -> list[float]:
+    L.seed_everything(0, verbose=False)
+    module = Adversaries()
+    train(module, ranks, gradient_clip_val=None)
+    return losses_of(module, ranks)  # type: ignore[arg-type]
+
+
+def test_manual_optimization_with_two_optimizers(pair: Pair) -> None:
+    reference = adversaries(1)
+    first, second = pair(adversaries, 2)
+    assert first == second
+    torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
+
+
+class Untidy(Model):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (
+            super().training_step(batch, batch_idx)
+            + nn.functional.linear(torch.ones(1, 16), self.get_parameter("layers.1.inner.weight")).sum()
+        )
+
+
+class Scalar(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+class Homemade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+
+class Unknown(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Homemade()
+
+
+def refusals() -> list[str]:
+    said = []
+    for kind in (Untidy, Scalar):
+        with pytest.raises(ValueError, match="FSDP2") as caught:
+            train(kind(), 2)
+        said.append(str(caught.value))
+    with torch.device("meta"):
+        module = Unknown()
+    with pytest.raises(ValueError, match="FSDP2") as caught:
+        train(module, 2)
+    return [*said, str(caught.value)]
+
+
+def test_what_cannot_be_sharded_is_said_in_one_line(pair: Pair) -> None:
+    (outside, scalar, unknown), _ = pair(refusals)
+    assert "outside the forward" in outside
+    assert "layers.1" in outside
+    assert "temperature" in scalar
+    assert "buffers: Unknown, own." in unknown
+
+
+def whole_weight(module: nn.Module, path: str) -> Tensor:
+    weight = module.get_parameter(path)
+    assert isinstance(weight, DTensor)
+    return weight.full_tensor()
+
+
+def without_memory() -> tuple[float, float, bool, list[float]]:
+    trainer_made = FSDP2()
+    with torch.device("meta"):
+        module = Model(width=64)
+    module.scale = torch.ones(64)
+    train(module, 2, strategy=trainer_made, max_steps=3)
+    weight = whole_weight(module, "layers.1.inner.weight")
+    norm = whole_weight(module, "layers.0.norm.weight")
+    return (
+        float(weight.std()),
+        float((norm - 1).abs().max()),
+        module.head.weight is module.embedding.weight,
+        losses_of(module, 2),
+    )
+
+
+def test_weights_are_drawn_shard_by_shard_on_the_device(pair: Pair) -> None:
+    (spread, norm, tied, losses), other = pair(without_memory)
+    assert spread == pytest.approx(1 / (3 * 64) ** 0.5, rel=0.1)  # of nn.Linear: uniform within 1 / sqrt(64)
+    assert norm == 0  # not trained, so as drawn
+    assert tied
+    assert (spread, norm, tied, losses) == other

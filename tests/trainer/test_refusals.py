@@ -49,9 +49,22 @@ def test_what_the_machine_does_not_have_is_refused_by_its_option(
         raise AssertionError("the options come before the data")
 
     monkeypatch.setattr(Micro, "build_data", build_data)
-    line = refused(compose([*TINY, f"run={mode}", f"trainer.{option}='{value}'"]), tmp_path)
+    given = [f"run={mode}", f"trainer.{option}='{value}'", "trainer.gradient_clip_val=null"]
+    line = refused(compose([*TINY, *given]), tmp_path)
     assert line.startswith(f"trainer.{option}={value}: ")
     assert said in line
+
+
+def test_clipping_that_lightnings_fsdp_does_not_do_is_refused(tmp_path: Path) -> None:
+    line = refused(compose([*TINY, "trainer.strategy=fsdp"]), tmp_path)
+    assert "use trainer.strategy=fsdp2, or trainer.gradient_clip_val=null" in line
+
+
+def test_options_of_fsdp2_are_checked() -> None:
+    with pytest.raises(ValueError, match="reshard_after_forward=false is for"):
+        compose([*TINY, "trainer.reshard_after_forward=false"])
+    with pytest.raises(ValueError, match="the scaler of float16 knows no shards"):
+        compose([*TINY, "trainer.strategy=fsdp2", "trainer.precision=16-mixed"])
 
 
 @pytest.mark.parametrize("initialise", ["auto", "host"])

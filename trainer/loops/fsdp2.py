@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, cast
 
 import lightning as L
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.regions import expand_blocks, find_containers, outermost
+from strategies.regions import expand_blocks, find_containers, never_called, outermost
 from trainer.loops.sharded import ShardedCheckpoints
 from trainer.loops.training import CompiledTraining
 
@@ -51,6 +51,7 @@ class FSDP2(ShardedCheckpoints):
     def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.reshard_after_forward = reshard_after_forward
+        self.units: list[str] = []
 
     def setup_environment(self) -> None:
         """Start the processes' group, with one mesh over all of them."""
@@ -67,16 +68,24 @@ class FSDP2(ShardedCheckpoints):
         module = self.lightning_module
         assert module is not None
         assert self.accelerator is not None
-        if not isinstance(module, FSDPModule):
-            if any(isinstance(one, FSDPModule) for one in module.modules()):
-                super().setup(trainer)
-                return
-            self.accelerator.setup(trainer)
-            self.model = self.precision_plugin.convert_module(module)
+        sharded = any(isinstance(one, FSDPModule) for one in module.modules())
+        if sharded and is_overridden("configure_model", module):
+            super().setup(trainer)
+            return
+        self.accelerator.setup(trainer)
+        self.model = module
+        if not sharded:
+            self.precision_plugin.convert_module(module)
             program = next((one.program for one in trainer.callbacks if isinstance(one, CompiledTraining)), None)  # type: ignore[attr-defined]
             self._shard(module, program)
-        self.model = module
         self.model_to_device()  # what is neither a parameter nor a buffer, as metrics
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # parameters gathered in it could not be trained with
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -92,37 +101,116 @@ class FSDP2(ShardedCheckpoints):
             reduce_dtype=torch.float32 if mixed else None,
             cast_forward_inputs=False,
         )
-        options: dict[str, Any] = {"mesh": self.device_mesh, "mp_policy": policy}
-        for path in shard_units(module, program):
-            unit = module.get_submodule(path)
-            self._place(unit)
-            fully_shard(unit, reshard_after_forward=self.reshard_after_forward, **options)
-        self._place(module)
-        fully_shard(module, **options)
-        for step in STEPS:
-            if is_overridden(step, module):
-                register_fsdp_forward_method(cast(nn.Module, module), step)
+        self.units = shard_units(module, program)
+        for path in self.units:
+            self._shard_one(module, path, policy, reshard_after_forward=self.reshard_after_forward)
+        roots = [""] if module.automatic_optimization else _called_children(module)
+        for path in roots:
+            if not isinstance(module.get_submodule(path), FSDPModule):
+                # By hand, a network may run forward alone, and be trained before it runs again.
+                self._shard_one(module, path, policy, reshard_after_forward=None if path == "" else True)
+        if roots == [""]:
+            for step in STEPS:
+                if is_overridden(step, module):
+                    register_fsdp_forward_method(cast(nn.Module, module), step)
 
-    def _place(self, unit: nn.Module) -> None:
-        """Move what of ``unit`` is not sharded yet to this process's device, with the values of the first process."""
-        seen: set[int] = set()
-        for one in unit.modules():
-            for tensor in (*one._parameters.values(), *one._buffers.values()):
-                if tensor is None or isinstance(tensor, DTensor) or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                tensor.data = tensor.data.to(self.root_device)
-                torch.distributed.broadcast(tensor.data, 0)
+    def _shard_one(self, module: nn.Module, path: str, policy: MixedPrecisionPolicy, **options: Any) -> None:
+        unit = module.get_submodule(path)
+        self._place(unit, path)
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
+
+    def _place(self, unit: nn.Module, path: str) -> None:
+        """Move what of ``unit`` is not sharded yet to this process's device, with the values of the first process.
+
+        What has no memory yet gets it here, and initial values by the ``reset_parameters`` of its modules.
+        """
+        given: dict[Tensor, Tensor] = {}
+        drawn: dict[nn.Module, str] = {}
+        for name, one in unit.named_modules(prefix=path):
+            for tensors in (one._parameters, one._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is None or isinstance(tensor, DTensor):
+                        continue
+                    if tensor not in given:
+                        given[tensor] = tensor
+                        if tensor.is_meta:
+                            empty = torch.empty_like(tensor, device=self.root_device)
+                            given[tensor] = (
+                                nn.Parameter(empty, tensor.requires_grad) if tensors is one._parameters else empty
+                            )
+                    if tensor.is_meta:
+                        drawn[one] = name
+                    tensors[key] = given[tensor]
+        lacking = [name or type(one).__name__ for one, name in drawn.items() if _reset(one) is None]
+        if lacking:
+            raise ValueError(
+                f"FSDP2: built on the device meta, and without reset_parameters, which would draw their weights or "
+                f"buffers: {', '.join(lacking)}. Build these on another device"
+            )
+        for one in reversed(list(unit.modules())):  # an outer one may draw those within it in a way of its own
+            if one in drawn or _draws_whole(one, drawn):
+                _reset(one)()  # type: ignore[misc]
+        for tensor in given.values():
+            tensor.data = tensor.data.to(self.root_device)
+            torch.distributed.broadcast(tensor.data, 0)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's. Raises ValueError where it takes a sharded weight outside its submodule's forward."""
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ValueError(
+                "FSDP2: the training step uses weights of a submodule outside the forward of that submodule, where "
+                f"they are sharded. Sharded by themselves are {', '.join(self.units) or 'the children'}: call these, "
+                "not their methods or weights"
+            ) from error
+
+    def on_validation_end(self) -> None:
+        """Give back what the last evaluation has gathered: no backward did."""
+        for one in self._sharded():
+            one.reshard()
+
+    on_test_end = on_predict_end = on_validation_end
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, gradients add up on each process."""
-        model: Any = self.model
-        model.set_requires_gradient_sync(False)
+        for one in self._sharded():
+            one.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            model.set_requires_gradient_sync(True)
+            for one in self._sharded():
+                one.set_requires_gradient_sync(True, recurse=False)
+
+    def _sharded(self) -> Iterator[FSDPModule]:
+        assert self.model is not None
+        return (one for one in self.model.modules() if isinstance(one, FSDPModule))
+
+
+def _reset(module: nn.Module) -> Callable[[], None] | None:
+    """What draws initial weights; some modules of torch have it under a private name (``nn.MultiheadAttention``)."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _draws_whole(module: nn.Module, drawn: Container[nn.Module]) -> bool:
+    """Whether ``module`` draws the weights of others, all of which are among those ``drawn``."""
+    own = [one for one in module.modules() if any(True for _ in one.parameters(recurse=False))]
+    return hasattr(module, "reset_parameters") and bool(own) and all(one in drawn for one in own)
+
+
+def _called_children(module: nn.Module, path: str = "") -> list[str]:
+    """Paths of the outermost submodules that are called: of a module that runs backward within its training step."""
+    if own := [name for name, one in module.named_parameters(path, recurse=False) if one is not None]:
+        raise ValueError(f"FSDP2 under manual optimization needs {', '.join(own)} in a submodule that is called")
+    paths: list[str] = []
+    for name, child in module.named_children():
+        inner = f"{path}.{name}".lstrip(".")
+        if any(True for _ in child.parameters()):
+            paths += _called_children(child, inner) if never_called(child) else [inner]
+    return paths
 
 
 def shard_units(module: nn.Module, program: Program | None) -> list[str]:
