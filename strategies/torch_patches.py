@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.torch_version import TorchVersion
 
 from strategies.prepare import is_prepared
@@ -143,3 +144,36 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def settle_shards(module: nn.Module, *, gradients: bool = False) -> None:
+    """Bring what FSDP2 has sharded of ``module`` into the state between two steps, as after a backward.
+
+    A forward without a backward leaves the root's parameters gathered: copies that later changes of the shards do not
+    reach. One that raises leaves its place in the step behind. With ``gradients``, those that a broken backward has not
+    reduced yet are dropped. torch 2.15 has ``FSDPModule.reset_iter_state``, which drops all gradients:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for state in {one._get_fsdp_state() for one in module.modules() if isinstance(one, FSDPModule)}:
+        if state._is_root is None:  # nothing has run yet
+            continue
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        groups: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group._training_state = TrainingState.IDLE
+            group.finalize_backward()
+            group.reshard()
+            for held in group.fsdp_params if gradients else ():
+                if (gathered := getattr(held, "_unsharded_param", None)) is not None:
+                    gathered.grad = None
+                if "unsharded_accumulated_grad" in vars(held):  # torch 2.11
+                    held.unsharded_accumulated_grad = None

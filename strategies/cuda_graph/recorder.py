@@ -31,6 +31,7 @@ from strategies.cuda_graph.values import (
     set_generator_state,
     top_of,
 )
+from strategies.torch_patches import settle_shards
 
 _PURE = """builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq
 _struct _sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat
@@ -59,6 +60,8 @@ class HostRecorder(HostValues):
         self._codes: set[types.CodeType] = set()
         self._static: dict[tuple[type, str], tuple[type | None, Any]] = {}
         self._thread = threading.get_ident()
+        self._shards: dict[tuple[int, str], Any] = {}
+        """Sharded parameters, whose place is taken by what was gathered for the length of a forward."""
 
     @contextlib.contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
@@ -67,6 +70,8 @@ class HostRecorder(HostValues):
         with self._undo:
             for path, submodule in module.named_modules():
                 self._label(submodule, f"self.{path}." if path else "self.")
+                parameters = submodule._parameters
+                self._shards |= {(id(parameters), name): p for name, p in parameters.items() if hasattr(p, "to_local")}
             self._patch(nn.Module)
             for cls in {type(submodule) for submodule in module.modules()}:
                 self._reach_class(cls)
@@ -78,6 +83,7 @@ class HostRecorder(HostValues):
                 pass
             finally:
                 sys.setprofile(profile)
+                settle_shards(module)
         self._undo_effects()
         if before != random_states(self._device):
             self._problem("draws random numbers on the host, which a replay would not: draw them on the device")
@@ -210,8 +216,9 @@ class HostRecorder(HostValues):
             for kind in ("_parameters", "_buffers", "_modules"):
                 names = self._names_of(attributes[kind], label, attributes[kind])
                 if name in names.mapping:
-                    self._expect(names, name, names.mapping[name], (id(obj), name))
-                    self._reach(names.mapping[name], f"{label}{name}")
+                    value = self._shards.get((id(names.mapping), name), names.mapping[name])
+                    self._expect(names, name, value, (id(obj), name))
+                    self._reach(value, f"{label}{name}")
                 else:
                     names.absent.add(name)
             return fallback(obj, name)

@@ -132,6 +132,7 @@ class HostValues:
             self._reach_object(value, label)
 
     def _reach_tensor(self, tensor: Tensor, label: str) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded one (DTensor), the own part
         if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             return
         self._tensors[id(tensor)] = (tensor, label)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -145,3 +147,101 @@ def test_few_graphs_are_kept_of_a_shape_whose_state_changes_now_and_then(engine:
             multiplied(graphs, 4, host)
     assert graphs.captures == 12
     assert len(graphs.facts()["captured"]) == 4
+
+
+class Counted:
+    """Captures by calling; counts the calls, in which a real step would wait for the other process."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails, self.eager_calls = fails, 0
+
+    def eager(self, call: Callable[[], Any]) -> Any:
+        self.eager_calls += 1
+        return call()
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return (lambda: None), call()
+
+
+class Again:
+    """Asks for a comparison of every graph."""
+
+    facts: ClassVar[dict[str, Any]] = {}
+
+    def wants(self, name: str) -> bool:
+        return True
+
+    def reference(self, run: Callable[[], Any], batch: Any) -> None:
+        run()
+
+    def compare(self, results: Any) -> None: ...
+
+
+def together(rows: list[list[int]], hosts: list[Host], engines: list[Counted]) -> list[tuple[StepGraphs, list[str]]]:
+    """Run the steps of two processes side by side, each on its own thread; returns their graphs and errors."""
+    wishes, barrier = [0, 0], threading.Barrier(2, timeout=20)
+    found: list[tuple[StepGraphs, list[str]]] = []
+    for engine in engines:
+        found.append((StepGraphs(engine, eager_steps=1, max_graphs=8), []))
+        found[-1][0].verifier = Again()
+
+    def agree(rank: int, wish: int) -> int:
+        wishes[rank] = wish
+        barrier.wait()
+        least = min(wishes)
+        barrier.wait()
+        return least
+
+    def process(rank: int) -> None:
+        graphs, errors = found[rank]
+        graphs.agree = partial(agree, rank)
+        for number in rows[rank]:
+            try:
+                multiplied(graphs, number, hosts[rank])
+            except CannotCapture as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=process, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads), "one waits for the other for ever"
+    return found
+
+
+def test_processes_capture_and_compare_at_the_same_step() -> None:
+    engines = [Counted(), Counted()]
+    # The first process has seen shape 4 twice when the second one sees it for the first time.
+    found = together([[4, 4, 4, 4], [3, 4, 4, 4]], [Host(), Host()], engines)
+    assert [graphs.captures for graphs, _ in found] == [1, 1]
+    assert [graphs.replays for graphs, _ in found] == [2, 2]
+    assert engines[0].eager_calls == engines[1].eager_calls == 3, "two steps and the reference of the third"
+
+
+def test_what_one_process_cannot_capture_is_refused_in_all() -> None:
+    found = together([[4] * 3, [4] * 3], [Host(), Host()], [Counted(), Counted(fails=True)])
+    assert [graphs.captures for graphs, _ in found] == [0, 0]
+    (mine,), (others,) = (errors for _, errors in found)
+    assert "another process could not capture it" in mine
+    assert "not permitted" in others
+
+
+def test_what_one_process_cannot_observe_runs_without_a_graph_in_all() -> None:
+    hosts = [Host(), Host()]
+    hosts[1].problems = ["calls time.time"]
+    found = together([[4] * 6, [4] * 6], hosts, [Counted(), Counted()])
+    assert [(graphs.captures, graphs.eager_count, errors) for graphs, errors in found] == [(0, 6, [])] * 2
+    assert found[1][0].refusals == ["calls time.time"]
+
+
+def test_one_process_that_gives_up_ends_the_captures_of_all() -> None:
+    class Changing(Host):
+        def observe(self) -> Observation:
+            raise StateChanges("factor changes all the time")
+
+    found = together([[4] * 2, [4] * 2], [Host(), Changing()], [Counted(), Counted()])
+    assert "another process" in found[0][1][0]
+    assert "all the time" in found[1][1][0]
