@@ -51,13 +51,17 @@ def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True
     """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
     import torch._dynamo.config as config
 
-    from strategies.torch_patches import embeddings_as_in_eager, faults_avoided
+    from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
     before = {name: getattr(config, name) for name in settings}
     try:
         for name, value in settings.items():
             setattr(config, name, value)
-        with faults_avoided(), embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext():
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(faults_avoided())
+            patches.enter_context(one_compile_for_all_ranks())
+            if eager_embeddings:
+                patches.enter_context(embeddings_as_in_eager())
             yield
     finally:
         for name, value in before.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,6 +136,75 @@ def _sizes_compared_by_value() -> Iterator[None]:
 
     with _replaced(tiling, "get_pw_red_splits", get_pw_red_splits):
         yield
+
+
+@contextlib.contextmanager
+def one_compile_for_all_ranks() -> Iterator[None]:
+    """Until the block ends, a graph is compiled by one of the processes that share Inductor's cache directory; the others
+    wait for it and load it. Where this process trains alone, there is nothing to do.
+
+    Torch looks a graph up in its caches and compiles what is not there, without asking whether another process is at
+    it: N ranks compile everything N times. Here a process that finds nothing locks the graph's key and looks again. It
+    holds no second lock and calls no collective while it holds one, so no two wait for each other; of a process that
+    dies, the kernel lets go. The backward is compiled together with its forward, because torch keeps the two as one
+    entry, which without it would be there only after the first backward.
+
+    All versions of torch: https://github.com/pytorch/pytorch/issues/170621,
+    https://github.com/pytorch/pytorch/issues/189330.
+    """
+    if not is_prepared() or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield
+        return
+    import torch._dynamo.backends.common as backends
+    import torch._functorch.config as config
+    from torch._inductor.codecache import GuardedCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiling = backends.aot_module_simplified
+    finding = vars(GuardedCache)["find_guarded_entry"].__func__
+    turn: contextlib.ExitStack | None = None
+    locked = False
+
+    def compile_in_turn(*graph: Any, **options: Any) -> Any:
+        nonlocal turn, locked
+        if turn is not None:  # a compile within another
+            return compiling(*graph, **options)
+        try:
+            with contextlib.ExitStack() as turn:
+                return compiling(*graph, **options)
+        finally:
+            turn, locked = None, False
+
+    def find_in_turn(cls: Any, key: str, *others: Any) -> Any:
+        nonlocal locked
+        found = finding(cls, key, *others)
+        if found[0] is not None or turn is None or locked:
+            return found
+        locked = True
+        with contextlib.suppress(OSError):  # a file system without locks: each compiles for itself
+            turn.enter_context(_locked(Path(cache_dir()) / "locks" / f"{key}.compile"))
+        return finding(cls, key, *others)
+
+    with (
+        config.patch(force_non_lazy_backward_lowering=True),
+        _replaced(backends, "aot_module_simplified", compile_in_turn),
+        _replaced(GuardedCache, "find_guarded_entry", classmethod(find_in_turn)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside, no other process is inside with the same ``path``. A lock of the process: no child inherits it."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
