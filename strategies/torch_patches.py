@@ -145,9 +145,10 @@ def one_compile_for_all_ranks() -> Iterator[None]:
 
     Torch looks a graph up in its caches and compiles what is not there, without asking whether another process is at
     it: N ranks compile everything N times. Here a process that finds nothing locks the graph's key and looks again. It
-    holds no second lock and calls no collective while it holds one, so no two wait for each other; of a process that
-    dies, the kernel lets go. The backward is compiled together with its forward, because torch keeps the two as one
-    entry, which without it would be there only after the first backward.
+    holds no second lock, and no collective is called while it compiles, so no two wait for each other; of a process
+    that dies, the kernel lets go. A graph with collectives is compiled by every rank: torch may then call some while
+    it compiles. The backward is compiled together with its forward, because torch keeps the two as one entry, which
+    would otherwise be there only after the first backward.
 
     All versions of torch: https://github.com/pytorch/pytorch/issues/170621,
     https://github.com/pytorch/pytorch/issues/189330.
@@ -167,7 +168,7 @@ def one_compile_for_all_ranks() -> Iterator[None]:
 
     def compile_in_turn(*graph: Any, **options: Any) -> Any:
         nonlocal turn, locked
-        if turn is not None:  # a compile within another
+        if turn is not None or _communicates(*graph[:2]):  # a compile within another, or not to be kept waiting
             return compiling(*graph, **options)
         try:
             with contextlib.ExitStack() as turn:
@@ -191,6 +192,20 @@ def one_compile_for_all_ranks() -> Iterator[None]:
         _replaced(GuardedCache, "find_guarded_entry", classmethod(find_in_turn)),
     ):
         yield
+
+
+def _communicates(graph: Any, inputs: Any) -> bool:
+    """Whether there are collectives in ``graph`` or those that it is given sharded tensors for."""
+    from torch._inductor.config import distributed_max_autotune_gemm  # ranks share out the timing of kernels
+
+    sharded: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    nodes = [node for module in graph.modules() for node in getattr(getattr(module, "graph", None), "nodes", ())]
+    modules = {str(getattr(node.target, "__module__", "")) for node in nodes}
+    return (
+        distributed_max_autotune_gemm
+        or any("c10d" in name or "distributed" in name for name in modules)
+        or any(isinstance(one, sharded) for one in inputs)
+    )
 
 
 @contextlib.contextmanager

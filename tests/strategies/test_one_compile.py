@@ -1,0 +1,144 @@
+"""Of several ranks one compiles a graph and the others load it; a graph of products alone needs no C++ compiler."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, config
+
+from strategies.compose import compiler_settings
+from strategies.torch_patches import _locked
+from tests.processes import Pair
+
+pytestmark = pytest.mark.xdist_group("two_processes")
+GRAPHS = 2
+"""Of one function: forward and backward."""
+
+
+def figures() -> tuple[int, int, int, int]:
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    return (
+        inductor["fxgraph_cache_miss"],
+        inductor["fxgraph_cache_hit"],
+        autograd["autograd_cache_miss"],
+        autograd["autograd_cache_hit"],
+    )
+
+
+def begin(folder: str) -> int:
+    dist.init_process_group("gloo")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    config.cpp.vec_isa_ok = True  # not asked of the C++ compiler
+    torch._dynamo.reset()
+    counters.clear()
+    return dist.get_rank()
+
+
+def product(rows: int, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ones(rows, 4) @ weight @ weight.T
+
+
+def gradient(compiled: Callable[..., torch.Tensor], rows: int) -> list[float]:
+    weight = torch.arange(12.0).reshape(4, 3).requires_grad_()
+    compiled(rows, weight).sum().backward()
+    assert weight.grad is not None
+    return weight.grad.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def trained(folder: str, own_folders: bool = False, collectives: bool = False) -> tuple[Any, Any]:
+    """Figures and gradients of a graph and, later, of another one for another shape."""
+    rank = begin(f"{folder}/{os.environ['RANK']}" if own_folders else folder)
+    dist.barrier()
+    with compiler_settings({}):
+        compiled = torch.compile(product, dynamic=False)
+        gradients = []
+        for rows in (2, 5):
+            gradients.append(gradient(compiled, rows))
+            if collectives:  # as a forward under FSDP: none waits for a lock while another waits for its gradients
+                dist.barrier()
+    return figures(), gradients
+
+
+def met_while_compiling(folder: str) -> tuple[int, int, int, int]:
+    """All ranks wait for each other in the middle of a compile, with torch as it is."""
+    begin(folder)
+    generate = compile_fx.fx_codegen_and_compile
+
+    def meet(*graph: Any, **options: Any) -> Any:
+        dist.barrier()
+        return generate(*graph, **options)
+
+    compile_fx.fx_codegen_and_compile = meet
+    gradient(torch.compile(product, dynamic=False), 2)
+    return figures()
+
+
+def test_what_one_rank_compiles_the_others_load(pair: Pair, tmp_path: Path) -> None:
+    said = pair(trained, str(tmp_path), False, True)
+    misses, hits, _, traces_loaded = (sum(of_rank) for of_rank in zip(*(each for each, _ in said), strict=True))
+    assert misses == 2 * GRAPHS, "as many as one rank alone"
+    assert hits == 2 * GRAPHS
+    assert traces_loaded == 2, "the other one does not trace a backward either"
+    assert said[0][1] == said[1][1] == [gradient(product, rows) for rows in (2, 5)]
+
+
+@pytest.mark.slow
+def test_ranks_whose_caches_differ_go_on_alike(pair: Pair, tmp_path: Path) -> None:
+    said = pair(trained, str(tmp_path), True)
+    assert [each[0] for each, _ in said] == [2 * GRAPHS] * 2, "as on two hosts: each has a directory of its own"
+    again = pair(trained, str(tmp_path / "1"), False)
+    assert [each[0] for each, _ in again] == [0, 0], "rank 0 loads what rank 1 compiled"
+    assert said[0][1] == said[1][1] == again[0][1] == again[1][1]
+
+
+@pytest.mark.slow
+def test_torch_itself_still_lets_every_rank_compile(pair: Pair, tmp_path: Path) -> None:
+    """Where this fails, torch has a lock of its own and ours can go."""
+    assert pair(met_while_compiling, str(tmp_path)) == [(GRAPHS, 0, 1, 0)] * 2
+
+
+def test_a_graph_with_collectives_waits_for_nobody() -> None:
+    from strategies.torch_patches import _communicates
+
+    with_them = torch.fx.Graph()
+    with_them.call_function(functional.all_reduce, (with_them.placeholder("x"), "sum", "group"))
+    assert _communicates(torch.fx.GraphModule({}, with_them), [])
+    without = torch.fx.symbolic_trace(lambda x: torch.mm(x, x).relu())
+    assert not _communicates(without, [torch.ones(2, 2)])
+
+
+def test_one_process_alone_is_left_as_it_is() -> None:
+    import torch._dynamo.backends.common as backends
+
+    before = backends.aot_module_simplified
+    with compiler_settings({}):
+        assert backends.aot_module_simplified is before
+        assert not torch._functorch.config.force_non_lazy_backward_lowering
+
+
+def hold(path: Path, holds: Any) -> None:
+    with _locked(path):
+        holds.set()
+        time.sleep(100)
+
+
+def test_a_rank_that_dies_while_it_compiles_keeps_no_other_waiting(tmp_path: Path) -> None:
+    forks = multiprocessing.get_context("fork")
+    holds = forks.Event()
+    holder = forks.Process(target=hold, args=(tmp_path / "locks" / "key", holds))
+    holder.start()
+    assert holds.wait(30)
+    holder.kill()
+    with _locked(tmp_path / "locks" / "key"):
+        pass
+    holder.join()
