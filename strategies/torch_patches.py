@@ -140,7 +140,7 @@ def _sizes_compared_by_value() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_compile_for_all_ranks() -> Iterator[None]:
-    """Until the block ends, a graph is compiled by one of the processes that share Inductor's cache directory; the others
+    """Until the block ends, of the processes that share Inductor's cache directory one compiles a graph; the others
     wait for it and load it. Where this process trains alone, there is nothing to do.
 
     Torch looks a graph up in its caches and compiles what is not there, without asking whether another process is at
@@ -156,11 +156,11 @@ def one_compile_for_all_ranks() -> Iterator[None]:
     if not is_prepared() or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
-    import torch._dynamo.backends.common as backends
     import torch._functorch.config as config
     from torch._inductor.codecache import GuardedCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    backends: Any = sys.modules["torch._dynamo.backends.common"]
     compiling = backends.aot_module_simplified
     finding = vars(GuardedCache)["find_guarded_entry"].__func__
     turn: contextlib.ExitStack | None = None

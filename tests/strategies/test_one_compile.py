@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._dynamo.utils import counters
-from torch._inductor import compile_fx, config
+from torch._inductor import compile_fx, cpu_vec_isa
 
 from strategies.compose import compiler_settings
 from strategies.torch_patches import _locked
@@ -35,13 +36,12 @@ def figures() -> tuple[int, int, int, int]:
     )
 
 
-def begin(folder: str) -> int:
+def begin(folder: str) -> None:
     dist.init_process_group("gloo")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    config.cpp.vec_isa_ok = True  # not asked of the C++ compiler
+    cpu_vec_isa.valid_vec_isa_list = list  # none, and the C++ compiler is not asked for them
     torch._dynamo.reset()
     counters.clear()
-    return dist.get_rank()
 
 
 def product(rows: int, weight: torch.Tensor) -> torch.Tensor:
@@ -52,12 +52,13 @@ def gradient(compiled: Callable[..., torch.Tensor], rows: int) -> list[float]:
     weight = torch.arange(12.0).reshape(4, 3).requires_grad_()
     compiled(rows, weight).sum().backward()
     assert weight.grad is not None
-    return weight.grad.flatten().tolist()  # type: ignore[no-any-return]
+    gradients: list[float] = weight.grad.flatten().tolist()
+    return gradients
 
 
 def trained(folder: str, own_folders: bool = False, collectives: bool = False) -> tuple[Any, Any]:
     """Figures and gradients of a graph and, later, of another one for another shape."""
-    rank = begin(f"{folder}/{os.environ['RANK']}" if own_folders else folder)
+    begin(f"{folder}/{os.environ['RANK']}" if own_folders else folder)
     dist.barrier()
     with compiler_settings({}):
         compiled = torch.compile(product, dynamic=False)
@@ -118,8 +119,7 @@ def test_a_graph_with_collectives_waits_for_nobody() -> None:
 
 
 def test_one_process_alone_is_left_as_it_is() -> None:
-    import torch._dynamo.backends.common as backends
-
+    backends: Any = sys.modules["torch._dynamo.backends.common"]
     before = backends.aot_module_simplified
     with compiler_settings({}):
         assert backends.aot_module_simplified is before
