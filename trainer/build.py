@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -24,6 +31,7 @@ from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.settings import Config, TrainerConfig
+from trainer.sweep.hosts import launched
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
@@ -118,9 +126,9 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
         given: dict[str, Any] = {}
         for name in MACHINE_OPTIONS:  # the first one that Lightning does not take beside those before it
             value = getattr(config.trainer, name)
-            given[name] = _strategy(config, value) if name == "strategy" else value
+            given[name] = _strategy(config, value) if name == "strategy" else 1 if value is None else value
             try:
-                L.Trainer(**given, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+                L.Trainer(**given, plugins=[LightningEnvironment()], logger=False, enable_progress_bar=False)
             except Exception as reason:
                 said = str(reason).strip().splitlines() or [type(reason).__name__]
                 known = {
@@ -157,18 +165,33 @@ def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
     precision = precision_arguments(settings)
     return {
         "accelerator": settings.accelerator,
-        "devices": settings.devices,
+        "devices": 1 if settings.devices is None else settings.devices,
+        "num_nodes": settings.num_nodes or 1,
         "strategy": _strategy(config, settings.strategy),
         "precision": precision.get("precision"),
         "deterministic": settings.deterministic,
         # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
         "logger": RunLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
-        "plugins": [AtomicCheckpointIO(background=settings.async_checkpoints), *precision["plugins"]],
+        "plugins": [
+            AtomicCheckpointIO(background=settings.async_checkpoints),
+            *cluster(),
+            *precision["plugins"],
+        ],
         "default_root_dir": run_dir,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_autolog_hparams": False,
     }
+
+
+def cluster() -> list[ClusterEnvironment]:
+    """What Lightning is to take for the starter of the processes, where it would guess otherwise than ``launched``."""
+    launch = launched(os.environ)
+    if launch is not None:
+        # Lightning's own requeue saves within a signal's handler, in the middle of a step; ours stops after it.
+        return [SLURMEnvironment(auto_requeue=False) if launch.by == "SLURM" else TorchElasticEnvironment()]
+    # In a job of one task, or a shell within one, Lightning would start no processes, and train on one device.
+    return [LightningEnvironment()] if "SLURM_NTASKS" in os.environ else []
 
 
 def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Sequence[str], *, trains: bool) -> None:

@@ -226,14 +226,17 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     from trainer.config import to_config
     from trainer.process import importing
     from trainer.sweep.environment import current, starting_caches
-    from trainer.sweep.folders import is_first_process, taken
+    from trainer.sweep.folders import OwnFolder, is_first_process, taken
+    from trainer.sweep.hosts import launched
     from trainer.sweep.launcher import flags
 
     settings = HydraConfig.get()
     config = to_config(cfg, settings.overrides.task)
-    run_dir = Path(settings.runtime.output_dir)
+    together = launched(os.environ) is not None
+    run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)
     command = [*flags(sys.argv[1:]), *settings.overrides.task]
-    if is_first_process() and (complaint := taken(run_dir, config.resume)) is not None:
+    # Of processes that were started together, the run asks once it knows whether it was started before.
+    if not together and is_first_process() and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
     with starting_caches(config.repeat, run_dir):
         if is_first_process() and "torch" not in sys.modules and current() is None:  # a cell's last line is its reason

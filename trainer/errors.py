@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
+
+from trainer.sweep import hosts
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
@@ -150,7 +153,9 @@ def report(error: BaseException) -> None:
     """Print what ``explain`` says on the standard error, without credentials."""
     from strategies.credentials import hidden  # not above, as in _not_for_this_task
 
-    print(hidden("\n".join(explain(error))), file=sys.stderr, flush=True)
+    who = hosts.speaking(os.environ, alike="torch" not in sys.modules)
+    if who is not None:
+        print(hidden("\n".join(f"{who}{line}" for line in explain(error))), file=sys.stderr, flush=True)
 
 
 def report_system(error: OSError, place: object = "") -> None:

@@ -34,10 +34,13 @@ class Interrupted(BaseException):
 
 
 def present_handlers() -> dict[int, Any]:
-    """The handlers of ``SIGNALS`` now, by signal; without a SIGHUP that is ignored, as ``nohup`` has it."""
+    """The handlers of ``SIGNALS`` now, by signal; without a SIGHUP that is ignored, as ``nohup`` has it. In a job of
+    SLURM's also of SIGUSR1, which ``sbatch --signal=USR1@120`` sends before the time is up, unless something has it."""
     found: dict[int, Any] = {signum: signal.getsignal(signum) for signum in SIGNALS}
     if found[signal.SIGHUP] == signal.SIG_IGN:
         del found[signal.SIGHUP]
+    if "SLURM_JOB_ID" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        found[signal.SIGUSR1] = signal.SIG_DFL
     return found
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import socket
+import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from strategies.credentials import hidden
 from strategies.errors import one_line, out_of_memory
@@ -26,9 +33,17 @@ from trainer.process import Interrupted, StopRequest, process_settings, undistur
 from trainer.script import conclude
 from trainer.settings import Config, Inference
 from trainer.sweep.environment import described
-from trainer.sweep.folders import claim
+from trainer.sweep.folders import claim, release
+from trainer.sweep.hosts import Launch, launched
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
+
+OTHERS_LOG = "error.rank*.log"
+"""Of the other processes; the first line says which, where, and what."""
+FOLDER = "crucible/run_dir"
+"""Key in the store of the processes."""
+_stores: list[Any] = []
+"""Kept open: rank 0's may serve the others until the process group takes it over."""
 
 
 def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
@@ -51,9 +66,14 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         SystemExit: The task's code called ``sys.exit``; the record says ``failed`` and where.
     """
     console = Console(quiet=not is_first_process())
+    began = time.time()
     record = new_record(config, command)
+    if (launch := launched(os.environ)) is not None:
+        run_dir = joined(launch, config, record, run_dir)
     job = _job(config, record, run_dir, console)
-    replaced = claim(record, run_dir, config.resume) if is_first_process() else None
+    replaced = (
+        claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if is_first_process() else None
+    )
     refused = False
     ended: SystemExit | None = None
     try:
@@ -79,11 +99,11 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             if out_of_memory(error):
                 refused = True
                 raise ValueError(f"{task_options(command)}: not enough memory: {record.reason}") from error
-        _log_error(run_dir)
+        _log_error(run_dir, record, error, launch)
     except SystemExit as error:
         ended, record.status = error, "failed"
         record.reason = f"sys.exit({'' if error.code is None else repr(error.code)}) was called in {_place(error)}"
-        _log_error(run_dir)
+        _log_error(run_dir, record, error, launch)
     except BaseException as error:
         record.status, record.reason = "failed", one_line(error)
         raise
@@ -98,6 +118,10 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             )
     console.quiet = not job.leads
     print_end(console, record, run_dir if kept else None)
+    for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
+        if log.stat().st_mtime >= began:  # else of an earlier start
+            said = log.read_text(encoding="utf-8").partition("\n")[0]
+            console.print(f"{said}\n  traceback: {shown(log)}", highlight=False, markup=False, soft_wrap=True)
     if ended is not None:
         raise ended
     return record
@@ -111,18 +135,58 @@ def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> 
     return Inferring(config, record, run_dir, console)
 
 
-def _log_error(run_dir: Path) -> None:
+def _log_error(run_dir: Path, record: RunRecord, error: BaseException, launch: Launch | None) -> None:
+    """Write the traceback into the run's folder, of each process into a file of its own."""
+    first, rank = is_first_process(), getattr(rank_zero_only, "rank", 0)
+    file = run_dir / (ERROR_LOG if first else OTHERS_LOG.replace("*", str(rank)))
+    what = f"rank {rank} on {socket.gethostname()} {record.status}: {hidden(str(record.reason))}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
+        file.write_text(("" if first else f"{what}\n") + hidden(traceback.format_exc()), encoding="utf-8")
     except OSError:  # a full disk, perhaps
         traceback.print_exc()
+    if not first:
+        print(f"{what}\n  traceback: {file}", file=sys.stderr, flush=True)
+    if launch is not None and launch.by == "torchrun":  # whose summary at the end shows it
+        get_error_handler().record_exception(error)
 
 
 def _place(error: BaseException) -> str:
     """Where it was raised, as ``file:line``; for ``exit()``, where that was called."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != "<frozen _sitebuiltins>"]
     return f"{shown(Path(frames[-1].filename))}:{frames[-1].lineno}"
+
+
+def joined(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> Path:
+    """The folder of the run that this process takes part in: rank 0's, or the one of the run's earlier start.
+
+    Where torchrun or SLURM has started the run again, it goes on from the last checkpoint in that folder: sets
+    ``config.resume`` and ``record.restarts``.
+    """
+    run_dir, again = (wanted, False) if launch.job is not None else _agreed_folder(launch, wanted)
+    with contextlib.suppress(ValueError):
+        earlier = RunRecord.load(run_dir)
+        again = again or (launch.job is not None and earlier.launched_by == launch.name)
+        record.restarts = earlier.restarts if again else 0
+    record.restarts += again
+    if again or launch.rank > 0:
+        with contextlib.suppress(ValueError):  # none was saved yet
+            config.resume = str(find_checkpoint(str(run_dir)))
+    return run_dir
+
+
+def _agreed_folder(launch: Launch, wanted: Path) -> tuple[Path, bool]:
+    """The folder that rank 0 has written into the store of torchrun's agents, and whether it did so when the run was
+    started before: that store outlives the processes. Another launcher has none: there rank 0 serves one itself."""
+    store, *_ = next(torch.distributed.rendezvous("env://"))
+    _stores.append(store)
+    again = launch.rank == 0 and store.check([FOLDER])
+    if launch.rank == 0 and not again:
+        store.set(FOLDER, str(wanted))
+    folder = Path(store.get(FOLDER).decode())
+    if launch.rank == 0 and folder != wanted:
+        release(wanted)
+    return folder, again
 
 
 def new_record(config: Config, command: list[str]) -> RunRecord:
@@ -219,7 +283,10 @@ class Training(Job):
                 record.skipped_items = config.task.skipped_items(data)
 
     def _checkpoint(self) -> Path | None:
+        restarted = f"restarted by {self._record.launched_by}" if self._record.restarts else ""
         if self._config.resume is None:
+            if restarted:
+                self._record.notes.append(f"{restarted}: from the first step, there was no checkpoint yet")
             return None
         checkpoint = find_checkpoint(self._config.resume)
         step = step_of(checkpoint)
@@ -229,6 +296,8 @@ class Training(Job):
                 f"trainer.max_steps={self._config.trainer.max_steps} leaves nothing to do"
             )
         self._record.resumed_from = str(checkpoint.resolve())
+        if restarted:
+            self._record.notes.append(f"{restarted}: from step {step}, its last checkpoint")
         return checkpoint
 
 

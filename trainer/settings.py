@@ -36,6 +36,7 @@ GRAD_MODES = ("inference_mode", "no_grad")
 SOURCES = ("device", "loader")
 
 AT_LEAST: dict[str, int] = {
+    "num_nodes": 1,
     "max_steps": 1,
     "accumulate_grad_batches": 1,
     "val_every_n_steps": 0,
@@ -53,8 +54,11 @@ class TrainerConfig:
 
     accelerator: str = "auto"
     """``auto``, ``cpu``, ``gpu``, ``cuda``, ``mps``, ... as in ``lightning.Trainer``."""
-    devices: int | str = 1
-    """Number of devices, -1 or ``auto`` for all of them, or a list of indices in quotes (``'0,1'``)."""
+    devices: int | str | None = None
+    """Number of devices on each host, -1 or ``auto`` for all of them, or a list of indices in quotes (``'0,1'``); null
+    = 1, or one for each process that torchrun or srun has started there."""
+    num_nodes: int | None = None
+    """Number of hosts; null = as many as torchrun or srun has started processes on, else 1."""
     strategy: str = "auto"
     """Lightning's way of training on several devices: ``auto``, ``ddp``, ``fsdp2`` (``fully_shard``), ``fsdp``, ..."""
     reshard_after_forward: bool = True

@@ -41,7 +41,7 @@ def with_config(config: Config, use: Callable[[Bench], Result], *, batches: int,
     The shapes of the epoch's first ``batches`` are looked at, and so many different ``shapes`` are kept and tried.
     """
     strategies, notes = searched(config.compile.values())
-    if config.trainer.devices != 1 or config.trainer.strategy != "auto":
+    if config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto":
         notes.append("several devices: tried on one, without what DDP or FSDP changes")
     tried = throwaway(config, strategies, val_every_n_steps=0, checkpoint_every_n_steps=0)
     with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="bisect-") as folder:

@@ -69,7 +69,7 @@ def explain(config: Config, options: Options, *, command: Sequence[str] = ()) ->
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint)]
         explanation = _fit(trainer, module, compile_, recorder, given, datamodule=data)
     explanation.command = list(command)
-    if config.trainer.devices != 1 or config.trainer.strategy != "auto":
+    if config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto":
         explanation.not_looked_at.append("several devices: looked at on one, without what DDP or FSDP changes")
     if config.trainer.val_every_n_steps and not recorder.validated:
         explanation.not_looked_at.append("validation: the steps were over before one")

@@ -18,11 +18,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.sweep.hosts import launched
 from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import RunRecord
 
@@ -96,6 +98,9 @@ def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
         )
     caches = (run_dir / CACHES_DIRECTORY).resolve()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if (launch := launched(os.environ)) is not None:  # the run's folder is not known yet, and perhaps another host's
+        caches = Path(tempfile.gettempdir()) / f"crucible-{CACHES_DIRECTORY}-{os.getppid()}"
+        first = launch.local_rank == 0
     if first:
         shutil.rmtree(caches, ignore_errors=True)
     os.environ.update(cache_variables(caches))
@@ -182,7 +187,12 @@ def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = 
     from strategies.compose import label
     from strategies.credentials import without_credentials
 
+    launch = None
+    with contextlib.suppress(ValueError):  # in a script of one's own it is nothing that we refuse
+        launch = launched(os.environ)
     return {
+        "launched_by": None if launch is None else launch.name,
+        "num_nodes": 1 if launch is None else launch.hosts,
         "strategies": without_credentials([strategy.facts() for strategy in strategies]),
         "label": label(strategies),
         "command": without_credentials(list(command)),

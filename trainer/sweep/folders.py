@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from trainer.sweep import hosts
 from trainer.sweep.processes import CHECKPOINT
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
@@ -23,19 +26,38 @@ class OwnFolder(Callback):
 
     place: ClassVar[str] = ""
     """The folder, as the option that chooses it."""
+    wanted: ClassVar[Path] = Path()
+    """Where this process would leave its run, where it did not follow the first one."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Claim the folder before Hydra writes into it; keep Hydra out of a folder that is another's."""
+        """Claim the folder before Hydra writes into it; keep Hydra out of a folder that is another's.
+
+        Raises ValueError where torchrun or SLURM has started other processes than the settings say.
+        """
+        launch = hosts.launched(os.environ)
+        follow = hosts.followed(launch, config.trainer.devices, config.trainer.num_nodes)
+        with read_write(config):
+            config.trainer.devices, config.trainer.num_nodes = follow
         first = is_first_process()
-        if first:
+        if launch is not None and launch.job is not None:
+            _name_after_job(config.hydra.run, launch.job)
+        elif first:
             _claim_time(config.hydra.run, config.hydra.output_subdir or "")
         OwnFolder.place = f"hydra.run.dir={config.hydra.run.dir}"
-        if not first or taken(Path(config.hydra.run.dir), config.resume):
+        OwnFolder.wanted = Path(config.hydra.run.dir).absolute()
+        if not first or taken(OwnFolder.wanted, config.resume):
             with read_write(config):
                 config.hydra.output_subdir = None
+                if launch is not None and not first:
+                    config.hydra.run.dir = "."  # Hydra makes it: on this host, or by this clock, there need be none
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Claim the sweep's folder."""
+        """Claim the sweep's folder. Raises ValueError under torchrun and srun."""
+        if (launch := hosts.launched(os.environ)) is not None:
+            raise ValueError(
+                f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
+                "start it alone. hydra/launcher=submitit_slurm makes a job of each cell"
+            )
         _claim_time(config.hydra.sweep, "")
         OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
 
@@ -62,6 +84,15 @@ def _claim_time(node: DictConfig, within: str) -> None:
         with read_write(node):
             node.dir = str(folder)
         return
+
+
+def _name_after_job(node: DictConfig, job: str) -> None:
+    """Put SLURM's ``job`` in the place of the time in ``node.dir``: all processes name one folder then, and so does
+    the job when it is put into the queue again."""
+    written = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(written, dict)
+    with read_write(node):
+        node.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{job}", str(written["dir"]))
 
 
 def is_first_process() -> bool:
@@ -105,6 +136,12 @@ def claim(record: RunRecord, folder: Path, resume: str | None) -> bytes | None:
         file.unlink(missing_ok=True)
         raise
     return None
+
+
+def release(folder: Path) -> None:
+    """Remove a folder that this process has claimed and not used."""
+    if {each.name for each in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)
 
 
 def _was_refused(folder: Path) -> bool:

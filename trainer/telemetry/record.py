@@ -225,6 +225,12 @@ class RunRecord:
     """Processes that trained together."""
     ranks: list[RankFigures] = field(default_factory=list)
     """What each of them measured; empty for one process."""
+    num_nodes: int = 1
+    """Hosts that they were on."""
+    launched_by: str | None = None
+    """What started them: ``torchrun``, or SLURM with the numbers of job and step; None for our own command."""
+    restarts: int = 0
+    """Times that it started the run again, which then continued from its last checkpoint."""
     precision: str | None = None
     git_commit: str | None = None
     """Commit of the code that ran, with ``+dirty`` when files differed; None outside a checkout."""
