@@ -113,7 +113,7 @@ def test_a_folder_of_a_refused_or_of_the_resumed_run_is_written_into(
     assert called[0]["run_dir"] == tmp_path / "run"
 
 
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_PROCID"])
 def test_only_the_first_process_claims(
     command_line: Any, called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

@@ -24,7 +24,7 @@ import hydra._internal.utils
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from trainer import errors
 
@@ -136,11 +136,25 @@ def _call(func: Callable[[], Any]) -> Any:
 
 
 def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
-    """Hydra's composition; it writes the result to ``.hydra/`` and ``multirun.yaml`` before any code of ours runs."""
+    """Hydra's composition; it writes the result to ``.hydra/`` and ``multirun.yaml`` before any code of ours runs.
+
+    Devices and hosts are those that torchrun or SLURM has started processes for. Raises ValueError where the settings
+    say otherwise.
+    """
     from trainer.config import refuse_written_credentials
+    from trainer.sweep import hosts
 
     cfg = _COMPOSE(self, *args, **options)
     refuse_written_credentials(cfg)
+    launch = hosts.launched(os.environ)
+    if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
+        raise ValueError(
+            f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
+            "start it alone. hydra/launcher=submitit_slurm makes a job of each cell"
+        )
+    follow = hosts.followed(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
+    with read_write(cfg):
+        cfg.trainer.devices, cfg.trainer.num_nodes = follow
     return cfg
 
 

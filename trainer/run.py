@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,10 @@ from trainer.telemetry.record import RunRecord
 OTHERS_LOG = "error.rank*.log"
 """Of the other processes; the first line says which, where, and what."""
 FOLDER = "crucible/run_dir"
-"""Key in the store of the processes."""
+PORT = "crucible/port"
+"""Keys in the store of the processes."""
+JOIN_SECONDS = 300
+"""How long a process that was started again waits for rank 0."""
 _stores: list[Any] = []
 """Kept open: rank 0's may serve the others until the process group takes it over."""
 
@@ -186,7 +191,29 @@ def _agreed_folder(launch: Launch, wanted: Path) -> tuple[Path, bool]:
     folder = Path(store.get(FOLDER).decode())
     if launch.rank == 0 and folder != wanted:
         release(wanted)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _stores.append(_fresh_store(launch, store))
     return folder, again
+
+
+def _fresh_store(launch: Launch, agents: torch.distributed.Store) -> torch.distributed.Store:
+    """A store of this start alone, served by rank 0, for the process group. In that of torchrun's agents are addresses
+    of the processes before, for which new ones would wait. https://github.com/pytorch/pytorch/issues/135712"""
+    connect = functools.partial(torch.distributed.TCPStore, os.environ["MASTER_ADDR"], world_size=launch.processes)
+    if launch.rank == 0:
+        store = connect(port=0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        agents.set(PORT, str(store.port))
+    deadline = time.monotonic() + JOIN_SECONDS
+    while launch.rank > 0:
+        with contextlib.suppress(torch.distributed.DistError):  # its server is gone
+            store = connect(port=int(agents.get(PORT)), timeout=timedelta(seconds=5))
+            if store.add(f"crucible/rank{launch.rank}", 1) == 1:
+                break  # else a process before this one has been there, and that start is about to end
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{launch.place}: rank 0 has not started again within {JOIN_SECONDS} s")
+        time.sleep(0.5)
+    os.environ |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return store
 
 
 def new_record(config: Config, command: list[str]) -> RunRecord:

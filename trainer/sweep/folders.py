@@ -30,15 +30,8 @@ class OwnFolder(Callback):
     """Where this process would leave its run, where it did not follow the first one."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Claim the folder before Hydra writes into it; keep Hydra out of a folder that is another's.
-
-        Raises ValueError where torchrun or SLURM has started other processes than the settings say.
-        """
-        launch = hosts.launched(os.environ)
-        follow = hosts.followed(launch, config.trainer.devices, config.trainer.num_nodes)
-        with read_write(config):
-            config.trainer.devices, config.trainer.num_nodes = follow
-        first = is_first_process()
+        """Claim the folder before Hydra writes into it; keep Hydra out of a folder that is another's."""
+        first, launch = is_first_process(), hosts.launched(os.environ)
         if launch is not None and launch.job is not None:
             _name_after_job(config.hydra.run, launch.job)
         elif first:
@@ -52,12 +45,7 @@ class OwnFolder(Callback):
                     config.hydra.run.dir = "."  # Hydra makes it: on this host, or by this clock, there need be none
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Claim the sweep's folder. Raises ValueError under torchrun and srun."""
-        if (launch := hosts.launched(os.environ)) is not None:
-            raise ValueError(
-                f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
-                "start it alone. hydra/launcher=submitit_slurm makes a job of each cell"
-            )
+        """Claim the sweep's folder."""
         _claim_time(config.hydra.sweep, "")
         OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
 
