@@ -148,6 +148,7 @@ class Compile(CompiledTraining, L.Callback):
             "torch": str(torch.__version__),
             "Lightning": L.__version__,
             "strategies": str([strategy.facts() for strategy in self.strategies]),
+            "to continue from": str(trainer.ckpt_path),
             "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
             **code_of(module),
         }

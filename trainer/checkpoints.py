@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import socket
 import subprocess
 import time
 import zipfile
@@ -317,16 +316,6 @@ class Resuming(L.Callback):
         self._order_before: dict[str, Any] = {}
         self._saved: dict[str, Any] | None = None
         self._groups: list[list[dict[str, Any]]] | None = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse to begin where the processes do not go on from the same checkpoint."""
-        mine = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
-        first = trainer.strategy.broadcast(mine)
-        if LightningLoop(trainer).anywhere(mine != first):
-            raise ValueError(
-                f"resume: rank 0 continues from {first or 'nothing'}, this process on {socket.gethostname()} from "
-                f"{mine or 'nothing'}: all hosts have to share the run's folder"
-            )
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what has to fit. Some of Lightning's strategies load checkpoints after ``on_fit_start``."""

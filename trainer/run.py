@@ -31,6 +31,7 @@ from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
 from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
+from trainer.loops.watch import RankFailed
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.script import conclude
 from trainer.settings import Config, Inference
@@ -41,7 +42,7 @@ from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 
 OTHERS_LOG = "error.rank*.log"
-"""Of the other processes; the first line says which, where, and what."""
+"""Tracebacks of the other processes, after the name of their host."""
 FOLDER = "crucible/run_dir"
 PORT = "crucible/port"
 """Keys in the store of the processes."""
@@ -104,11 +105,11 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             if out_of_memory(error):
                 refused = True
                 raise ValueError(f"{task_options(command)}: not enough memory: {record.reason}") from error
-        _log_error(run_dir, record, error, launch)
+        _log_error(run_dir, error, cause, launch)
     except SystemExit as error:
         ended, record.status = error, "failed"
         record.reason = f"sys.exit({'' if error.code is None else repr(error.code)}) was called in {_place(error)}"
-        _log_error(run_dir, record, error, launch)
+        _log_error(run_dir, error, error, launch)
     except BaseException as error:
         record.status, record.reason = "failed", one_line(error)
         raise
@@ -125,8 +126,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     print_end(console, record, run_dir if kept else None)
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
-            said = log.read_text(encoding="utf-8").partition("\n")[0]
-            console.print(f"{said}\n  traceback: {shown(log)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"traceback of another process: {shown(log)}", highlight=False, markup=False, soft_wrap=True)
     if ended is not None:
         raise ended
     return record
@@ -140,20 +140,21 @@ def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> 
     return Inferring(config, record, run_dir, console)
 
 
-def _log_error(run_dir: Path, record: RunRecord, error: BaseException, launch: Launch | None) -> None:
-    """Write the traceback into the run's folder, of each process into a file of its own."""
-    first, rank = is_first_process(), getattr(rank_zero_only, "rank", 0)
-    file = run_dir / (ERROR_LOG if first else OTHERS_LOG.replace("*", str(rank)))
-    what = f"rank {rank} on {socket.gethostname()} {record.status}: {hidden(str(record.reason))}"
+def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch: Launch | None) -> None:
+    """Write the traceback into the run's folder: of each process whose own it is, into a file of its own."""
+    if launch is not None and launch.by == "torchrun":  # whose summary at the end shows it
+        get_error_handler().record_exception(cause)
+    log = ERROR_LOG
+    if not is_first_process():
+        if isinstance(cause, RankFailed):
+            return
+        log = OTHERS_LOG.replace("*", str(rank_zero_only.rank))  # type: ignore[attr-defined]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(("" if first else f"{what}\n") + hidden(traceback.format_exc()), encoding="utf-8")
+        text = "".join(traceback.format_exception(error))
+        (run_dir / log).write_text(f"{socket.gethostname()}\n" * (log != ERROR_LOG) + hidden(text), encoding="utf-8")
     except OSError:  # a full disk, perhaps
         traceback.print_exc()
-    if not first:
-        print(f"{what}\n  traceback: {file}", file=sys.stderr, flush=True)
-    if launch is not None and launch.by == "torchrun":  # whose summary at the end shows it
-        get_error_handler().record_exception(error)
 
 
 def _place(error: BaseException) -> str:
