@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
+from torch.distributed import DistError, TCPStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from strategies.credentials import hidden
@@ -184,7 +183,7 @@ def joined(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> P
 def _agreed_folder(launch: Launch, wanted: Path) -> tuple[Path, bool]:
     """The folder that rank 0 has written into the store of torchrun's agents, and whether it did so when the run was
     started before: that store outlives the processes. Another launcher has none: there rank 0 serves one itself."""
-    store, *_ = next(torch.distributed.rendezvous("env://"))
+    store, *_ = next(rendezvous("env://"))
     _stores.append(store)
     again = launch.rank == 0 and store.check([FOLDER])
     if launch.rank == 0 and not again:
@@ -197,16 +196,16 @@ def _agreed_folder(launch: Launch, wanted: Path) -> tuple[Path, bool]:
     return folder, again
 
 
-def _fresh_store(launch: Launch, agents: torch.distributed.Store) -> torch.distributed.Store:
+def _fresh_store(launch: Launch, agents: Any) -> Any:
     """A store of this start alone, served by rank 0, for the process group. In that of torchrun's agents are addresses
     of the processes before, for which new ones would wait. https://github.com/pytorch/pytorch/issues/135712"""
-    connect = functools.partial(torch.distributed.TCPStore, os.environ["MASTER_ADDR"], world_size=launch.processes)
+    connect = functools.partial(TCPStore, os.environ["MASTER_ADDR"], world_size=launch.processes)
     if launch.rank == 0:
         store = connect(port=0, is_master=True, wait_for_workers=False, multi_tenant=True)
         agents.set(PORT, str(store.port))
     deadline = time.monotonic() + JOIN_SECONDS
     while launch.rank > 0:
-        with contextlib.suppress(torch.distributed.DistError):  # its server is gone
+        with contextlib.suppress(DistError):  # its server is gone
             store = connect(port=int(agents.get(PORT)), timeout=timedelta(seconds=5))
             if store.add(f"crucible/rank{launch.rank}", 1) == 1:
                 break  # else a process before this one has been there, and that start is about to end
