@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments import (
+from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
     ClusterEnvironment,
     LightningEnvironment,
     SLURMEnvironment,
