@@ -20,8 +20,10 @@ from torch.nn.parameter import is_lazy
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import CompiledTraining, Logs
+from trainer.telemetry.facts import flat
 
 if TYPE_CHECKING:
+    from trainer.loops.agreement import EpochEnds
     from trainer.loops.watch import RankFailed, Watch
 
 __all__ = ["Compile", "CompiledNothing"]
@@ -57,6 +59,7 @@ class Compile(CompiledTraining, L.Callback):
 
     _stages: tuple[str, ...] = ("fit",)  # of Lightning, which are measured
     watch: Watch | None = None
+    _epoch_ends: EpochEnds | None = None
     failed_by: BaseException | None = None
     """What ended the training; what is behind an error, where that is another process."""
 
@@ -83,6 +86,10 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
+        if trainer.world_size > 1:
+            from trainer.loops.agreement import epoch_ends
+
+            self._epoch_ends = epoch_ends(trainer)
         self.begin(LightningLoop(trainer), logs_of(trainer))
 
     def on_train_batch_start(
@@ -91,14 +98,23 @@ class Compile(CompiledTraining, L.Callback):
         """A batch is on the device."""
         if self.watch is not None:
             self.watch.check()
+        if self._epoch_ends is not None:
+            self._epoch_ends.batch_begins()
         self.batch_begins(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A batch is through."""
+        if self._epoch_ends is not None:
+            self._epoch_ends.batch_ends()
         # Automatic optimization hands over {"loss": <detached clone divided by the micro-batches of a step>}.
         self.batch_ends(outputs.get("loss") if isinstance(outputs, dict) else outputs, batch)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All batches of an epoch are through."""
+        if self._epoch_ends is not None:
+            self._epoch_ends.epoch_ends()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation is not part of any step."""
@@ -147,10 +163,10 @@ class Compile(CompiledTraining, L.Callback):
         facts = {
             "torch": str(torch.__version__),
             "Lightning": L.__version__,
-            "strategies": str([strategy.facts() for strategy in self.strategies]),
             "to continue from": str(trainer.ckpt_path),
             "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
             **code_of(module),
+            **{name: str(value) for name, value in flat(self.record.config)},
         }
         self.watch = watch(trainer.global_rank, facts, trainer.strategy.launcher)
         if self.watch is not None:

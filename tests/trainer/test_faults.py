@@ -22,6 +22,8 @@ from tests.processes import Pair, RanksFailed
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
+from trainer.loops import watch
+from trainer.telemetry.record import RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
 
@@ -88,6 +90,9 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     backends.register()
     rank = int(os.environ["RANK"])
     torch._dynamo.reset()
+    lines: list[str] = []
+    if fault == "slow":
+        watch.WAITING_SECONDS, watch.REPORT_SECONDS, watch.print_error = 1.0, 1, lines.append
     L.seed_everything(0, verbose=False)
     module, options = Faulty(), dict[str, Any]()
     data = Data(torch.randn(64, 8), torch.randn(64, 1))
@@ -108,6 +113,8 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     if fault == "another length":
         options = {"max_epochs": 2}
         loader = DataLoader(Endless((5, 3)[rank]), batch_size=4)
+    if fault == "no batches of an unknown number":
+        loader = DataLoader(Endless((5, 0)[rank]), batch_size=4)
     if fault == "callback":
         callbacks = [Breaks()]
     compiled = Compile(**compile_, verbose=False)
@@ -121,7 +128,7 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
         logger=False,
         callbacks=[compiled, *callbacks],
         default_root_dir=folder,
-        val_check_interval=4 if "max_epochs" not in options else None,
+        val_check_interval=1.0 if "max_epochs" in options else 2,
         num_sanity_val_steps=0,
         limit_val_batches=1,
     )
@@ -133,12 +140,12 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
         error = f"{type(caught).__name__}: {caught}"
     record = compiled.record
     facts = {"error": error, "status": record.status, "reason": record.reason, "steps": trainer.global_step}
-    weights = [float(one.detach().sum()) for one in module.parameters()]
+    weights = [float(one.detach().double().sum()) for one in module.parameters()]
     if error is not None and "stays" not in fault:
         (folder / f"{rank}.json").write_text(json.dumps(facts))
         os._exit(1)  # as a script does that does not catch it
     time.sleep(1000 if "stays" in fault else 0)
-    return {**facts, "weights": weights, "skew": trainer.current_epoch}
+    return {**facts, "weights": weights, "lines": lines}
 
 
 class Breaks(L.Callback):
@@ -166,6 +173,9 @@ def plant(fault: str, module: Faulty, data: Data, compile_: dict[str, Any]) -> N
         "killed after a step": lambda: module.plant("on_train_batch_end", kill(signal.SIGKILL)),
         "killed at once": lambda: module.plant("setup", kill(signal.SIGKILL), step=0),
         "os._exit": lambda: module.plant("training_step", lambda: os._exit(0)),
+        "other torch": lambda: setattr(torch, "__version__", "2.0.1"),
+        "other module": lambda: setattr(module, "more", torch.nn.Linear(2, 2)),
+        "other code": lambda: setattr(watch, "checksum", lambda *files: "00000000"),
         "slow": lambda: module.plant(
             "training_step", lambda: time.sleep(3) if module.trainer.global_step == 2 else None
         ),
@@ -193,6 +203,7 @@ ENDS = {
     "killed after a step": "ended without a word",
     "killed at once": "ended without a word",
     "os._exit": "ended without a word",
+    "no batches of an unknown number": "ValueError: rank 1 has no batch in epoch 0",
     "no batches": "RuntimeError: `DataLoader` within local rank has zero length.*",
 }
 """What the other process says of rank 1, by fault."""
@@ -206,3 +217,40 @@ def test_both_end_with_the_reason_of_the_one(fault: str, pair: Pair, tmp_path: P
     # Where it stood still, it was ended there, and has printed why.
     said = json.loads(written.read_text())["reason"] if written.exists() else str(failed.value)
     assert re.search(RANK_1 + ENDS[fault] + AND_SO, said, re.MULTILINE), f"{said}\n{failed.value}"
+
+
+@pytest.mark.parametrize(("fault", "steps"), [("slow", STEPS), ("fewer batches", STEPS), ("another length", STEPS)])
+def test_both_go_on_alike(fault: str, steps: int, pair: Pair, tmp_path: Path) -> None:
+    one, other = pair(trained, fault, tmp_path)
+    assert one["error"] is None
+    assert (one["steps"], one["weights"]) == (other["steps"], other["weights"]) == (steps, one["weights"])
+    if fault == "slow":
+        assert re.match(
+            r"no progress for \d+ s, the run waits: rank 1 \(.*\) is at .*/test_faults.py:\d+ in .*; rank 0 \(.*\) is",
+            one["lines"][0],
+        ), one["lines"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("other torch", "torch 2.0.1"),
+        ("other module", r"parameters \d+"),
+        ("other code", "this project's code 00000000"),
+    ],
+)
+def test_both_refuse_a_process_that_is_unlike(fault: str, what: str, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        pair(trained, fault, tmp_path)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one["error"] == other["error"]
+    unlike = rf"ValueError: rank 1 \(.+\) has {what}, rank 0 \(.+\) has .+: all processes of a training need the same"
+    assert re.fullmatch(unlike, one["error"]), one
+
+
+def test_who_stands_still_in_a_collective_is_ended_there(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=rf"(?m)^failed: {RANK_1}RuntimeError: planted{AND_SO}"):
+        pair(trained, "training_step, stays", tmp_path)
+    record = RunRecord.load(next(tmp_path.rglob("record.json")))
+    assert record.status == "failed"
+    assert re.search(RANK_1 + "RuntimeError: planted" + AND_SO, record.reason or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainer.loops.private import on_sigterm
+
+UNKNOWN = 2**62
+"""In the place of a number of batches."""
 
 _made: tuple[object, dist.ProcessGroup] | None = None
 
@@ -89,3 +93,47 @@ class SigtermAgreement:
         """Wait for what is on its way: no step comes any more."""
         if self._agreement is not None:
             self._agreement.settle()
+
+
+class EpochEnds:
+    """Ends each epoch of a training at the same batch in all processes, where one of them has fewer batches than
+    others, or nobody knows how many: else the others would wait for it in a step that it never takes.
+
+    Raises ValueError where a process has none at all.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer, self._agreement = trainer, Agreement()
+
+    def batch_begins(self) -> None:
+        """It may be the last one here."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        self._agreement.exchange(progress.is_last_batch)
+        if self._trainer.accumulate_grad_batches > 1:  # the last batch takes an optimizer step in any case
+            self.batch_ends()
+
+    def batch_ends(self) -> None:
+        """It was the last one where it was so anywhere."""
+        if said := self._agreement.settle():
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = bool(said[0])
+
+    def epoch_ends(self) -> None:
+        """Without a batch, this process has asked nobody."""
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            raise ValueError(f"rank {self._trainer.global_rank} has no batch in epoch {self._trainer.current_epoch}")
+
+
+def epoch_ends(trainer: L.Trainer) -> EpochEnds | None:
+    """What ends epochs alike; None where all processes have as many batches."""
+
+    def least_and_most(number: float | None) -> tuple[float, float]:
+        whole = UNKNOWN if number in (None, math.inf) else int(number)
+        return -largest(-whole, trainer.world_size), largest(whole, trainer.world_size)
+
+    if trainer.world_size == 1:
+        return None
+    least, most = least_and_most(trainer.num_training_batches)
+    earliest, latest = least_and_most(trainer.val_check_batch)
+    if earliest < latest:  # a share of different numbers
+        trainer.val_check_batch = earliest
+    return None if least == most < UNKNOWN else EpochEnds(trainer)

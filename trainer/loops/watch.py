@@ -236,8 +236,9 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
     dist.all_gather_object(told, (name, dict(facts), port, token), group=host_group())
     names = [one[0] for one in told]
     for other, (_, theirs, *_) in enumerate(told):
-        for what, value in theirs.items():
-            if (first := told[0][1].get(what)) != value:
+        for what in {**told[0][1], **theirs}:
+            first, value = told[0][1].get(what), theirs.get(what)
+            if first != value:
                 raise ValueError(
                     f"rank {names[other]} has {what} {value}, rank {names[0]} has {first}: all processes of a training "
                     "need the same"
