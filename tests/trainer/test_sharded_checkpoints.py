@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, on_ranks
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
-from trainer.loops import sharded
+from trainer.loops import checkpoint_io, sharded
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.sharded import INDEX, META, beside, is_directory
@@ -258,6 +258,23 @@ def test_a_part_that_cannot_be_written_ends_all_with_its_reason(pair: Pair, tmp_
         "last.ckpt",
     ]
     assert other == one
+
+
+def full(folder: str) -> tuple[str | None, int | None]:
+    """On two ranks: the first one's disk is full while a file is written beside the training."""
+
+    def refused(target: Path, mode: str) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoint_io.written_whole = refused
+    often = ("trainer.max_steps=4", "trainer.checkpoint_every_n_steps=2", "trainer.async_checkpoints=true")
+    record = train(Path(folder), "trainer.devices=2", "trainer.strategy=ddp", *often, task="micro")
+    return record.reason, record.steps
+
+
+def test_a_file_that_cannot_be_written_beside_the_training_ends_all(pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    assert pair(full, str(tmp_path)) == [(f"OSError: [Errno 28] No space left on device: '{file}'", 4)] * 2
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(

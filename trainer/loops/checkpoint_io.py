@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,11 +68,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def teardown(self) -> None:
         """Wait for what is being written; what that has met is no reason beside an error that has come before."""
-        try:
+        with contextlib.suppress(*[OSError] if sys.exc_info()[1] is not None else []):
             self.settle()
-        except OSError:
-            if sys.exc_info()[1] is None:
-                raise
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         try:

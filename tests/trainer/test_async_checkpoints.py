@@ -1,0 +1,107 @@
+"""Checkpoints written while training continues hold the step at which they were asked for, and lose no error."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.runs import last_checkpoint, train
+from tests.trainer.test_checkpoint_files import Small
+from trainer.loops import checkpoint_io
+from trainer.loops.checkpoint_io import AtomicCheckpointIO
+from trainer.telemetry.files import written_whole
+
+ASYNC = ("trainer.async_checkpoints=true", "trainer.max_steps=4", "trainer.checkpoint_every_n_steps=1")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files are written once it is set."""
+    opened = threading.Event()
+
+    @contextlib.contextmanager
+    def waiting(target: Path, mode: str) -> Iterator[Any]:
+        assert opened.wait(60)
+        with written_whole(target, mode) as file:
+            yield file
+
+    monkeypatch.setattr(checkpoint_io, "written_whole", waiting)
+    return opened
+
+
+def test_what_changes_after_a_save_is_not_in_the_file(tmp_path: Path, gate: threading.Event) -> None:
+    writer, path = AtomicCheckpointIO(background=True), tmp_path / "last.ckpt"
+    weight = torch.arange(60_000.0).view(200, 300)
+    state = {"state_dict": {"weight": weight, "tied": weight.detach(), "turned": weight.t()}, "rates": [0.5]}
+    torch.save(state, tmp_path / "now.ckpt")
+    writer.save_checkpoint(state, path)
+    weight.zero_()
+    state["rates"].append(0.1)  # type: ignore[attr-defined]
+    assert not path.exists()
+    gate.set()
+    writer.settle()
+    loaded, now = (torch.load(file, weights_only=True) for file in (path, tmp_path / "now.ckpt"))
+    assert loaded["rates"] == [0.5]
+    for name, tensor in now["state_dict"].items():
+        assert torch.equal(loaded["state_dict"][name], tensor)
+        assert loaded["state_dict"][name].stride() == tensor.stride()
+    tied = [loaded["state_dict"][name].untyped_storage().data_ptr() for name in ("weight", "tied")]
+    assert tied[0] == tied[1], "tied weights are written once"
+
+
+def test_a_run_leaves_the_checkpoint_of_one_that_waits(tmp_path: Path) -> None:
+    for name, given in (("waits", ASYNC[1:]), ("async", ASYNC)):
+        assert train(tmp_path / name, *given, task="micro").status == "finished"
+    waits, asynchronous = (last_checkpoint(tmp_path / name) for name in ("waits", "async"))
+    assert waits["global_step"] == asynchronous["global_step"] == 4
+    torch.testing.assert_close(asynchronous["state_dict"], waits["state_dict"], rtol=0, atol=0)
+    torch.testing.assert_close(asynchronous["optimizer_states"], waits["optimizer_states"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("every", [1, 0], ids=["found at the next save", "found at the end"])
+def test_a_disk_that_is_full_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    @contextlib.contextmanager
+    def small(target: Path, mode: str) -> Iterator[Any]:
+        with written_whole(target, mode) as file:
+            yield Small(file)
+
+    monkeypatch.setattr(checkpoint_io, "written_whole", small)
+    record = train(tmp_path, *ASYNC[:2], f"trainer.checkpoint_every_n_steps={every}", task="micro")
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    assert (record.status, record.exit_code) == ("failed", 1)
+    assert record.reason == f"OSError: [Errno 28] No space left on device: '{file}'"
+    assert record.steps == (2 if every else 4)
+    assert list(file.parent.iterdir()) == []
+
+
+def test_a_copy_that_would_not_fit_is_not_made(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_io, "free_bytes", lambda: 1000)
+    gate.set()
+    writer = AtomicCheckpointIO(background=True)
+    with pytest.warns(UserWarning, match=r"a checkpoint of 0\.00 GiB is written at once: 0\.00 GiB of host memory"):
+        writer.save_checkpoint({"weight": torch.zeros(200)}, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["weight"].shape == (200,)
+
+
+def test_the_end_of_a_trainer_waits_and_hides_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    writer = AtomicCheckpointIO(background=True)
+
+    def ends(error: Exception | None) -> None:
+        with contextlib.ExitStack() as end:
+            end.callback(writer.teardown)
+            if error is not None:
+                raise error
+
+    for before, seen in ((None, OSError), (ValueError("first"), ValueError)):
+        writer.save_checkpoint({"weight": torch.zeros(2)}, tmp_path / "file" / "last.ckpt")
+        with pytest.raises(seen):
+            ends(before)
