@@ -12,15 +12,13 @@ import io
 import os
 import pickle
 import shutil
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,8 +26,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 
+from trainer.loops.agreement import host_group
 from trainer.telemetry.files import written_whole
 
 META = "meta.pt"
@@ -43,48 +42,28 @@ class ShardedCheckpoints(ModelParallelStrategy):
     """Saving and loading of a strategy that spreads a model. Keys and layouts are those of one process.
 
     ``save_distributed_checkpoint`` decides between a directory and one file, which the first process assembles in its
-    host memory. Both are the old checkpoint or the new one after a kill, and both are loaded.
+    host memory. After a kill either is the old checkpoint or the new one, and both are loaded.
     """
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """``load_checkpoint`` returns optimizer states as any strategy does."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's own state dict; its weights are DTensors."""
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The optimizer's own state dict."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state: dict[str, Any] = inner.state_dict()
-        return state
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As any strategy does, and unlike the base, which has loaded them by then."""
-        super(ModelParallelStrategy, self).load_model_state_dict(checkpoint, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As any strategy does, and unlike the base."""
-        super(ModelParallelStrategy, self).load_optimizer_state_dict(checkpoint)
+    # As any strategy does; the base gathers and renames, and loads in ``load_checkpoint``.
+    lightning_restore_optimizer = ParallelStrategy.lightning_restore_optimizer
+    lightning_module_state_dict = ParallelStrategy.lightning_module_state_dict
+    optimizer_state = ParallelStrategy.optimizer_state
+    load_model_state_dict = ParallelStrategy.load_model_state_dict
+    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a directory, or one file by the strategy's ``checkpoint_io``. Every process calls this."""
-        if storage_options is not None:
-            raise TypeError("storage_options: a sharded strategy writes to the file system alone")
         if self._save_distributed_checkpoint:
             save_directory(checkpoint, Path(filepath), self)
             return
-        first = self.is_global_zero
 
         def whole(_: str, tensor: Tensor) -> Tensor | None:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            return full.cpu() if first else None
+            return full.cpu() if self.is_global_zero else None
 
         checkpoint |= {part: mapped(checkpoint[part], whole) for part in SPREAD if part in checkpoint}
-        super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath)
+        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What ``checkpoint_path`` (a directory or a file) holds, each process its own part of weights and optimizer
@@ -95,34 +74,20 @@ class ShardedCheckpoints(ModelParallelStrategy):
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             spread |= {f"optimizer_states.{place}.state.{i}": each for i, each in enumerate(parameters)}
 
-        def like(name: str) -> DTensor | None:
-            reference = spread.get(name if name in spread else ".".join(name.split(".", 4)[:4]))
-            return reference if isinstance(reference, DTensor) else None
-
-        parts = SPREAD if self.optimizers else SPREAD[:1]
-        path = Path(checkpoint_path)
-        if is_directory(path):
-
-            def allocated(name: str, meta: Tensor) -> Tensor:
-                if (reference := like(name)) is None or not meta.ndim:
-                    return torch.empty_like(meta, device="cpu")
-                if meta.shape == reference.shape:
-                    return torch.empty_like(reference, dtype=meta.dtype, requires_grad=False)
-                mesh = reference.device_mesh
-                empty = torch.empty_like(meta, device=reference.device)
-                return DTensor.from_local(empty, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-            return load_directory(path, allocated, parts=parts, weights_only=weights_only)
-
-        def placed(name: str, full: Tensor) -> Tensor:
-            if (reference := like(name)) is None or not full.ndim:
-                return full.clone()  # no view of the file
-            same = full.shape == reference.shape
-            mesh = reference.device_mesh
-            placements = reference.placements if same else [Replicate()] * mesh.ndim
+        def placed(name: str, tensor: Tensor) -> Tensor:
+            like = spread.get(name if name in spread else ".".join(name.split(".", 4)[:4]))
+            if not isinstance(like, DTensor) or not tensor.ndim:
+                return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()  # no view of a file
+            mesh = like.device_mesh
+            placements = like.placements if tensor.shape == like.shape else [Replicate()] * mesh.ndim
+            if tensor.is_meta:
+                return empty(tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
             # Each process takes its part of the file without asking the first one.
-            return distribute_tensor(full, mesh, placements, src_data_rank=None).clone()
+            return distribute_tensor(tensor, mesh, placements, src_data_rank=None).clone()
 
+        path, parts = Path(checkpoint_path), SPREAD if self.optimizers else SPREAD[:1]
+        if is_directory(path):
+            return load_directory(path, placed, parts=parts, weights_only=weights_only)
         loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         return loaded | {part: mapped(loaded[part], placed, part) for part in parts if part in loaded}
 
@@ -205,7 +170,7 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
 
     _by_first(begin, strategy, path)
     try:
-        save(tensors, storage_writer=FileSystemWriter(new))
+        save(tensors, storage_writer=FileSystemWriter(new), process_group=host_group())
     except CheckpointException as error:
         raise _reason(error, path) from error
     _by_first(end, strategy, path)
@@ -269,9 +234,10 @@ def load_directory(
     if lost := [name for name in tensors if not isinstance(held.get(name), TensorStorageMetadata)]:
         raise ValueError(f"it holds no {lost[0]}")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(tensors, storage_reader=reader, no_dist=allocated is None)
+        if allocated is None:
+            load(tensors, storage_reader=reader, no_dist=True)
+        else:
+            load(tensors, storage_reader=reader, process_group=host_group())
     except CheckpointException as error:
         raise _reason(error, path) from error
     return {**{name: value for name, value in loaded.items() if name not in SPREAD}, **made}
