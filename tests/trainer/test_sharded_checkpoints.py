@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, on_ranks
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
-from trainer.loops import checkpoint_io, sharded
+from trainer.loops import sharded
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.sharded import INDEX, META, beside, is_directory
@@ -55,7 +55,10 @@ class Small(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": self.head.parameters(), "weight_decay": 0.0}, {"params": [*self.blocks.parameters()]}]
+        groups: list[dict[str, Any]] = [
+            {"params": self.head.parameters(), "weight_decay": 0.0},
+            {"params": [*self.blocks.parameters()]},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
 
@@ -109,7 +112,8 @@ def fit(folder: Path, kind: str, resume: Path | None = None, *, steps: int = SAV
         enable_model_summary=False,
         plugins=[AtomicCheckpointIO(**io)],
     )
-    trainer.fit(Small(), DataLoader(torch.randn(64, 6), batch_size=4), ckpt_path=resume)
+    data: Any = torch.randn(64, 6)
+    trainer.fit(Small(), DataLoader(data, batch_size=4), ckpt_path=resume)
     return seen
 
 
@@ -225,27 +229,32 @@ def rewritten(file: Path) -> None:
     torch.save({name: value for name, value in loaded.items() if name != "optimizer_states"}, file)
 
 
+def refused(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def broken(folder: str) -> list[str]:
-    """On two ranks: the second has a full disk; the first cannot put the whole directory in place; then all is well."""
-    rank, said, path = int(os.environ["RANK"]), [], Path(folder) / "directory"
-    writer, replace = sharded.FileSystemWriter.write_data, sharded.replace
+    """On two ranks: the second has a full disk; the first cannot put the whole directory in place; somebody's files are
+    there; then all is well."""
+    said, path = [], Path(folder) / "directory"
+    theirs = path / "last.ckpt" / "thesis.txt"
 
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def attempt() -> None:
+        try:
+            fit(path, "directory")
+        except OSError as error:
+            said.append(str(error))
 
-    sharded.FileSystemWriter.write_data = full if rank == 1 else writer  # type: ignore[method-assign, assignment]
-    try:
-        fit(path, "directory")
-    except OSError as error:
-        said.append(str(error))
-    sharded.FileSystemWriter.write_data = writer  # type: ignore[method-assign]
-    sharded.replace = full
-    try:
-        fit(path, "directory")
-    except OSError as error:
-        said.append(str(error))
-    sharded.replace = replace
-    fit(path, "directory")
+    for fault in ("trainer.loops.sharded.FileSystemWriter.write_data", "trainer.loops.sharded.replace"):
+        with pytest.MonkeyPatch.context() as patch:
+            if os.environ["RANK"] == ("1" if fault.endswith("write_data") else "0"):
+                patch.setattr(fault, refused)
+            attempt()
+    theirs.parent.mkdir(parents=True, exist_ok=True)
+    theirs.touch()
+    attempt()
+    theirs.unlink(missing_ok=True)
+    attempt()
     return [*said, *sorted(file.name for file in path.iterdir())]
 
 
@@ -255,6 +264,7 @@ def test_a_part_that_cannot_be_written_ends_all_with_its_reason(pair: Pair, tmp_
     assert one == [
         f"[Errno 28] No space left on device (rank 1): '{last}'",
         f"[Errno 28] No space left on device: '{last}'",
+        f"[Errno 17] a folder with other files than a checkpoint's: '{last}'",
         "last.ckpt",
     ]
     assert other == one
@@ -262,14 +272,10 @@ def test_a_part_that_cannot_be_written_ends_all_with_its_reason(pair: Pair, tmp_
 
 def full(folder: str) -> str | None:
     """On two ranks: the first one's disk is full while a file is written beside the training."""
-
-    def refused(target: Path, mode: str) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    checkpoint_io.written_whole = refused
     often = ("trainer.max_steps=4", "trainer.checkpoint_every_n_steps=2", "trainer.async_checkpoints=true")
-    record = train(Path(folder), "trainer.devices=2", "trainer.strategy=ddp", *often, task="micro")
-    return record.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.loops.checkpoint_io.written_whole", refused)
+        return train(Path(folder), "trainer.devices=2", "trainer.strategy=ddp", *often, task="micro").reason
 
 
 def test_a_file_that_cannot_be_written_beside_the_training_ends_all(pair: Pair, tmp_path: Path) -> None:

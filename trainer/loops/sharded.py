@@ -8,13 +8,14 @@ one is the checkpoint of one process again, so that any strategy and any number 
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import os
 import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 import torch
@@ -134,7 +135,7 @@ def replace(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint of either kind, if it is there."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -160,6 +161,8 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
     rest = {**checkpoint, **{part: mapped(checkpoint[part], taken, part) for part in SPREAD if part in checkpoint}}
 
     def begin() -> None:
+        if path.is_dir() and not is_directory(path) and any(path.iterdir()):
+            raise FileExistsError(errno.EEXIST, "a folder with other files than a checkpoint's")
         remove(new)
         new.mkdir(parents=True)
 
@@ -258,7 +261,9 @@ class Reader(FileSystemReader):
 
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith(dcp.__name__ + ".") or (module == "pathlib" and name.endswith("Path")):
+        if module.startswith("pathlib") and name.endswith("Path"):
+            return PurePath
+        if module.startswith(dcp.__name__ + "."):
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found
