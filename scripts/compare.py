@@ -20,7 +20,7 @@ from rich.console import Console
 
 from scripts import drift
 from scripts.arguments import exit_code, parser
-from trainer.report import tables
+from trainer.report import scaling, tables
 from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
@@ -35,6 +35,8 @@ how the figures are made:
   pays back  steps after which a cold start has caught up with the baseline, warm-up and all time in the compiler
              counted; none where no difference is shown
   s to N     seconds from the start of the process to the end of step N, without validation and checkpoints
+  scaling    of runs on several numbers of devices: samples/s over as many times those of one device, of the same
+             strategies; the median over rounds, ± half of their range
   verdict    of arms that are shown to be faster, the one of least total time
 
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
@@ -83,19 +85,23 @@ def compared(options: argparse.Namespace) -> int:
     """Compare runs that are there."""
     runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
+    scaled = scaling.scalings(runs)
     if not options.allow_unlike:
-        refuse_unlike(comparisons)
+        refuse_unlike(comparisons, several_devices=bool(scaled))
     for found in comparisons:
         sort(found, SORTS[options.sort])
     texts = {"markdown": tables.markdown, "csv": tables.as_csv, "json": tables.as_json}
     targets = {kind: target for kind in texts if (target := getattr(options, kind)) is not None}
     for kind, target in targets.items():
-        write(target, texts[kind](comparisons))
+        write(target, texts[kind](comparisons) + (scaling.markdown(scaled) if kind == "markdown" else ""))
     if options.tensorboard is not None:
         write_for_tensorboard(comparisons, options.tensorboard)
     if "-" not in targets.values():
         console = Console(highlight=False)
-        tables.show(comparisons, console if console.is_terminal else Console(width=WIDTH, highlight=False))
+        console = console if console.is_terminal else Console(width=WIDTH, highlight=False)
+        tables.show(comparisons, console)
+        for line in (line for found in scaled for line in scaling.lines(found, console.width)):
+            console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
@@ -127,14 +133,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def refuse_unlike(comparisons: Sequence[WorkloadComparison]) -> None:
-    """Raise ValueError when runs of a workload differ in what decides their speed, or no two are of one workload."""
+def refuse_unlike(comparisons: Sequence[WorkloadComparison], *, several_devices: bool = False) -> None:
+    """Raise ValueError when runs of a workload differ in what decides their speed, or no two are of one workload, nor
+    of one training on ``several_devices`` and on one."""
     for found in comparisons:
         if found.unlike:
             raise ValueError(
                 f"runs of {found.workload} are unlike: {'; '.join(found.unlike)}. Name the runs that belong together, "
                 "or use --allow-unlike"
             )
+    if several_devices:
+        return
     if len(comparisons) > 1 and all(
         len(found.rows) == 1 and found.task == comparisons[0].task for found in comparisons
     ):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from trainer.report import page, pictures
+from trainer.report import page, pictures, scaling
 from trainer.report.comparison import AT_STEPS, compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
@@ -41,7 +41,8 @@ def report(options: argparse.Namespace) -> int:
     for reason in unreadable:
         print(f"warning: left out: {reason}", file=sys.stderr)
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=options.steps)
-    text = page.render(comparisons, title=options.title, command=options.command)
+    scaled = scaling.scalings(runs)
+    text = page.render(comparisons, title=options.title, command=options.command, scalings=scaled)
     if options.output == "-":
         sys.stdout.write(text)
     else:
@@ -52,7 +53,7 @@ def report(options: argparse.Namespace) -> int:
         counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
         print(f"{target}: {counts}, {len(text) / 1024:,.0f} KiB")
     if options.pictures is not None:
-        files = pictures.write(comparisons, options.pictures)
+        files = pictures.write(comparisons, options.pictures, scaled)
         print(f"{options.pictures}: {page.counted(len(files), 'picture')}", file=sys.stderr)
     return 0
 

@@ -186,13 +186,15 @@ class LightningLoop(Processes):
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         if self._manual is not None:
             return self._manual_step(batch, inspect, together=together)
+        closure = self._closure(batch, inspect)
         with contextlib.nullcontext() if together else self.apart():
-            return self._closure(batch, inspect)()
+            return closure()
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         if self._manual is not None:
             return self._manual_step(batch, inspect, together=True)
-        losses, closure = list[Tensor](), self._closure(batch, inspect)
+        losses: list[Tensor] = []
+        closure = self._closure(batch, inspect)
 
         def keep_loss() -> Tensor:
             losses.append(closure())
@@ -205,7 +207,8 @@ class LightningLoop(Processes):
         return self._training_step(self._arguments(batch, 0))
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        results, model = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls, self.wrapped
+        results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        model: Any = self.wrapped
         with contextlib.ExitStack() as kept:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
                 kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)

@@ -13,7 +13,8 @@ from html import escape
 from importlib import resources
 
 from trainer.report.comparison import WorkloadComparison
-from trainer.report.pictures import PICTURES, Picture, arm_colours, style
+from trainer.report.pictures import PICTURES, Picture, arm_colours, devices, style
+from trainer.report.scaling import Scaling, table_of
 from trainer.report.statistics import FASTER
 from trainer.report.tables import NOT_SURE, TEXT_COLUMNS, footnotes, tables_of
 from trainer.report.verdicts import rounded
@@ -42,13 +43,16 @@ PATH = re.compile(r"(?<![\w.~:/-])(?:/[^\s/'\",:;()<>|]+)+/(?=[^\s/])")
 PACKAGES = re.compile(r"[^\s'\"=]*/(?:site|dist)-packages/")
 
 
-def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: str) -> str:
+def render(
+    comparisons: Sequence[WorkloadComparison], *, title: str, command: str, scalings: Sequence[Scaling] = ()
+) -> str:
     """The page.
 
     Args:
         comparisons: What it shows, a section each.
         title: Its heading.
         command: What makes it again.
+        scalings: Trainings among them on several numbers of devices, a section each.
 
     Raises:
         ValueError: Matplotlib is not installed.
@@ -59,6 +63,7 @@ def render(comparisons: Sequence[WorkloadComparison], *, title: str, command: st
     facts = [counted(len(comparisons), "workload"), counted(len(records), "run")]
     facts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     sections = "\n".join(_section(one, place, palette) for place, one in enumerate(comparisons))
+    sections += "\n".join(_scaling(one, place) for place, one in enumerate(scalings))
     cards = "".join(_card(one, place) for place, one in enumerate(comparisons))
     words = "".join(f"<div><dt>{escape(word)}</dt><dd>{escape(text)}</dd></div>" for word, text in WORDS.items())
     return f"""<!DOCTYPE html>
@@ -184,6 +189,26 @@ def _figure(comparison: WorkloadComparison, place: int, picture: Picture, palett
 <figcaption>{escape(picture.caption)}</figcaption>
 </figure>
 """
+
+
+def _scaling(found: Scaling, place: int) -> str:
+    name, columns = f"scaling-{place + 1}", table_of(found)
+    caption = f"{_sentence(found.kind)} Dashed: as many times the samples of one device. Percent: of that line."
+    drawn = style.svg(devices.draw(found), name=name, title=_text(f"Scaling: {found.name}"), description=_text(caption))
+    kinds = ["short" if heading in TEXT_COLUMNS else "number" for heading in columns]
+    body = ""
+    for arm, *texts in zip(*columns.values(), strict=True):
+        cells = "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in zip(texts, kinds[1:], strict=True))
+        body += f'<tr><th scope="row">{_text(arm)}</th>{cells}</tr>\n'
+    unlike = "".join(f'<p class="quiet">Unlike: {_text(line)}.</p>' for line in found.unlike)
+    return f"""<section id="{name}">
+<h2>Scaling: {_breakable(found.name)}</h2>
+{unlike}<div class="figures"><figure>
+{drawn}
+<figcaption>{_text(caption)}</figcaption>
+</figure></div>
+{_table(zip(columns, kinds, strict=True), body)}
+</section>"""
 
 
 def _all_figures(comparison: WorkloadComparison, palette: Mapping[str, str]) -> str:

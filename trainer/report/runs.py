@@ -148,7 +148,7 @@ def group(runs: Sequence[Run]) -> list[Cell]:
     workloads: dict[tuple[str, ...], dict[tuple[str, ...], list[Run]]] = {}
     for run in runs:
         record = run.record
-        settings = sorted(f"{name}={value}" for name, value in _settings(record) if _is_fixed(name))
+        settings = sorted(f"{name}={value}" for name, value in fixed_settings(record).items())
         task = record.task.partition(" ")[0]  # "micro ragged" was "micro" in older records
         arms = workloads.setdefault((task, record.run, *settings), {})
         parameters = sorted(f"{name}={value}" for name, value in _parameters(record).items())
@@ -174,6 +174,11 @@ def loose_settings(record: RunRecord) -> dict[str, str]:
     return {name: value for name, value in _settings(record) if not _is_fixed(name) and name not in SILENT}
 
 
+def fixed_settings(record: RunRecord) -> dict[str, str]:
+    """Settings that make up the workload."""
+    return {name: value for name, value in _settings(record) if _is_fixed(name)}
+
+
 def set_parameters(record: RunRecord) -> dict[str, str]:
     """Parameters of a record's strategies that are not their defaults, by dotted name; all of a plug-in's."""
     defaults = _defaults(record)
@@ -185,7 +190,7 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     for record in records:
         fellows = [other for other in records if (other.task, other.run) == (record.task, record.run)]
-        settings = {name: value for name, value in _settings(record) if _is_fixed(name)}
+        settings = fixed_settings(record)
         chosen = [name for name in _distinguishing([dict(_settings(other)) for other in fellows]) if name in settings]
         lasts = [name.rpartition(".")[2] for name in chosen]
         words = [

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +47,7 @@ def _decision(found: WorkloadComparison) -> dict[str, list[str]]:
     columns = {
         "arm": [row.cell.arm for row in rows],
         "runs": [_runs(row) for row in rows],
-        f"{_one(found)} ms": [_estimate(row.step_seconds, 1e3) for row in rows],
+        f"{_one(found)} ms": [estimated(row.step_seconds, 1e3) for row in rows],
         f"speed to {found.baseline}": [speed(row, found) for row in rows],
         "95% interval": [_interval(row) for row in rows],
         f"pays back after {found.unit}": [paid_back(row, warm=False) for row in rows],
@@ -61,7 +61,7 @@ def _warm(found: WorkloadComparison) -> dict[str, list[str]]:
     rows = found.rows
     columns = {"arm": [row.cell.arm for row in rows]}
     if any(row.cell.warm and row.cell.compiles for row in rows):
-        columns["warm: warm-up s"] = [_estimate(row.warm_warmup_seconds) for row in rows]
+        columns["warm: warm-up s"] = [estimated(row.warm_warmup_seconds) for row in rows]
         columns[f"warm: pays back after {found.unit}"] = [paid_back(row, warm=True) for row in rows]
         for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds_warm):
             columns[f"warm: s to {steps:,}"] = [_total(row, row.total_seconds_warm.get(steps)) for row in rows]
@@ -74,7 +74,7 @@ def _speed(found: WorkloadComparison) -> dict[str, list[str]]:
     memory = [row.peak_device_memory_gib if on_device else row.peak_process_memory_gib for row in rows]
     return {
         "arm": [row.cell.arm for row in rows],
-        "median ms": [_estimate(row.median_step_seconds, 1e3) for row in rows],
+        "median ms": [estimated(row.median_step_seconds, 1e3) for row in rows],
         "p95 ms": [_middle(row.p95_seconds, 1e3) for row in rows],
         "samples/s": [_middle(row.samples_per_second) for row in rows],
         "useful tokens/s": [_middle(row.useful_tokens_per_second) for row in rows],
@@ -89,7 +89,7 @@ def _compile(found: WorkloadComparison) -> dict[str, list[str]]:
     counts = {"graphs": "graphs", "breaks": "graph_breaks", "recompiles": "recompiles"}
     return {
         "arm": [row.cell.arm for row in rows],
-        "warm-up s": [_estimate(row.cold_warmup_seconds) for row in rows],
+        "warm-up s": [estimated(row.cold_warmup_seconds) for row in rows],
         f"first {_one(found)} s": [_middle(row.first_step_seconds) for row in rows],
         "compile s": [_middle(row.compile_seconds) for row in rows],
         **{
@@ -160,7 +160,7 @@ def _one(found: WorkloadComparison) -> str:
     return "batch" if found.unit == "batches" else "step"
 
 
-def _estimate(value: Estimate | None, factor: float = 1.0) -> str:
+def estimated(value: Estimate | None, factor: float = 1.0) -> str:
     """The median, with half of the range over it: ``36.6 ±5%``."""
     if value is None or value.low is None or value.high is None or value.low == value.high:
         return _middle(value, factor)
@@ -207,16 +207,24 @@ def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
     for found in comparisons:
         lines += [f"## {_escaped(found.workload)}", "", _conditions(found), ""]
         for columns in tables_of(found):
-            lines.append("| " + " | ".join(columns) + " |")
-            lines.append("|" + "|".join(" --- " if name in TEXT_COLUMNS else " ---: " for name in columns) + "|")
-            lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in zip(*columns.values(), strict=True)]
-            lines.append("")
+            lines += [*piped(columns), ""]
         lines += [f"**Verdict:** {_escaped(found.verdict)}.", ""]
         if remarks := [_escaped(line) for line in _remarks(found)]:
             lines += [*(f"- {line}" for line in remarks), ""]
         lines += ["Commands:", "", "```bash", *(row.cell.command for row in found.rows), "```", ""]
     lines += [line.replace("*", r"\*", 1) for line in footnotes(comparisons)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def piped(columns: dict[str, list[str]]) -> list[str]:
+    """A table in Markdown."""
+    rules = (" --- " if name in TEXT_COLUMNS else " ---: " for name in columns)
+    rows = zip(*columns.values(), strict=True)
+    return [_pipes(columns), f"|{'|'.join(rules)}|", *(_pipes(map(_escaped, row)) for row in rows)]
+
+
+def _pipes(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 def as_csv(comparisons: Sequence[WorkloadComparison]) -> str:

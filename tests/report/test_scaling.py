@@ -1,0 +1,90 @@
+"""Runs on several numbers of devices: efficiency against one device, weak and strong scaling told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import compare
+from scripts.report import main as report
+from tests.report.records import record, save
+from trainer.report.runs import Run
+from trainer.report.scaling import Scaling, scalings, table_of
+from trainer.telemetry.record import RunRecord
+
+
+def on(devices: int, step_seconds: float, *, how: str = "ddp", batch_size: int = 32, **changes: Any) -> RunRecord:
+    """A run of ``batch_size`` samples a step and device."""
+    one = record("regional", step_seconds=step_seconds, batch_size=batch_size, **changes)
+    one.world_size = devices
+    one.config["trainer"] |= {"devices": devices, "strategy": how if devices > 1 else "auto"}
+    one.samples_per_second = devices * batch_size / step_seconds
+    return one
+
+
+def scaled(*records: RunRecord) -> list[Scaling]:
+    return scalings([Run(Path(f"run{number}"), one) for number, one in enumerate(records)])
+
+
+def rounds() -> list[RunRecord]:
+    """A machine that is slower in the second round, for one device and for several."""
+    return [
+        on(devices, step * pace, round=number, how=how)
+        for number, pace in ((1, 1.0), (2, 1.2))
+        for devices, how, step in ((1, "ddp", 0.1), (2, "ddp", 0.125), (2, "fsdp2", 0.2))
+    ]
+
+
+def test_efficiency_is_of_the_round_and_beside_the_same_strategies() -> None:
+    (found,) = scaled(*rounds(), record("eager"))
+    assert [(row.devices, row.how) for row in found.rows] == [(1, ""), (2, "ddp"), (2, "fsdp2")]
+    efficiencies = [row.efficiency for row in found.rows]
+    assert [one.median for one in efficiencies if one] == pytest.approx([1.0, 0.8, 0.5])
+    assert [one.high - one.low for one in efficiencies if one and one.high and one.low] == pytest.approx([0, 0, 0])
+    table = table_of(found)
+    assert table["arm"] == ["1 device", "2 devices ddp", "2 devices fsdp2"]
+    assert table["times one device"] == ["1.00x", "1.60x", "1.00x"]
+    assert found.kind.startswith("weak scaling: each device keeps its batch of 32.0 samples")
+
+
+def test_strong_scaling_is_told_from_weak() -> None:
+    (found,) = scaled(on(1, 0.1), on(2, 0.06, batch_size=16))
+    assert found.kind.startswith("strong scaling: a step keeps its 32.0 samples")
+    (found,) = scaled(on(1, 0.1), on(2, 0.06, batch_size=24))
+    assert found.kind.startswith("neither weak nor strong scaling: samples of a device in a step differ (32.0 on 1, ")
+
+
+def test_without_one_device_there_is_no_efficiency() -> None:
+    (found,) = scaled(on(2, 0.1), on(4, 0.1))
+    assert [row.efficiency for row in found.rows] == [None, None]
+    assert "efficiency" not in table_of(found)
+
+
+def test_other_strategies_failed_runs_and_one_number_of_devices_are_no_scaling() -> None:
+    other = record("eager")
+    other.world_size = 2
+    assert scaled(on(1, 0.1), other) == []
+    assert scaled(on(1, 0.1), on(2, 0.1, status="failed")) == []
+    assert scaled(on(2, 0.1), on(2, 0.1, how="fsdp2")) == []
+
+
+def test_other_devices_are_said_to_be_unlike() -> None:
+    (found,) = scaled(on(1, 0.1), on(2, 0.1, device="NVIDIA A100"))
+    assert found.unlike == ["device: NVIDIA H200 (1 run), NVIDIA A100 (1 run)"]
+
+
+def test_compare_and_the_report_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder = str(save(rounds(), tmp_path / "runs"))
+    assert compare.main([folder, "--markdown", str(tmp_path / "table.md")]) == 0
+    said = capsys.readouterr().out
+    assert "scaling: captioning · regional" in said
+    assert "2 devices ddp" in said
+    assert "| 2 devices fsdp2 | 2 | 64.0 |" in (tmp_path / "table.md").read_text()
+    assert report([folder, "-o", str(tmp_path / "page.html"), "--pictures", str(tmp_path / "pictures")]) == 0
+    assert (tmp_path / "pictures" / "scaling-1.png").is_file()
+    page = (tmp_path / "page.html").read_text()
+    assert "Scaling: captioning" in page
+    assert "as many times the samples of one device" in page
