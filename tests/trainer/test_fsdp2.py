@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -127,6 +128,52 @@ def test_two_ranks_lose_what_one_process_loses_with_the_whole_batch(
     assert first == second
     assert whole == []
     torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
+
+
+class ShardsItself(Model):
+    def configure_model(self) -> None:
+        if torch.distributed.is_initialized() and not isinstance(self.head, FSDPModule):
+            for layer in self.layers:
+                fully_shard(layer)
+            fully_shard(self, reshard_after_forward=False)
+            register_fsdp_forward_method(self, "training_step")
+
+
+class Twice(Model):
+    """Takes each example's loss twice: a block runs again before any backward."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+
+
+def variants(ranks: int) -> dict[str, list[float]]:
+    def losses(kind: type[Model] = Model, *, fits: int = 1, **options: Any) -> list[float]:
+        L.seed_everything(0, verbose=False)
+        module = kind()
+        for _ in range(fits):
+            train(module, ranks, max_steps=10, **options)
+        return losses_of(module, ranks)
+
+    kept = {"strategy": FSDP2(reshard_after_forward=False)} if ranks > 1 else {}
+    return {
+        "bf16-mixed": losses(precision="bf16-mixed", gradient_clip_val=None),
+        "bf16-true": losses(precision="bf16-true"),
+        "parameters stay gathered": losses(**kept),
+        "shards itself": losses(ShardsItself),
+        "runs blocks twice": losses(Twice),
+        "a second fit": losses(fits=2),
+    }
+
+
+def test_precisions_options_and_habits(pair: Pair) -> None:
+    reference = variants(1)
+    first, second = pair(variants, 2)
+    assert first == second
+    for name, expected in reference.items():
+        tolerance = 0.03 if name.startswith("bf16") else 1e-4
+        torch.testing.assert_close(
+            first[name], expected, rtol=tolerance, atol=tolerance, msg=lambda said, of=name: f"{of}: {said}"
+        )
 
 
 class Adversaries(L.LightningModule):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
@@ -41,6 +42,8 @@ class FSDP2(ShardedCheckpoints):
     Args:
         reshard_after_forward: Whether units give their gathered parameters back after the forward and gather them
             again for the backward; see ``fully_shard``.
+        mp_policy: Of all units and the rest. None: under ``bf16-mixed`` on a GPU, units are gathered in bfloat16 and
+            their gradients reduced in float32, beside autocast; else everything is as the weights are.
         **options: Of ``lightning.pytorch.strategies.ModelParallelStrategy``. ``save_distributed_checkpoint=False``
             writes one file, which the first process assembles, in place of a directory.
 
@@ -48,8 +51,11 @@ class FSDP2(ShardedCheckpoints):
         ValueError: A parameter that cannot be sharded.
     """
 
-    def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, reshard_after_forward: bool = True, mp_policy: MixedPrecisionPolicy | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
+        self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.units: list[str] = []
 
@@ -93,31 +99,39 @@ class FSDP2(ShardedCheckpoints):
 
     def _shard(self, module: L.LightningModule, program: Program | None) -> None:
         _refuse(module)
-        # Autocast stays in force beside it, so that norms and losses compute in fp32 as on one device; what a unit gets
-        # is therefore left as it is.
-        mixed = str(self.precision_plugin.precision) == "bf16-mixed"
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if mixed else None,
-            reduce_dtype=torch.float32 if mixed else None,
-            cast_forward_inputs=False,
-        )
         self.units = shard_units(module, program)
         for path in self.units:
-            self._shard_one(module, path, policy, reshard_after_forward=self.reshard_after_forward)
+            self._shard_one(module, path, self.reshard_after_forward)
         roots = [""] if module.automatic_optimization else _called_children(module)
         for path in roots:
             if not isinstance(module.get_submodule(path), FSDPModule):
                 # By hand, a network may run forward alone, and be trained before it runs again.
-                self._shard_one(module, path, policy, reshard_after_forward=None if path == "" else True)
+                self._shard_one(module, path, None if path == "" else True)
         if roots == [""]:
             for step in STEPS:
                 if is_overridden(step, module):
                     register_fsdp_forward_method(cast(nn.Module, module), step)
 
-    def _shard_one(self, module: nn.Module, path: str, policy: MixedPrecisionPolicy, **options: Any) -> None:
+    def _shard_one(self, module: nn.Module, path: str, reshard_after_forward: bool | None) -> None:
         unit = module.get_submodule(path)
         self._place(unit, path)
-        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
+        policy = self.mp_policy or self._policy(unit, is_root=path == "")
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+    def _policy(self, unit: nn.Module, *, is_root: bool) -> MixedPrecisionPolicy:
+        """What is gathered in bfloat16. Autocast stays in force beside it, so that norms and losses compute in float32
+        as on one device, and inputs are left as they are.
+
+        An embedding, mostly in the root, decides the precision of all that is added to it, and stays as it is. Batch
+        norm takes no weights of lower precision than its input, and on a CPU no norm does.
+        """
+        low = str(self.precision_plugin.precision) == "bf16-mixed" and self.root_device.type == "cuda" and not is_root
+        low = low and not any(isinstance(one, _NormBase | nn.Embedding) for one in unit.modules())
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if low else None,
+            reduce_dtype=torch.float32 if low else None,
+            cast_forward_inputs=False,
+        )
 
     def _place(self, unit: nn.Module, path: str) -> None:
         """Move what of ``unit`` is not sharded yet to this process's device, with the values of the first process.
