@@ -205,8 +205,10 @@ def _fresh_store(launch: Launch, agents: Any) -> Any:
         agents.set(PORT, str(store.port))
     deadline = time.monotonic() + JOIN_SECONDS
     while launch.rank > 0:
-        with contextlib.suppress(DistError):  # its server is gone
-            store = connect(port=int(agents.get(PORT)), timeout=timedelta(seconds=5))
+        with contextlib.suppress(OSError, DistError):  # its server is gone
+            port = int(agents.get(PORT))
+            socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=5).close()  # else torch prints a page
+            store = connect(port=port, timeout=timedelta(seconds=5))
             if store.add(f"crucible/rank{launch.rank}", 1) == 1:
                 break  # else a process before this one has been there, and that start is about to end
         if time.monotonic() > deadline:
