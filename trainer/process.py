@@ -248,7 +248,7 @@ def _flush_files() -> None:
     # By their bases in C: to ask an abstract class about thousands of others takes half a second.
     bases = {io.BytesIO.__base__.__base__, zipfile.ZipFile}  # type: ignore[union-attr]
     kinds = {kind for kind in set(map(type, objects)) if not bases.isdisjoint(kind.__mro__)}
-    files = [one for one in objects if type(one) in kinds and not isinstance(one, io.BytesIO | io.RawIOBase)]
+    files = [one for one in objects if type(one) in kinds and _holds_back(one)]
     for kind in (io.TextIOBase, None, io.BufferedWriter | io.BufferedRandom):
         for one in files:
             with contextlib.suppress(Exception):
@@ -256,6 +256,15 @@ def _flush_files() -> None:
                     one.flush()
                 elif kind is None and not isinstance(one, io.TextIOBase | io.BufferedWriter | io.BufferedRandom):
                     one.close()  # which writes the end of a compressed file
+
+
+def _holds_back(one: Any) -> bool:
+    """Whether ``one`` may hold what is to be written. A thread that waits in a reader keeps its lock, for ever."""
+    if isinstance(one, io.BytesIO | io.RawIOBase):
+        return False
+    with contextlib.suppress(Exception):  # it is closed
+        return isinstance(one, zipfile.ZipFile) or one.writable()
+    return False
 
 
 LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 ENDS = """
-import atexit, gzip, os, sys, threading, time, zipfile
+import atexit, gzip, os, socket, sys, threading, time, zipfile
 from trainer.process import leaving
 
 text = open("text", "w")
@@ -30,6 +30,10 @@ atexit.register(lambda: open("exit function", "w").close())
 def work():
     time.sleep(0.3)
     open("thread", "w").close()
+
+near, far = socket.socketpair()
+waits = near.makefile()
+threading.Thread(target=waits.readline, daemon=True).start()  # with its lock, until the other end closes
 
 class Slow:
     def __del__(self, make=os.mkdir):
@@ -48,7 +52,7 @@ def ended(end: str, folder: Path) -> subprocess.CompletedProcess[str]:
     code = ENDS.replace("{end}", end)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
 def test_a_command_leaves_at_once_and_loses_nothing(tmp_path: Path) -> None:
