@@ -10,6 +10,8 @@ capture it.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -25,10 +27,11 @@ from strategies.errors import one_line
 from strategies.graph_engine import NotYet
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer.graphs import GraphedStep, graphed
-from strategies.torch_patches import as_capturing
+from strategies.torch_patches import as_capturing, settle_shards
 
 MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
+_TORCH = os.path.dirname(torch.__file__)
 LOG_METHODS = frozenset({"log", "log_dict"})
 """Stood in for while a step runs."""
 
@@ -98,6 +101,7 @@ class StepCapture:
         except CannotCapture as error:
             if self._called:  # nothing was executed: only the loop's counters have moved
                 micro.uncount()
+            settle_shards(self._module, gradients=True)  # a capture may have ended in the middle of a forward
             if isinstance(error, NotYet):
                 return self.run(micro)
             self._graphs.refuse(str(error))
@@ -277,7 +281,9 @@ class Unused:
     """Stands for a number that a step is given; any use of it raises ``Used``."""
 
     def __getattribute__(self, name: str) -> Any:
-        """No attribute is there, not even a class for ``isinstance``."""
+        """No attribute is there, not even a class for ``isinstance``; but FSDP2 looks for tensors in what it hands on."""
+        if name == "__class__" and sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            return Unused
         raise Used
 
 
