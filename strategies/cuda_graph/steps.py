@@ -281,7 +281,7 @@ class Unused:
     """Stands for a number that a step is given; any use of it raises ``Used``."""
 
     def __getattribute__(self, name: str) -> Any:
-        """No attribute is there, not even a class for ``isinstance``; but FSDP2 looks for tensors in what it hands on."""
+        """Nothing is there, not even a class for ``isinstance``; but FSDP2 looks for tensors in what it hands on."""
         if name == "__class__" and sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             return Unused
         raise Used
