@@ -153,7 +153,7 @@ class Compile(CompiledTraining, L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give everything back."""
         self.close()
-        if self.watch is not None:
+        if self.watch is not None and self._own is not None:  # else its owner says when
             self.watch.end()
 
     def _watch_over_processes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -166,7 +166,8 @@ class Compile(CompiledTraining, L.Callback):
             "to continue from": str(trainer.ckpt_path),
             "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
             **code_of(module),
-            **{name: str(value) for name, value in flat(self.record.config)},
+            # Not paths, which may lead to a disk of each host's own.
+            **{name: str(value) for name, value in flat(self.record.config) if "/" not in str(value)},
         }
         self.watch = watch(trainer.global_rank, facts, trainer.strategy.launcher)
         if self.watch is not None:

@@ -84,6 +84,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     try:
         with process_settings(config.trainer), StopRequest(console.print) as stop:
             job.go(stop)
+            job.leave()
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
     except Interrupted as interrupted:
@@ -257,6 +258,12 @@ class Job:
     def go(self, stop: StopRequest) -> None:
         """Build everything and run to the end, to an error or to a stop."""
         raise NotImplementedError
+
+    def leave(self) -> None:
+        """Wait until the other processes have ended as well. Raises RankFailed where one of them fails at that."""
+        if self._compile is not None and (watch := self._compile.watch) is not None:
+            watch.end()
+            watch.wait()
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages, if it came so far."""

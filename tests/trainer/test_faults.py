@@ -18,9 +18,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Regional
+from tasks.captioning.model import Captioner
 from tests.processes import Pair, RanksFailed
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks
+from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.loops import watch
 from trainer.telemetry.record import RunRecord
@@ -254,3 +256,39 @@ def test_who_stands_still_in_a_collective_is_ended_there(pair: Pair, tmp_path: P
     record = RunRecord.load(next(tmp_path.rglob("record.json")))
     assert record.status == "failed"
     assert re.search(RANK_1 + "RuntimeError: planted" + AND_SO, record.reason or "")
+
+
+def of_the_command(fault: str, folder: Path) -> dict[str, Any]:
+    """Train by the command line with ``fault`` in one process; the record's own words."""
+    one = "0" if fault == "first is killed" else "1"
+    hooks: dict[str, tuple[str, Callable[[], Any]]] = {
+        "first is killed": ("on_after_backward", kill(signal.SIGKILL)),
+        "teardown": ("teardown", fail(RuntimeError("planted"))),
+        "signal": ("on_train_batch_start", kill(signal.SIGTERM)),
+    }
+    hook, act = hooks[fault]
+    if os.environ["RANK"] == one:
+        setattr(Captioner, hook, lambda *_, **__: act())
+    record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=5")
+    return {"status": record.status, "reason": record.reason, "signal": record.signal}
+
+
+def test_a_process_that_fails_at_the_end_is_not_overlooked(pair: Pair, tmp_path: Path) -> None:
+    one, other = pair(of_the_command, "teardown", tmp_path)
+    assert (one["status"], other["status"], other["reason"]) == ("failed", "failed", "RuntimeError: planted")
+    assert re.search(RANK_1 + "RuntimeError: planted" + AND_SO, one["reason"])
+
+
+def test_a_signal_to_one_before_its_first_step_is_an_interruption_of_all(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=rf"(?m)^interrupted: {RANK_1}Interrupted: SIGTERM{AND_SO}"):
+        pair(of_the_command, "signal", tmp_path)  # the second one stays, and the first one waits for it
+    record = RunRecord.load(tmp_path / "run")
+    assert (record.status, record.signal) == ("interrupted", signal.SIGTERM)
+
+
+def test_where_the_first_process_is_dead_the_next_writes_the_record(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        pair(of_the_command, "first is killed", tmp_path)
+    record = RunRecord.load(tmp_path / "run")
+    assert record.status == "failed"
+    assert re.search(r"rank 0 \(.+\): ended without a word" + AND_SO, record.reason or "")

@@ -39,6 +39,8 @@ LEARN_SECONDS = 2.0
 GRACE_SECONDS = 8.0
 """How long a process may stand still once another one has failed, before it is ended where it is."""
 SAVE_SECONDS = 5.0
+END_SECONDS = 20.0
+"""How long a process that has trained to the end waits for the others to say the same."""
 WAITING_SECONDS = 30.0
 """After how long a wait is said, and again each time it has doubled."""
 REPORT_SECONDS = 10
@@ -111,6 +113,13 @@ class Watch:
             self._open = False
             self._tell({"inside": False})
 
+    def wait(self) -> None:
+        """Wait until the others have ended their training, too. Raises RankFailed where one of them fails at that."""
+        until = time.monotonic() + END_SECONDS
+        while self.fault is None and any(self._inside.values()) and time.monotonic() < until:
+            time.sleep(0.01)
+        self.check()
+
     def check(self) -> None:
         """A batch begins. Raises RankFailed where another process has failed."""
         self._batches += 1
@@ -148,7 +157,10 @@ class Watch:
                 else:
                     self._places[other] = said["place"]
         if self._inside[other]:
-            code = self._children[other].poll() if other in self._children else None
+            code = None
+            if other in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self._children[other].wait(1)
             how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended without a word"
             self._found(Fault(other, f"rank {self._names[other]}: {how}", died=True))
 
@@ -206,7 +218,7 @@ class Watch:
             saving = threading.Thread(target=lambda: codes.append(self.save(error)), daemon=True)
             saving.start()  # apart: what is open may be locked by the thread that stands still
             saving.join(SAVE_SECONDS)
-            print_error(f"failed: {error}")
+            print_error(f"{'failed' if fault.signum is None else 'interrupted'}: {error}")
         os._exit(codes[-1])
 
 
