@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,8 @@ class Watch:
     # ---- what is heard and said ------------------------------------------------------------------------------------
 
     def _listen(self, other: int, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), connection.makefile() as lines:
-            for line in lines:
+        with contextlib.suppress(OSError, ValueError):
+            for line in lines_of(connection):
                 said = json.loads(line)
                 if "fault" in said:
                     self._found(Fault(**said["fault"]), heard_from=other)
@@ -308,6 +308,15 @@ def _forget() -> None:
         for connection in _current[1]._connections.values():
             with contextlib.suppress(OSError):
                 os.close(connection.detach())
+
+
+def lines_of(connection: socket.socket) -> Iterator[bytes]:
+    """What comes, until the other end is closed. A file of it would be locked by the thread that reads, for whoever
+    flushes all files at the end of the process."""
+    held = b""
+    while came := connection.recv(4096):
+        *lines, held = (held + came).split(b"\n")
+        yield from lines
 
 
 def code_of(module: nn.Module) -> dict[str, str]:
