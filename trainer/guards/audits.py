@@ -23,6 +23,7 @@ from torch import Tensor
 from strategies import Program
 from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
+from strategies.torch_patches import settle_shards
 from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
 from trainer.guards.draws import draws_as_eager
 from trainer.guards.forward import (
@@ -112,6 +113,7 @@ class Audits:
         self.facts = AuditFacts(verdict="not audited", reason=why_not or NO_STEP)
         if why_not is not None:
             return
+        settle_shards(loop.module)  # a validation may have left gathered parameters in the place of those that train
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
         self._update = UpdateSample(loop.optimizers[0], names, program, multiple=self._judge.multiple)
         self.sample = self._update.parameters

@@ -107,8 +107,8 @@ class Comparison:
     def end_reference(self) -> None:
         """Keep the weights of the reference, after the optimizer step."""
         self._weights = [parameter.detach().clone() for parameter in self.parameters]
-        moved = [(weight != self._start(p)).any() for weight, p in zip(self._weights, self.parameters, strict=True)]
-        self.updated = int(torch.stack(moved).sum()) if moved else 0
+        pairs = zip(self._weights, self.parameters, strict=True)
+        self.updated = int((norms([weight - self._start(one) for weight, one in pairs]) != 0).sum())
 
     @torch.no_grad()
     def see(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> Differences:
@@ -116,28 +116,38 @@ class Comparison:
         seen = [gradient_of(parameter) for parameter in self.parameters] if gradients is None else list(gradients)
         numbers = sum(kept.numel() for kept in self._gradients)
         least = self._unit * self.gradient_norm / math.sqrt(numbers or 1) if math.isfinite(self.gradient_norm) else 0.0
-        apart = []
-        for gradient, reference in zip(seen, self._gradients, strict=True):
-            kept = reference.to(gradient.device)
-            apart.append(_relative(_size(gradient - kept), _size(kept).clamp(min=least * math.sqrt(kept.numel()))))
+        kept = [reference.to(gradient.device) for gradient, reference in zip(seen, self._gradients, strict=True)]
+        floors = torch.tensor([least * math.sqrt(reference.numel()) for reference in kept])
+        apart = norms([gradient - reference for gradient, reference in zip(seen, kept, strict=True)])
         return Differences(
             loss=distance(losses.flatten().tolist(), self._losses),
             gradient_norm=distance([_norm(seen)], [self.gradient_norm]),
-            gradients=torch.stack(apart).cpu() if apart else torch.empty(0),
+            gradients=_relative(apart, norms(kept).maximum(floors)),
             weights=torch.empty(0),
         )
 
     @torch.no_grad()
     def end(self, seen: Differences) -> Differences:
         """Add the weights of that step to what ``see`` found, after the optimizer step."""
-        apart = []
+        updates, apart, plain_updates, plain_apart = [], [], [], []
         for parameter, gradient, weight in zip(self.parameters, self._gradients, self._weights, strict=True):
-            update = (weight - self._start(parameter)).abs()
-            difference = (parameter.detach() - weight).abs()
-            size = _wide(gradient).abs()
-            size = size if bool((size * update).sum() > 0) else torch.ones_like(size)
-            apart.append(_relative((size * difference).sum(), (size * update).sum()))
-        return replace(seen, weights=torch.stack(apart).cpu())
+            update = local(weight - self._start(parameter)).abs()
+            difference = local(parameter.detach() - weight).abs()
+            size = _wide(local(gradient)).abs()
+            updates.append((size * update).sum())
+            apart.append((size * difference).sum())
+            plain_updates.append(update.sum())
+            plain_apart.append(difference.sum())
+        of = self.parameters
+        weighted = added_up(updates, of)
+        size, away = (
+            torch.where(weighted > 0, one, other)
+            for one, other in (
+                (weighted, added_up(plain_updates, of)),
+                (added_up(apart, of), added_up(plain_apart, of)),
+            )
+        )
+        return replace(seen, weights=_relative(away, size))
 
 
 @dataclass(slots=True)
@@ -222,7 +232,7 @@ def worst_of(what: str, names: Sequence[str], apart: Tensor, tolerances: Tensor)
 def perturb(parameters: Iterable[Tensor], unit: float, seed: int) -> None:
     """Change every element by about one rounding, up or down, without touching the run's random numbers."""
     generators: dict[torch.device, torch.Generator] = {}
-    for parameter in parameters:
+    for parameter in map(local, parameters):
         if parameter.device not in generators:
             generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
         sign = torch.empty(parameter.shape, device=parameter.device)
@@ -244,13 +254,42 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def _size(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(_wide(tensor))
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of ``tensor``, a shard (DTensor) or all of it; in the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def added_up(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """``(tensors,)`` on the host: ``sums`` over what this process holds of ``tensors``, added up over all that hold a
+    shard; every process calls this."""
+    if not sums:
+        return torch.empty(0)
+    alike = len({one.device for one in sums}) == 1
+    found = torch.stack([one if alike else one.cpu() for one in sums])
+    spread: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if hasattr(tensor, "device_mesh"):
+            spread.setdefault((tensor.device_mesh, tensor.placements), []).append(place)  # type: ignore[attr-defined]
+    for (mesh, placements), places in spread.items():
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        partial = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+        shares = found[places].to(local(tensors[places[0]]).device)
+        found[places] = DTensor.from_local(shares, mesh, partial, run_check=False).full_tensor().to(found.device)
+    return found.cpu()
+
+
+@torch.no_grad()
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """``(tensors,)`` on the host: their norms, over all shards; every process calls this."""
+    own = [torch.linalg.vector_norm(_wide(local(one))) for one in tensors]
+    if not any(hasattr(one, "device_mesh") for one in tensors):
+        return added_up(own, tensors)
+    return added_up([one.double() ** 2 for one in own], tensors).sqrt()
 
 
 def _norm(gradients: list[Tensor]) -> float:
-    norms = [_size(gradient) for gradient in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    return float(torch.linalg.vector_norm(norms(gradients)))
 
 
 def distance(values: Sequence[float], reference: Sequence[float]) -> float:

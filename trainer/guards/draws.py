@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from strategies import Program
 from strategies.options import file_of_backend
+from trainer.guards.compare import added_up, local, norms
 from trainer.guards.snapshot import drew_random_numbers, random_state
 
 FEW, MANY = 4, 16
@@ -45,6 +46,7 @@ class Draws:
     figures: dict[str, list[Tensor]] = field(default_factory=lambda: {"eager": [], "compiled": []})
     """``(tensors, 3)`` of each step."""
     _first: list[Tensor] | None = None
+    _sizes: Tensor = field(default_factory=lambda: torch.empty(0))
     _least: Tensor | None = None
 
     @torch.no_grad()
@@ -52,16 +54,17 @@ class Draws:
         """A step of ``arm``; the very first one, of eager, is what the others are measured by."""
         if self._first is None:
             self._first = [tensor.detach().float().clone() for tensor in tensors]
-            sizes = torch.tensor([float(tensor.norm()) for tensor in self._first])
+            self._sizes = sizes = norms(self._first)
             counts = torch.tensor([float(tensor.numel()) for tensor in self._first])
             self._least = float(sizes.norm()) / math.sqrt(max(1.0, float(counts.sum()))) * counts.sqrt()
             return
-        found = []
-        for tensor, first in zip(tensors, self._first, strict=True):
-            now, size = tensor.detach().float(), float(first.norm())
-            found.append([float(now.norm()), float((now * first).sum()) / (size or 1.0), float((now - first).norm())])
+        now = [tensor.detach().float() for tensor in tensors]
+        pairs = list(zip(now, self._first, strict=True))
+        along = added_up([(local(one) * local(first)).sum() for one, first in pairs], now)
+        lengths = along / torch.where(self._sizes > 0, self._sizes, torch.ones_like(self._sizes))
+        found = torch.stack([norms(now), lengths, norms([one - first for one, first in pairs])], dim=1)
         self.losses[arm].append(loss)
-        self.figures[arm].append(torch.tensor(found, dtype=torch.float64).reshape(-1, 3))
+        self.figures[arm].append(found.double().reshape(-1, 3))
 
     def complaints(self, limit: float, loss: float, gradients: Tensor) -> tuple[list[str], dict[str, Any]]:
         """What cannot be chance, in words, and figures for the record.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.guards.compare import LOSS_FLOOR, Differences, Displaced, Judge, distance
+from trainer.guards.compare import LOSS_FLOOR, Differences, Displaced, Judge, distance, local
 from trainer.guards.draws import region_draws
 from trainer.guards.snapshot import Snapshot, random_state
 
@@ -152,7 +152,7 @@ class _Kept:
     about to be written to), and what schedulers and groups of optimizers hold."""
 
     def __init__(self, loop: Loop) -> None:
-        self._parameters = [(parameter, parameter.data, parameter.grad) for parameter in loop.module.parameters()]
+        self._parameters = [(one, one.data, one.grad) for one in loop.module.parameters()]
         groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
         plain: list[dict[str, Any]] = [*(vars(scheduler) for scheduler in loop.schedulers), *groups]
         self._plain = [(held, dict(held)) for held in plain]
@@ -163,7 +163,7 @@ class _Kept:
     @property
     def written(self) -> set[int]:
         """Identities of the parameters that were written to or given other tensors."""
-        replaced = {id(one) for one, data, _ in self._parameters if one.data_ptr() != data.data_ptr()}
+        replaced = {id(one) for one, data, _ in self._parameters if _address(one) != _address(data)}
         return replaced | {id(one) for one, _ in self.writes.kept.values()}
 
     def __enter__(self) -> _Kept:
@@ -172,7 +172,7 @@ class _Kept:
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
         for parameter, data, gradient in self._parameters:
-            if parameter.data_ptr() != data.data_ptr():
+            if _address(parameter) != _address(data):
                 parameter.data = data
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -184,6 +184,10 @@ class _Kept:
                 held.update(before)
 
 
+def _address(tensor: Tensor) -> int:
+    return local(tensor).data_ptr()
+
+
 class _Writes(TorchDispatchMode):
     """Copies each of ``tensors`` before the first operation that writes to its memory."""
 
@@ -193,7 +197,7 @@ class _Writes(TorchDispatchMode):
         self._sharing: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                self._sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+                self._sharing.setdefault(local(tensor).untyped_storage().data_ptr(), []).append(tensor)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -207,7 +211,7 @@ class _Writes(TorchDispatchMode):
             ]
             for tensor in pytree.tree_leaves(written):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    for mine in self._sharing.get(tensor.untyped_storage().data_ptr(), ()):
+                    for mine in self._sharing.get(local(tensor).untyped_storage().data_ptr(), ()):
                         self.kept.setdefault(id(mine), (mine, mine.detach().clone()))
         return operation(*args, **kwargs)
 

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from strategies import Program
 from strategies.errors import origin_of
 from strategies.loop import Loop
+from strategies.torch_patches import settle_shards
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -78,17 +79,17 @@ class Snapshot:
     """
 
     def __init__(self, loop: Loop, batch: Any, program: Program | None = None, *, weights: bool = True) -> None:
+        settle_shards(loop.module)
         module, parameters = loop.module, list(loop.module.parameters())
         optimizers = list(loop.optimizers) if weights else []
         gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
-        self._weights = weights
+        self._weights, self._device = weights, loop.device
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._found: dict[int, Any] = {}
-        self._put_back: list[PutBack] = []
+        self._put_back: list[PutBack] = [partial(settle_shards, module, gradients=weights)]
         self._iterators: dict[int, tuple[Any, list[Held]]] = {}
         self.cannot_restore: list[str] = []
         """What a step may use up and nobody can put back, in words: nothing should be run that would."""
-        self._device = loop.device
         self._offload = self._too_large([*(parameters if weights else []), *module.buffers()], optimizers)
         self._keep(module, "self")
         for optimizer in optimizers:

@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from strategies import Program
 from strategies.compose import eager
-from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, perturb, worst_of
+from trainer.guards.compare import TENSOR_FLOOR, UNITS, gradient_of, norms, perturb, worst_of
 from trainer.telemetry.record import AuditDifference
 
 EXACT, ROUGH = 5e-5, TENSOR_FLOOR
@@ -137,9 +137,11 @@ class StateComparison:
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """The reference's ``optimizer`` has stepped."""
-        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-            if parameter in self._before:
-                self._moved[self._names[parameter]] += _size(parameter.detach() - self._before.pop(parameter))
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        changed = [parameter for parameter in given if parameter in self._before]
+        moved = _sizes([parameter.detach() - self._before.pop(parameter) for parameter in changed])
+        for parameter, size in zip(changed, moved, strict=True):
+            self._moved[self._names[parameter]] += size
 
     def _current(self) -> dict[str, dict[tuple[int, str], Tensor]]:
         """By kind, the tensors that are compared, by the number of their optimizer and their name."""
@@ -160,16 +162,19 @@ class StateComparison:
     def end_reference(self) -> None:
         """Keep what the reference's steps left."""
         for kind, tensors in self._current().items():
-            self._items[kind] = [self._item(kind, key, tensor) for key, tensor in tensors.items()]
+            starts = [self._starts.get(name) if kind == "buffers" else None for _, name in tensors]
+            changes = _sizes(
+                tensor if start is None or start.shape != tensor.shape else _apart(tensor, start)
+                for start, tensor in zip(starts, tensors.values(), strict=True)
+            )
+            found = zip(tensors.items(), changes, _sizes(tensors.values()), strict=True)
+            self._items[kind] = [self._item(kind, key, tensor, *sizes) for (key, tensor), *sizes in found]
 
-    def _item(self, kind: str, key: tuple[int, str], tensor: Tensor) -> _Item:
-        start = self._starts.get(key[1]) if kind == "buffers" else None
-        change = tensor if start is None or start.shape != tensor.shape else _apart(tensor, start)
-        moved = self._moved[key[1]] if kind == "weights" else _size(change)
+    def _item(self, kind: str, key: tuple[int, str], tensor: Tensor, change: float, size: float) -> _Item:
+        moved = self._moved[key[1]] if kind == "weights" else change
         tolerance = max(TENSOR_FLOOR, 16 * self._unit) if kind == "buffers" else ROUGH if self.rough else EXACT
         epsilon = torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
         tolerance *= max(1.0, epsilon / 2.0**-23)
-        size = _size(tensor)
         if not moved:  # nothing but rounding
             moved, tolerance = size, 0.0
         tolerance += self._steps * ROUNDINGS * epsilon * size / max(moved, 1e-300)
@@ -181,11 +186,12 @@ class StateComparison:
         found, current = {}, self._current()
         for kind, items in self._items.items():
             values = [current[kind].get(item.key) for item in items]
-            sizes = [
-                _size(_apart(value, item.kept)) if value is not None and value.shape == item.kept.shape else math.inf
-                for value, item in zip(values, items, strict=True)
-            ]
-            found[kind] = torch.tensor(sizes, dtype=torch.float64)
+            pairs = list(zip(values, (item.kept for item in items), strict=True))
+            alike = [value is not None and value.shape == kept.shape for value, kept in pairs]
+            sizes = iter(
+                _sizes([_apart(one, kept) for one, kept in pairs if one is not None and one.shape == kept.shape])
+            )
+            found[kind] = torch.tensor([next(sizes) if same else math.inf for same in alike], dtype=torch.float64)
         return found
 
     def verdict(self, seen: Distances, multiple: float, kinds: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -224,8 +230,8 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_complex() else tensor.double() if tensor.dtype.itemsize > 4 else tensor.float()
 
 
-def _size(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor.detach())))
+def _sizes(tensors: Iterable[Tensor]) -> list[float]:
+    return norms([_wide(tensor.detach()) for tensor in tensors]).tolist()
 
 
 class UpdateSample:
@@ -381,4 +387,4 @@ def _is_floating(value: Any) -> bool:
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double() if tensor.device.type != "mps" else tensor.float()))
+    return float(norms([tensor.double() if tensor.device.type != "mps" else tensor.float()]))

@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -138,7 +138,7 @@ class LightningLoop(Processes):
 
     def why_not_apart(self) -> str | None:
         trainer = self._trainer
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
             return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
         if getattr(trainer.strategy.model, "static_graph", False):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
