@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, signals = parse(given), Signals()
     try:
         with signals.watch():
-            refuse(options.peers)
             drafts = [*ours(options), *peers(options)]
             with alone(options.out):
                 ledger = opened(options.out, given)
@@ -107,13 +106,18 @@ def peers(options: argparse.Namespace) -> Iterator[PlannedCell]:
     """The same for each peer."""
     shared = (*ALWAYS, *options.overrides, "repeat=cold")
     config = compose(shared, config_dir=options.config_dir)
+    refuse(options.peers, config)
     refuse_workload(config)
+    several = config.trainer.devices > 1  # type: ignore[operator]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.trainer.devices}"]
     for name in options.peers:
         overrides = (*shared, OVERRIDE + name)
         command = [*flags(options.config_dir, options.backend), *overrides]
         record = described(config, command)
         mark(record, name, backend=options.backend)
-        yield planned(record, overrides, overrides[-1:], ["-m", "scripts.peers.cell", *command])
+        yield planned(
+            record, overrides, overrides[-1:], [*(torchrun if several else ()), "-m", "scripts.peers.cell", *command]
+        )
 
 
 def planned(record: RunRecord, overrides: tuple[str, ...], arm: tuple[str, ...], command: list[str]) -> PlannedCell:

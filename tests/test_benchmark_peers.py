@@ -12,6 +12,7 @@ from scripts.peers import cell as peer_cell
 from scripts.peers.cell import PEERS
 from tests import instant_cells
 from tests.instant_cells import InstantCells
+from tests.processes import Pair
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
 from trainer.report.comparison import compare_runs as compare
@@ -54,6 +55,48 @@ def test_arms_take_turns_from_cold_starts_and_a_later_call_runs_what_is_missing(
     assert [cell.command[1:3] for cell in instant.ran[1:3]] == [["-m", "trainer"], ["-m", "scripts.peers.cell"]]
 
 
+def test_on_several_devices_peers_are_started_by_torchrun(instant: InstantCells) -> None:
+    assert benchmark("--peers", "loop_eager", "--", "trainer.devices=2", "trainer.strategy=ddp") == 0
+    ours, peer = instant.ran
+    assert ours.command[1:3] == ["-m", "trainer"]
+    assert peer.command[1:7] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "scripts.peers.cell"),
+    ]
+
+
+def test_one_peer_on_several_devices_says_how_it_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edge: None
+) -> None:
+    given = ["peer=loop_eager", *WORK, *SHORT, "trainer.devices=2", "--out", str(tmp_path / "run")]
+    assert peer_cell.main(given) == 2
+    assert "1 processes were started" in capsys.readouterr().err
+
+
+def losses_of_the_loop_by_hand(folder: Path) -> list[float | None]:
+    """Under DDP and under FSDP2, by two processes."""
+    from scripts.peers.run import run
+
+    found = []
+    for strategy in ("ddp", "fsdp2"):
+        config = compose(
+            [*WORK, *SHORT, "trainer.accelerator=cpu", "trainer.devices=2", f"trainer.strategy={strategy}"]
+        )
+        record = run("loop_eager", config, run_dir=folder / strategy, command=[], backend="eager")
+        assert record.status == "finished", record.reason
+        found.append(record.final_loss)
+    return found
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_the_loop_by_hand_trains_on_two_devices(pair: Pair, tmp_path: Path) -> None:
+    (ddp, fsdp2), _ = pair(losses_of_the_loop_by_hand, tmp_path, timeout_seconds=240)
+    assert ddp == pytest.approx(fsdp2, rel=1e-6)
+    record = RunRecord.load(tmp_path / "fsdp2")
+    assert record.world_size == 2
+    assert [one.rank for one in record.ranks] == [0, 1]
+
+
 def test_one_that_fails_leaves_the_others_and_is_run_again(
     instant: InstantCells, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +115,15 @@ def test_one_that_fails_leaves_the_others_and_is_run_again(
     [
         (["--peers", "loop"], "error: peer=loop is not one of"),
         (["--", "trainer.accumulate_grad_batches=2"], "error: trainer.accumulate_grad_batches=2 must be 1"),
+        (["--peers", "torchtitan"], "error: peer=torchtitan is not one of"),
+        (
+            ["--", "trainer.devices=2", "trainer.strategy=fsdp"],
+            "error: trainer.strategy=fsdp must be auto or ddp or fsdp2",
+        ),
+        (
+            ["--", "trainer.devices=2", "trainer.strategy=fsdp2"],
+            "error: trainer.strategy=fsdp2: peer=lightning_compile: plain Lightning leaves the sharding",
+        ),
         (["--ours", "wohle"], "error: compile=wohle is not an option; near: whole"),
     ],
 )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Peer:
     """Package that it is the usual way of, whose version its record holds."""
     compiles: bool = True
     """Whether anything is compiled, without which it has failed."""
+    not_under: dict[str, str] = field(default_factory=dict)
+    """By value of ``trainer.strategy``: why it does not train so."""
 
 
 PEERS = {
@@ -48,6 +51,7 @@ PEERS = {
         about="L.Trainer(...).fit(torch.compile(module)), which compiles the whole training_step; Lightning's own "
         "logger and progress bar",
         library="lightning",
+        not_under={"fsdp2": "plain Lightning leaves the sharding to the module's configure_model"},
     ),
     "accelerate_regional": Peer(
         about="Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=True)) and its loop",
@@ -57,14 +61,16 @@ PEERS = {
 
 REQUIRED: dict[str, tuple[object, ...]] = {
     "accelerator": ("auto", "cpu", "gpu", "cuda"),
-    "devices": (1,),
-    "strategy": ("auto",),
+    "num_nodes": (None, 1),
     "precision": ("auto", "32-true", "bf16-mixed"),
     "accumulate_grad_batches": (1,),
     "deterministic": (False,),
     "val_every_n_steps": (0,),
 }
 """Values of ``trainer.<name>`` under which all peers do the same work as we."""
+TOGETHER = ("auto", "ddp", "fsdp2")
+"""Values of ``trainer.strategy`` with several devices; ``auto`` is DDP."""
+NO_PEERS = {"torchtitan": "it trains its own models alone, which are not this task's"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,8 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = compose(options.overrides, config_dir=options.config_dir)
         if config.compile:
             raise ValueError(f"compile={'+'.join(config.compile)}: a peer takes no strategies of ours; leave it out")
-        refuse([options.peer])
+        refuse([options.peer], config)
         refuse_workload(config)
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) != config.trainer.devices:
+            raise ValueError(
+                f"trainer.devices={config.trainer.devices}: {started} processes were started; several take "
+                "python -m torch.distributed.run --standalone --nproc-per-node=N -m scripts.peers.cell"
+            )
         with starting_caches(config.repeat, options.out):
             with importing():  # only now, as it reads where its caches are
                 from scripts.peers.run import run
@@ -89,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.report_system(error, place=options.out)
         return REFUSED
     speed = record.steady_steps_per_second
+    if os.environ.get("RANK", "0") != "0":
+        return record.exit_code
     parts = [record.label, record.status, f"{speed:.2f} steps/s" if speed else None, record.reason, str(options.out)]
     print(" · ".join(part for part in parts if part))
     return record.exit_code
@@ -118,11 +131,18 @@ def flags(config_dir: str | None, backend: str = BACKENDS[0]) -> list[str]:
     return where if backend == BACKENDS[0] else [*where, "--backend", backend]
 
 
-def refuse(names: Sequence[str]) -> None:
-    """Raise ValueError for peers that do not exist or whose library is not installed."""
+def refuse(names: Sequence[str], config: Config) -> None:
+    """Raise ValueError for peers that do not exist, whose library is not installed, or that do not train as
+    ``trainer.strategy`` says."""
     if unknown := [name for name in names if name not in PEERS]:
-        raise ValueError(f"{OVERRIDE}{unknown[0]} is not one of {tuple(PEERS)}")
+        why = f": {NO_PEERS[unknown[0]]}" if unknown[0] in NO_PEERS else ""
+        raise ValueError(f"{OVERRIDE}{unknown[0]} is not one of {tuple(PEERS)}{why}")
     for name in names:
+        if (why := PEERS[name].not_under.get(config.trainer.strategy)) is not None:
+            others = " ".join(other for other in PEERS if config.trainer.strategy not in PEERS[other].not_under)
+            raise ValueError(
+                f"trainer.strategy={config.trainer.strategy}: {OVERRIDE}{name}: {why}; take --peers {others}"
+            )
         library = PEERS[name].library
         if util.find_spec(library) is None:
             others = " ".join(other for other in PEERS if PEERS[other].library != library)
@@ -137,8 +157,14 @@ def refuse_workload(config: Config) -> None:
         f"trainer.{name}={getattr(config.trainer, name)!r} must be "
         f"{f'one of {allowed}' if len(allowed) > 1 else allowed[0]}: peers know nothing else"
         for name, allowed in REQUIRED.items()
-        if getattr(config.trainer, name) not in allowed
+        if getattr(config.trainer, name, allowed[0]) not in allowed
     ]
+    devices, strategy = config.trainer.devices, config.trainer.strategy
+    if not isinstance(devices, int) or devices < 1:
+        complaints.append(f"trainer.devices={devices} must be a number of devices")
+    elif strategy not in (TOGETHER if devices > 1 else ("auto",)):
+        allowed = " or ".join(TOGETHER if devices > 1 else ("auto",))
+        complaints.append(f"trainer.strategy={strategy} must be {allowed} on {devices} device{'s' * (devices > 1)}")
     if config.run.name != "train":
         complaints.append(f"run={config.run.name}: peers are compared in training; leave run= out")
     if config.resume is not None:

@@ -6,8 +6,10 @@ Every peer trains our task's module on our task's data under our telemetry.
 from __future__ import annotations
 
 import collections
+import contextlib
+import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +17,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from scripts.peers.cell import PEERS, mark
 from strategies.credentials import hidden
 from strategies.errors import one_line
 from strategies.loop import Loop
-from trainer.build import batch_counter, device_of, precision_arguments, resolve_precision
+from strategies.regions import expand_blocks, find_containers
+from tasks.loading import ResumableDataModule
+from trainer.build import batch_counter, device_of, on_cuda, precision_arguments, resolve_precision
 from trainer.console import ERROR_LOG
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.plain import PlainLoop
@@ -48,20 +52,44 @@ def run(name: str, config: Config, *, run_dir: Path, command: list[str], backend
     """Train ``config.task`` as the peer ``name`` does and leave a record in ``run_dir``, however it ends."""
     record = new_record(config, command)
     mark(record, name, backend=backend)
-    record.save(run_dir)
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        record.save(run_dir)
     try:
-        with process_settings(config.trainer), StopRequest(print):
+        with process_settings(config.trainer), StopRequest(print), together(config):
             _train(name, config, record, run_dir, backend)
         record.status = "finished"
     except Interrupted as interrupted:
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
     except Exception as error:
         record.status, record.reason = "failed", one_line(error)
-        (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
+        if first:
+            (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
+        else:
+            traceback.print_exc()
     finally:
         record.total_seconds = hardware.process_age_seconds()
-        record.save(run_dir)
+        if first:
+            record.save(run_dir)
     return record
+
+
+@contextlib.contextmanager
+def together(config: Config) -> Iterator[None]:
+    """Inside, the processes that torchrun has started are one group."""
+    if config.trainer.devices == 1:
+        yield
+        return
+    if on_cuda(config.trainer):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        distributed.init_process_group("nccl", device_id=device)
+    else:
+        distributed.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _train(name: str, config: Config, record: RunRecord, run_dir: Path, backend: str) -> None:
@@ -83,7 +111,7 @@ def _train(name: str, config: Config, record: RunRecord, run_dir: Path, backend:
         loop, functions = ARMS[name](work)
     finally:
         telemetry.compiler.stop()
-    fill_in(record, loop, telemetry, None, together=False)
+    fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
     note_machine(record, loop)
     record.skipped_items = config.task.skipped_items(data)
     if PEERS[name].compiles:
@@ -126,10 +154,28 @@ class Work:
     @property
     def device(self) -> torch.device:
         """The device that Lightning would take."""
-        return device_of(self.config.trainer)
+        device = device_of(self.config.trainer)
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several processes train by FSDP2; else by DDP."""
+        return self.config.trainer.strategy == "fsdp2"
+
+    def blocks(self) -> list[str]:
+        """Paths of the blocks that repeat."""
+        containers = self.config.task.declare().blocks or [one.path for one in find_containers(self.module)]
+        return expand_blocks(self.module, containers)
 
     def loader(self) -> Any:
-        """The training batches, still on the host."""
+        """This process's training batches, still on the host. Raises ValueError for data that cannot be split so."""
+        if distributed.is_initialized():
+            if not isinstance(self.data, ResumableDataModule):
+                raise ValueError(f"{type(self.data).__name__} does not split its batches over processes by itself")
+            trainer: Any = SimpleNamespace(
+                world_size=distributed.get_world_size(), global_rank=distributed.get_rank(), fit_loop=None
+            )
+            self.data.trainer = trainer
         self.data.prepare_data()
         self.data.setup("fit")
         return self.data.train_dataloader()
@@ -151,6 +197,20 @@ class PeerLoop(PlainLoop):
             log_every_n_steps=settings.log_every_n_steps,
         )
         self._work = work
+        if distributed.is_initialized():
+            self.world_size, self.is_first_process = distributed.get_world_size(), distributed.get_rank() == 0
+
+    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        if distributed.is_initialized():
+            distributed.all_reduce(tensor, {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}[how])
+        return tensor
+
+    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        if self.wrapped is None:
+            return super().forward_loss(arguments)
+        with self.autocast():
+            loss: Tensor = self.wrapped(arguments["batch"])
+        return loss
 
     def to_device(self, batch: Any) -> Any:
         return self._work.data.transfer_batch_to_device(batch, self.device, 0)
@@ -187,15 +247,41 @@ def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optim
 
 
 def _loop(work: Work, compiled: Sequence[str]) -> Trained:
-    """A hand-written loop, the submodules ``compiled`` replaced by ``torch.compile`` of them."""
+    """A hand-written loop, the submodules ``compiled`` replaced by ``torch.compile`` of them; before they are sharded,
+    each block compiled in place."""
     module = placed(work.module, work.device)
+    sharded = distributed.is_initialized() and work.sharded
+    blocks = work.blocks() if sharded else []
+    compiled = blocks if compiled and sharded else compiled
     functions = [module.get_submodule(path).forward for path in compiled]
     for path in compiled:
-        network: Any = torch.compile(module.get_submodule(path), backend=work.backend)
-        module.set_submodule(path, network)
+        network: Any = module.get_submodule(path)
+        if sharded:
+            network.compile(backend=work.backend)
+        else:
+            module.set_submodule(path, torch.compile(network, backend=work.backend))
+    wrapped = wrap(work, module, blocks) if distributed.is_initialized() else None
     loop = PeerLoop(work, *optimizer_and_schedule(module))
+    loop.wrapped = wrapped
     loop.train_on(work.loader())
     return loop, functions
+
+
+def wrap(work: Work, module: L.LightningModule, blocks: Sequence[str]) -> nn.Module:
+    """The training step under DDP; or sharded by FSDP2, each block a unit, as torchtitan does it."""
+    step = TrainingStep(module)
+    if not work.sharded:
+        device = [work.device] if work.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(step, device_ids=device, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if resolve_precision(work.config.trainer) == "bf16-mixed":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for path in blocks:
+        fully_shard(module.get_submodule(path), mp_policy=policy)
+    fully_shard(step, mp_policy=policy)
+    return step
 
 
 def loop_eager(work: Work) -> Trained:
@@ -246,7 +332,8 @@ def lightning_compile(work: Work) -> Trained:
     settings = work.config.trainer
     trainer = L.Trainer(
         accelerator=settings.accelerator,
-        devices=1,
+        devices=settings.devices,
+        strategy=settings.strategy,
         **precision_arguments(settings),  # its own bf16 refuses to clip gradients of a fused optimizer
         max_steps=settings.max_steps,
         max_epochs=-1,
@@ -278,11 +365,10 @@ class TrainingStep(nn.Module):
 class AcceleratedLoop(PeerLoop):
     """The same with accelerate's forward, which enters autocast itself, its backward and its clipping."""
 
-    model: Any
     accelerator: Any
 
-    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor:
-        return self.model(arguments["batch"])
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
@@ -295,20 +381,37 @@ def accelerate_regional(work: Work) -> Trained:
     """Regional compilation as accelerate has it: of a module built anew, the blocks and what is between them.
     https://huggingface.co/docs/accelerate/usage_guides/compilation"""
     from accelerate import Accelerator
-    from accelerate.utils import TorchDynamoPlugin
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
     precision = resolve_precision(work.config.trainer)
+    several: dict[str, Any] = {}
+    if distributed.is_initialized() and work.sharded:
+        kinds = {type(work.module.get_submodule(path)).__name__ for path in work.blocks()}
+        several["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=sorted(kinds),
+        )
     accelerator = Accelerator(
         cpu=work.device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16-mixed" else "no",
         dynamo_plugin=TorchDynamoPlugin(backend=work.backend, use_regional_compilation=True),
+        **several,
     )
+    if several and accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError("trainer.strategy=fsdp2: accelerate shards on accelerators alone, and this is a CPU")
     module = placed(work.module, work.device)
     optimizer, schedule = optimizer_and_schedule(module)
     model: Any
-    model, optimizer, loader = accelerator.prepare(TrainingStep(module), optimizer, work.loader())
-    loop = AcceleratedLoop(work, optimizer, None if schedule is None else accelerator.prepare(schedule))
-    loop.model, loop.accelerator = model, accelerator
+    loader = work.loader()
+    if distributed.is_initialized():
+        # The loader is split already, and accelerate's schedule would step once for each process.
+        model, optimizer = accelerator.prepare(TrainingStep(module), optimizer)
+    else:
+        model, optimizer, loader = accelerator.prepare(TrainingStep(module), optimizer, loader)
+        schedule = None if schedule is None else accelerator.prepare(schedule)
+    loop = AcceleratedLoop(work, optimizer, schedule)
+    loop.wrapped, loop.accelerator = model, accelerator
     loop.train_on(loader)
     # Wrappers that torch.compile put around repeated blocks; where none repeat, around the whole.
     containers = [part for part in model.modules() if isinstance(part, nn.ModuleList)]

@@ -100,7 +100,9 @@ class Cell:
         if record.script is not None:
             return shlex.join(["python", record.script, *record.command])
         peer = any(strategy["name"] == PEER for strategy in record.strategies)
-        return shlex.join(["python", "-m", "scripts.peers.cell" if peer else "trainer", *record.command])
+        several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={record.world_size}", "-m"]
+        started = [*(several if peer and record.world_size > 1 else []), "scripts.peers.cell" if peer else "trainer"]
+        return shlex.join(["python", "-m", *started, *record.command])
 
 
 def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | None = None) -> list[Run]:
