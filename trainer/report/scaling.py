@@ -17,7 +17,7 @@ from trainer.report.statistics import Estimate, estimate
 from trainer.report.tables import ABSENT, estimated, kept, number, piped, plain_lines
 from trainer.telemetry.record import RunRecord
 
-DEVICES = frozenset({"trainer.devices", "trainer.num_nodes", "trainer.strategy"})
+DEVICES = frozenset({"trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.sharded_checkpoints"})
 SAME = 0.01
 """Batches that differ by less, relatively, are the same: the last one of an epoch is smaller."""
 
