@@ -138,10 +138,10 @@ def refuse(names: Sequence[str], config: Config) -> None:
         why = f": {NO_PEERS[unknown[0]]}" if unknown[0] in NO_PEERS else ""
         raise ValueError(f"{OVERRIDE}{unknown[0]} is not one of {tuple(PEERS)}{why}")
     for name in names:
-        if (why := PEERS[name].not_under.get(config.trainer.strategy)) is not None:
+        if (reason := PEERS[name].not_under.get(config.trainer.strategy)) is not None:
             others = " ".join(other for other in PEERS if config.trainer.strategy not in PEERS[other].not_under)
             raise ValueError(
-                f"trainer.strategy={config.trainer.strategy}: {OVERRIDE}{name}: {why}; take --peers {others}"
+                f"trainer.strategy={config.trainer.strategy}: {OVERRIDE}{name}: {reason}; take --peers {others}"
             )
         library = PEERS[name].library
         if util.find_spec(library) is None:

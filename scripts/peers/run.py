@@ -259,7 +259,8 @@ def _loop(work: Work, compiled: Sequence[str]) -> Trained:
         if sharded:
             network.compile(backend=work.backend)
         else:
-            module.set_submodule(path, torch.compile(network, backend=work.backend))
+            network = torch.compile(network, backend=work.backend)
+            module.set_submodule(path, network)
     wrapped = wrap(work, module, blocks) if distributed.is_initialized() else None
     loop = PeerLoop(work, *optimizer_and_schedule(module))
     loop.wrapped = wrapped
@@ -332,7 +333,7 @@ def lightning_compile(work: Work) -> Trained:
     settings = work.config.trainer
     trainer = L.Trainer(
         accelerator=settings.accelerator,
-        devices=settings.devices,
+        devices=settings.devices or 1,
         strategy=settings.strategy,
         **precision_arguments(settings),  # its own bf16 refuses to clip gradients of a fused optimizer
         max_steps=settings.max_steps,

@@ -80,7 +80,7 @@ def scalings(runs: Sequence[Run]) -> list[Scaling]:
 
 
 def _scaling(members: Sequence[Run]) -> Scaling:
-    groups: dict[tuple[int, str, Any], list[Run]] = {}
+    groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in members:
         batch = [value for name, value in fixed_settings(run.record).items() if name.endswith("batch_size")]
         groups.setdefault((run.record.world_size, _how(run.record), *batch), []).append(run)

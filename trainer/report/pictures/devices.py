@@ -24,8 +24,8 @@ def draw(found: Scaling) -> Figure:
         figure = style.new_figure(WIDTH_INCHES, HEIGHT_INCHES)
         axes = style.place_axes(figure, left=0.75, right=0.3, bottom=0.55, top=0.35)
         if alone:
-            rate = alone[0].samples_per_second.median
-            axes.plot([1, most], [rate, rate * most], "--", color=style.INK["muted"][0], linewidth=1.2, label="ideal")
+            one = alone[0].samples_per_second.median
+            axes.plot([1, most], [one, one * most], "--", color=style.INK["muted"][0], linewidth=1.2, label="ideal")
         for way in ways or [""]:
             rows = [row for row in found.rows if row.how in (way, "")]
             colour = palette.get(way, style.INK["ink"][0])
