@@ -108,7 +108,7 @@ def peers(options: argparse.Namespace) -> Iterator[PlannedCell]:
     config = compose(shared, config_dir=options.config_dir)
     refuse(options.peers, config)
     refuse_workload(config)
-    several = config.trainer.devices > 1  # type: ignore[operator]
+    several = config.trainer.devices not in (None, 1)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.trainer.devices}"]
     for name in options.peers:
         overrides = (*shared, OVERRIDE + name)

@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"compile={'+'.join(config.compile)}: a peer takes no strategies of ours; leave it out")
         refuse([options.peer], config)
         refuse_workload(config)
-        if (started := int(os.environ.get("WORLD_SIZE", "1"))) != config.trainer.devices:
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) != (config.trainer.devices or 1):
             raise ValueError(
-                f"trainer.devices={config.trainer.devices}: {started} processes were started; several take "
+                f"trainer.devices={config.trainer.devices or 1}: {started} processes were started; several take "
                 "python -m torch.distributed.run --standalone --nproc-per-node=N -m scripts.peers.cell"
             )
         with starting_caches(config.repeat, options.out):
@@ -159,7 +159,7 @@ def refuse_workload(config: Config) -> None:
         for name, allowed in REQUIRED.items()
         if getattr(config.trainer, name, allowed[0]) not in allowed
     ]
-    devices, strategy = config.trainer.devices, config.trainer.strategy
+    devices, strategy = config.trainer.devices or 1, config.trainer.strategy
     if not isinstance(devices, int) or devices < 1:
         complaints.append(f"trainer.devices={devices} must be a number of devices")
     elif strategy not in (TOGETHER if devices > 1 else ("auto",)):

@@ -77,7 +77,7 @@ def run(name: str, config: Config, *, run_dir: Path, command: list[str], backend
 @contextlib.contextmanager
 def together(config: Config) -> Iterator[None]:
     """Inside, the processes that torchrun has started are one group."""
-    if config.trainer.devices == 1:
+    if config.trainer.devices in (None, 1):
         yield
         return
     if on_cuda(config.trainer):
