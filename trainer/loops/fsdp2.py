@@ -58,6 +58,7 @@ class FSDP2(ShardedCheckpoints):
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.units: list[str] = []
+        self._modules: tuple[nn.Module, list[FSDPModule]] | None = None
 
     def setup_environment(self) -> None:
         """Start the processes' group, with one mesh over all of them."""
@@ -199,9 +200,11 @@ class FSDP2(ShardedCheckpoints):
             for one in self._sharded():
                 one.set_requires_gradient_sync(True, recurse=False)
 
-    def _sharded(self) -> Iterator[FSDPModule]:
+    def _sharded(self) -> list[FSDPModule]:
         assert self.model is not None
-        return (one for one in self.model.modules() if isinstance(one, FSDPModule))
+        if self._modules is None or self._modules[0] is not self.model:  # looked for once: these are many
+            self._modules = self.model, [one for one in self.model.modules() if isinstance(one, FSDPModule)]
+        return self._modules[1]
 
 
 def _reset(module: nn.Module) -> Callable[[], None] | None:
