@@ -100,8 +100,9 @@ class Cached(Strategy, HoldsSession):
 
     def apply(self, program: Program) -> None:
         """Fetch, verify and load, before the other strategies hand anything to the compiler."""
-        from strategies.cached.session import Session, facts_of, reason_of
+        from strategies.cached.session import Session, facts_of, gathered, reason_of
 
+        session: Session | Exception
         try:
             session = Session(
                 self.store,
@@ -110,7 +111,15 @@ class Cached(Strategy, HoldsSession):
                 timeout_seconds=self.timeout_seconds,
                 max_bytes=None if self.read_only else self.max_gib * 2**30,
             )
-            session.open()
+        except Exception as error:
+            session = error
+        places = gathered(None if isinstance(session, Exception) else session.place)  # whatever happens on one process
+        try:
+            if isinstance(session, Exception):
+                raise session
+            if None in places:
+                raise ValueError("another process cannot describe its model")
+            session.open(places.index(session.place))
         except Exception as error:  # no place for a directory, a model that cannot be described
             program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self._url()}
             program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")

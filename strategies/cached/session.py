@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.cached.directory import Bundle, own_directory, read_libraries, write_libraries
+from strategies.cached.directory import Bundle, compiling_in, own_directory, read_libraries, write_libraries
 from strategies.cached.store import ArtifactStore, Loaded, Refused
 from strategies.credentials import hidden
 
@@ -38,6 +39,8 @@ MAX_NAMED = 5
 
 class Session:
     """From ``open`` to ``close``, Inductor and Triton compile into a directory of this run's own.
+
+    Of the processes of one host that train one program together, the first fetches and stores; all use its directory.
 
     Args:
         make_store: Connects to the store; called once, within the time limit.
@@ -73,11 +76,30 @@ class Session:
         self._loaded: list[Loaded] = []
         self._libraries: set[str] = set()
         self._stack = contextlib.ExitStack()
+        self._leads = True
+        self.place = socket.gethostname(), self._fingerprint
+        """The same in the processes that share a directory; a GPU's index is part of the fingerprint."""
 
     # ---- before anything compiles ----------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Fetch, verify and hand to torch what the store holds for this fingerprint."""
+    def open(self, leader: int = 0) -> None:
+        """Fetch, verify and hand to torch what the store holds for this fingerprint, or let the process of rank
+        ``leader`` do it; all processes of the group call it."""
+        self._leads = leader == rank()
+        told = None
+        try:
+            if self._leads:
+                self._open()
+                told = self._directory, self.facts, self.findings
+        finally:
+            told = gathered(told)[leader]
+        if not self._leads:
+            if told is None:
+                raise OSError("the first process of this host has no place for it")
+            self._directory, self.facts, self.findings = told
+            self._stack.enter_context(compiling_in(self._directory))
+
+    def _open(self) -> None:
         self._directory = self._stack.enter_context(own_directory(self.notes))
         self._counters = _read_counters()
         self._first_metric = len(get_compilation_metrics())
@@ -147,6 +169,8 @@ class Session:
         ``findings`` are kept with it, see ``Program.findings``.
         """
         with self._stack:
+            if not self._leads:
+                return
             try:
                 self._verify()
                 self._store(findings)
@@ -254,6 +278,27 @@ def _read_counters() -> dict[str, int]:
             count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
         ),
     }
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """Of this process in its group; 0 without one."""
+    return torch.distributed.get_rank() if _in_group() else 0
+
+
+def gathered(value: Any) -> list[Any]:
+    """``value`` of each process of the group, by rank; all of them call it."""
+    if not _in_group():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # ---- a deadline ----------------------------------------------------------------------------------------------------

@@ -14,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, cpu_vec_isa
 
+from strategies import Cached
+from strategies.base import Program
 from strategies.compose import compiler_settings
 from strategies.torch_patches import _locked
 from tests.processes import Pair
@@ -100,6 +103,32 @@ def test_ranks_whose_caches_differ_go_on_alike(pair: Pair, tmp_path: Path) -> No
     again = pair(trained, str(tmp_path / "1"), False, timeout_seconds=300)
     assert [each[0] for each, _ in again] == [0, 0], "rank 0 loads what rank 1 compiled"
     assert said[0][1] == said[1][1] == again[0][1] == again[1][1]
+
+
+def cached(folder: str) -> tuple[str, dict[str, Any], tuple[int, ...]]:
+    """The cache directory, and what the strategy reports, of a graph compiled under it."""
+    begin(f"{folder}/usual")
+    strategy = Cached(url=f"{folder}/store")
+    program = Program(module=nn.Linear(2, 2), strategies=(strategy,), device=torch.device("cpu"))
+    strategy.apply(program)
+    directory = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    with compiler_settings({}):
+        gradient(torch.compile(product, dynamic=False), 2)
+    dist.barrier()
+    strategy.end(program)
+    return directory, program.report["cached"], figures()
+
+
+def test_ranks_share_what_is_fetched_and_one_of_them_stores(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    cold, warm = (pair(cached, str(tmp_path), timeout_seconds=300) for _ in range(2))
+    for said in (cold, warm):
+        assert said[0][0] == said[1][0] != str(tmp_path / "usual"), "one directory for both"
+    assert sum(misses for _, _, (misses, *_) in cold) == GRAPHS
+    assert [misses for _, _, (misses, *_) in warm] == [0, 0]
+    assert ["artifacts_saved" in report for _, report, _ in cold] == [True, False]
+    assert [report["state"] for _, report, _ in warm] == ["warm", "warm"]
+    assert len(list((tmp_path / "store").glob("*.bundle"))) == 1
 
 
 @pytest.mark.slow
