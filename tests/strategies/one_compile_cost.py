@@ -1,4 +1,5 @@
-"""What compiling costs all ranks of one host together: ``python -m tests.strategies.one_compile_cost 1 2 4 8``.
+"""What compiling costs all ranks of one host together: ``python -m tests.strategies.one_compile_cost 1 2 4 8``
+(``whole`` or ``fsdp2`` in place of regional blocks under DDP; ``apart`` as torch alone does it).
 
 Four transformer blocks and a head under DDP over gloo, compiled by Inductor from an empty cache. CPU seconds are those
 of the first step, of all ranks and the compilers that they start, without imports; wall seconds mean something only
@@ -35,8 +36,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        parts = self.inputs(self.norms[0](x_BTD)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = self.inputs(self.norms[0](x_BTD)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_BTD = x_BTD + self.outputs(mixed.transpose(1, 2).flatten(2))
         changed: Tensor = x_BTD + self.down(nn.functional.gelu(self.up(self.norms[1](x_BTD))))
         return changed
@@ -124,5 +125,5 @@ def main(numbers: list[int], kind: str = "regional", once: bool = True) -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    kinds = [word for word in words if word.isalpha() and word != "apart"]
-    main([int(word) for word in words if word.isdigit()], *kinds[:1] or ["regional"], once="apart" not in words)
+    kind = next((word for word in words if word in ("whole", "fsdp2")), "regional")
+    main([int(word) for word in words if word.isdigit()], kind, once="apart" not in words)

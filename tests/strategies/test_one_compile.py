@@ -42,7 +42,7 @@ def figures() -> tuple[int, int, int, int]:
 def begin(folder: str) -> None:
     dist.init_process_group("gloo")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    cpu_vec_isa.valid_vec_isa_list = list  # none, and the C++ compiler is not asked for them
+    cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]  # none, and the C++ compiler is not asked for them
     torch._dynamo.reset()
     counters.clear()
 
