@@ -108,9 +108,11 @@ def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, ea
     https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/training_epoch_loop.py
     https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/trainer/connectors/signal_connector.py
     """
+    connector: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
     if notice is not None:
-        vars(trainer._signal_connector)["_sigterm_notifier_fn"] = notice
-    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = each_step
+        connector._sigterm_notifier_fn = notice
+    loop._broadcast_sigterm_tensor = each_step
 
 
 class LightningMicroBatch:
