@@ -146,6 +146,8 @@ class LightningLoop(Processes):
             return gone(lost)
         if not self.manual:
             return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            return "manual optimization of sharded parameters: whether all of it comes back was not tried"
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):  # Lightning has a mock in place of none
             return "manual optimization, and not with optimizers of configure_optimizers, which could be restored"
         return None
