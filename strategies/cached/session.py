@@ -77,6 +77,7 @@ class Session:
         self._libraries: set[str] = set()
         self._stack = contextlib.ExitStack()
         self._leads = True
+        self._directory = Path()
         self.place = socket.gethostname(), self._fingerprint
         """The same in the processes that share a directory; a GPU's index is part of the fingerprint."""
 
@@ -86,17 +87,17 @@ class Session:
         """Fetch, verify and hand to torch what the store holds for this fingerprint, or let the process of rank
         ``leader`` do it; all processes of the group call it."""
         self._leads = leader == rank()
-        told = None
+        shared = None
         try:
             if self._leads:
                 self._open()
-                told = self._directory, self.facts, self.findings
+                shared = self._directory, self.facts, self.findings
         finally:
-            told = gathered(told)[leader]
+            shared = gathered(shared)[leader]
         if not self._leads:
-            if told is None:
+            if shared is None:
                 raise OSError("the first process of this host has no place for it")
-            self._directory, self.facts, self.findings = told
+            self._directory, self.facts, self.findings = shared
             self._stack.enter_context(compiling_in(self._directory))
 
     def _open(self) -> None:

@@ -1,0 +1,86 @@
+"""Under FSDP2, as under DDP: what one process finds in the comparison, an audit or the preflight, both act on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies import Regional
+from tests.processes import Pair
+from tests.strategies import backends
+from tests.trainer import guarded
+from tests.trainer.audited import FaultFrom, late_backend
+from tests.trainer.guarded import Traceable
+from trainer.callback import Compile
+from trainer.loops.fsdp2 import FSDP2
+
+pytestmark = pytest.mark.xdist_group("two_processes")
+
+
+def trained(backend: str, **options: Any) -> dict[str, Any]:
+    """Nine steps."""
+    torch._dynamo.reset()
+    L.seed_everything(0, verbose=False)
+    module = Traceable()
+    data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
+    compile_ = Compile([Regional(backend=backend)], verbose=False, save=False, **options)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=FSDP2(),
+        max_steps=9,
+        max_epochs=-1,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[FaultFrom(3), compile_],
+    )
+    error = None
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=4))
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    record = compile_.record
+    tensors = [] if error else module.state_dict().values()
+    return {
+        "error": error,
+        "steps": trainer.global_step,
+        "parity": record.report.get("parity", {}).get("verdict"),
+        "audited": record.audits and (record.audits.steps, record.audits.verdict),
+        "eager": record.ended_in_eager,
+        "weights": [float((one.full_tensor() if isinstance(one, DTensor) else one).double().sum()) for one in tensors],
+    }
+
+
+def all_cases() -> dict[str, dict[str, Any]]:
+    backends.register()
+    late = late_backend("two", guarded.scaled(1.01))
+    rank = int(os.environ["RANK"])
+    return {
+        "off": trained("aot_eager", parity="off"),
+        "clean": trained("aot_eager"),
+        "late": trained(late if rank else "aot_eager", on_difference="eager"),
+        "forward": trained(backends.BROKEN_FORWARD, on_compile_error="eager"),
+        "backward": trained(backends.BROKEN_BACKWARD, on_compile_error="eager"),
+    }
+
+
+def test_both_act_on_what_one_finds(pair: Pair) -> None:
+    first, second = pair(all_cases, timeout_seconds=280)
+    for facts in (first, second):
+        off, clean = facts["off"], facts["clean"]
+        assert (clean["error"], clean["parity"], clean["audited"]) == (None, "passed", ([1, 2, 4, 8], "clean"))
+        assert clean["weights"] == off["weights"], "no trace"
+        assert facts["late"]["audited"] == ([1, 2, 4], "went eager")
+        for case in ("late", "forward", "backward"):
+            assert (facts[case]["error"], facts[case]["steps"], facts[case]["eager"]) == (None, 9, True), case
+        for case in ("forward", "backward"):
+            assert facts[case]["weights"] == pytest.approx(off["weights"], rel=1e-5, abs=1e-6)
