@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -297,3 +298,15 @@ def test_weights_are_drawn_shard_by_shard_on_the_device(pair: Pair) -> None:
     assert norm == 0  # not trained, so as drawn
     assert tied
     assert (spread, norm, tied, losses) == other
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_only_what_autocast_would_cast_is_gathered_in_bfloat16(by_hand: bool) -> None:
+    unit = nn.Sequential(nn.LayerNorm(4), nn.MultiheadAttention(4, 1), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    if by_hand:
+        unit.scale = nn.Parameter(torch.ones(4))
+    strategy: Any = SimpleNamespace(
+        precision_plugin=SimpleNamespace(precision="bf16-mixed"), root_device=torch.device("cuda")
+    )
+    assert FSDP2._policy(strategy, unit, is_root=False).param_dtype == (None if by_hand else torch.bfloat16)
+    assert FSDP2._policy(strategy, unit, is_root=True).param_dtype is None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
@@ -32,6 +32,11 @@ from trainer.loops.training import CompiledTraining
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods that Lightning calls in the place of the module's ``forward``."""
+CAST_BY_AUTOCAST = {
+    *(nn.Linear, NonDynamicallyQuantizableLinear, nn.MultiheadAttention),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+}
+"""Layers whose outputs have the same precision under autocast when their weights are in bfloat16; no subclasses."""
 
 
 class FSDP2(ShardedCheckpoints):
@@ -42,8 +47,8 @@ class FSDP2(ShardedCheckpoints):
     Args:
         reshard_after_forward: Whether units give their gathered parameters back after the forward and gather them
             again for the backward; see ``fully_shard``.
-        mp_policy: Of all units and the rest. None: under ``bf16-mixed`` on a GPU, units are gathered in bfloat16 and
-            their gradients reduced in float32, beside autocast; else everything is as the weights are.
+        mp_policy: Of all units and the rest. None: under ``bf16-mixed`` on a GPU, units of ``CAST_BY_AUTOCAST`` alone
+            are gathered in bfloat16 and their gradients reduced in float32; everything else is as the weights are.
         **options: Of ``lightning.pytorch.strategies.ModelParallelStrategy``. ``save_distributed_checkpoint=False``
             writes one file, which the first process assembles, in place of a directory.
 
@@ -120,14 +125,14 @@ class FSDP2(ShardedCheckpoints):
         fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
     def _policy(self, unit: nn.Module, *, is_root: bool) -> MixedPrecisionPolicy:
-        """What is gathered in bfloat16. Autocast stays in force beside it, so that norms and losses compute in float32
-        as on one device, and inputs are left as they are.
+        """What is gathered in bfloat16: units of layers that autocast treats so by itself. It stays in force beside,
+        and inputs are left as they are: norms, losses and sums compute as on one device.
 
-        An embedding, mostly in the root, decides the precision of all that is added to it, and stays as it is. Batch
-        norm takes no weights of lower precision than its input, and on a CPU no norm does.
+        A weight that is added or multiplied by hand would in bfloat16 decide the precision of all that follows.
         """
         low = str(self.precision_plugin.precision) == "bf16-mixed" and self.root_device.type == "cuda" and not is_root
-        low = low and not any(isinstance(one, _NormBase | nn.Embedding) for one in unit.modules())
+        holders = [one for one in unit.modules() if any(value is not None for value in one._parameters.values())]
+        low = low and all(type(one) in CAST_BY_AUTOCAST for one in holders)
         return MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if low else None,
             reduce_dtype=torch.float32 if low else None,
