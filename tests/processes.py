@@ -91,7 +91,8 @@ def on_ranks(
                 return [said[rank][1] for rank in range(ranks)]
             for rank, process in enumerate(group):
                 if rank not in said and process.is_alive():
-                    os.kill(process.pid or 0, signal.SIGUSR1)  # prints its stack
+                    with contextlib.suppress(ProcessLookupError):  # it has died since
+                        os.kill(process.pid or 0, signal.SIGUSR1)  # prints its stack
             time.sleep(1)
             raise RanksFailed("\n".join(known(Path(folder), rank, said.get(rank)) for rank in range(ranks)))
         finally:

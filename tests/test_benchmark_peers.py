@@ -73,24 +73,19 @@ def test_one_peer_on_several_devices_says_how_it_is_started(
     assert "1 processes were started" in capsys.readouterr().err
 
 
-def losses_of_the_loop_by_hand(folder: Path) -> list[float | None]:
-    """Under DDP and under FSDP2, by two processes."""
+def loss_of_the_loop_by_hand(folder: Path) -> float | None:
+    """One of two processes, under what ``folder`` is called."""
     from scripts.peers.run import run
 
-    found = []
-    for strategy in ("ddp", "fsdp2"):
-        config = compose(
-            [*WORK, *SHORT, "trainer.accelerator=cpu", "trainer.devices=2", f"trainer.strategy={strategy}"]
-        )
-        record = run("loop_eager", config, run_dir=folder / strategy, command=[], backend="eager")
-        assert record.status == "finished", record.reason
-        found.append(record.final_loss)
-    return found
+    devices = ("trainer.accelerator=cpu", "trainer.devices=2", f"trainer.strategy={folder.name}")
+    record = run("loop_eager", compose([*WORK, *SHORT, *devices]), run_dir=folder, command=[], backend="eager")
+    assert record.status == "finished", record.reason
+    return record.final_loss
 
 
 @pytest.mark.xdist_group("two_processes")
 def test_the_loop_by_hand_trains_on_two_devices(pair: Pair, tmp_path: Path) -> None:
-    (ddp, fsdp2), _ = pair(losses_of_the_loop_by_hand, tmp_path, timeout_seconds=240)
+    ddp, fsdp2 = (pair(loss_of_the_loop_by_hand, tmp_path / name)[0] for name in ("ddp", "fsdp2"))
     assert ddp == pytest.approx(fsdp2, rel=1e-6)
     record = RunRecord.load(tmp_path / "fsdp2")
     assert record.world_size == 2

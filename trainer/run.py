@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import socket
@@ -49,6 +50,8 @@ JOIN_SECONDS = 300
 """How long a process that was started again waits for rank 0."""
 _stores: list[Any] = []
 """Kept open: rank 0's may serve the others until the process group takes it over."""
+_runs = itertools.count()
+"""Of this process: a later one is another run, and no restart."""
 
 
 def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
@@ -186,10 +189,11 @@ def _agreed_folder(launch: Launch, wanted: Path) -> tuple[Path, bool]:
     started before: that store outlives the processes. Another launcher has none: there rank 0 serves one itself."""
     store, *_ = next(rendezvous("env://"))
     _stores.append(store)
-    again = launch.rank == 0 and store.check([FOLDER])
+    key = f"{FOLDER}{next(_runs)}"
+    again = launch.rank == 0 and store.check([key])
     if launch.rank == 0 and not again:
-        store.set(FOLDER, str(wanted))
-    folder = Path(store.get(FOLDER).decode())
+        store.set(key, str(wanted))
+    folder = Path(store.get(key).decode())
     if launch.rank == 0 and folder != wanted:
         release(wanted)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

@@ -274,13 +274,13 @@ class Audits:
     def _repeated(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
         """The differences within tolerances of this very batch; those that do not show again are left out."""
         loop, unit = self._loop, self._judge.unit
-        weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
         try:
             after: Snapshot | None = Snapshot(loop, micro_batch.batch, self._program)
         except torch.OutOfMemoryError:
             after = None
         if loop.anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
             raise RuntimeError("there is no memory for a copy of the state")
+        weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
         with loop.quiet(), loop.unlogged(), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore)
             random = loop.anywhere(pair.eager.drew and not pair.draws_alike)

@@ -253,6 +253,7 @@ class Evaluation:
         distances = {name: _relative(seen.get(name), value) for name, value in reference.items()}
         worst = max(distances, key=distances.__getitem__)
         apart, noise, tolerance = distances[worst], 0.0, 0.0
+        self._snapshot.restore()  # a forward may have left gathered parameters in the place of those that train
         parameters = [one for one in self._loop.module.parameters() if one.is_floating_point()]
         for sample in range(EVALUATIONS):
             with eager(self._program):
