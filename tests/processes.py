@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -151,6 +152,8 @@ def be_rank(folder: str, environment: dict[str, str], connection: Connection) ->
     with open(os.path.join(folder, f"{environment['RANK']}.output"), "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.register(signal.SIGUSR1)
     try:
         function, arguments = connection.recv()

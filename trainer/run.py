@@ -169,7 +169,7 @@ def _place(error: BaseException) -> str:
 def joined(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> Path:
     """The folder of the run that this process takes part in: rank 0's, or the one of the run's earlier start.
 
-    Where torchrun or SLURM has started the run again, it goes on from the last checkpoint in that folder: sets
+    Where torchrun or SLURM has started the run again, it resumes from the last checkpoint in that folder: sets
     ``config.resume`` and ``record.restarts``.
     """
     run_dir, again = (wanted, False) if launch.job is not None else _agreed_folder(launch, wanted)

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from strategies import Program
 from strategies.regions import expand_blocks, find_containers, never_called, outermost
+from trainer.loops.agreement import SigtermAgreement
 from trainer.loops.sharded import ShardedCheckpoints
 from trainer.loops.training import CompiledTraining
 
@@ -64,6 +65,7 @@ class FSDP2(ShardedCheckpoints):
         self.reshard_after_forward = reshard_after_forward
         self.units: list[str] = []
         self._modules: tuple[nn.Module, list[FSDPModule]] | None = None
+        self._sigterm: SigtermAgreement | None = None
 
     def setup_environment(self) -> None:
         """Start the processes' group, with one mesh over all of them."""
@@ -101,7 +103,14 @@ class FSDP2(ShardedCheckpoints):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._sigterm = SigtermAgreement(trainer) if trainer.world_size > 1 else None
         self.setup_precision_plugin()
+
+    def on_train_end(self) -> None:
+        """The training is over."""
+        super().on_train_end()
+        if self._sigterm is not None:
+            self._sigterm.settle()
 
     def _shard(self, module: L.LightningModule, program: Program | None) -> None:
         _refuse(module)

@@ -57,7 +57,7 @@ class Fault:
     rank: int
     line: str
     signum: int | None = None
-    """The signal that it was told to stop by."""
+    """The signal that asked it to stop."""
     died: bool = False
     """Whether it ended without a word, so that it writes no record either."""
 
@@ -135,8 +135,8 @@ class Watch:
             if self.fault is not None and self.fault.rank != self.rank:
                 return RankFailed(self.fault)
         self._failing = True
-        told = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
-        self._found(Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", told))
+        signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
+        self._found(Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", signum))
         return error
 
     @property
@@ -242,14 +242,14 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
     server = None
     if rank == 0 and (_current is None or _current[0] is not dist.group.WORLD):
         server = socket.create_server(("", 0))
-    told: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()
     port, token = (server.getsockname()[1], secrets.token_hex()) if server else (None, None)
     name = f"{rank} ({socket.gethostname()}, pid {os.getpid()})"
-    dist.all_gather_object(told, (name, dict(facts), port, token), group=host_group())
-    names = [one[0] for one in told]
-    for other, (_, theirs, *_) in enumerate(told):
-        for what in {**told[0][1], **theirs}:
-            first, value = told[0][1].get(what), theirs.get(what)
+    dist.all_gather_object(gathered, (name, dict(facts), port, token), group=host_group())
+    names = [one[0] for one in gathered]
+    for other, (_, theirs, *_) in enumerate(gathered):
+        for what in {**gathered[0][1], **theirs}:
+            first, value = gathered[0][1].get(what), theirs.get(what)
             if first != value:
                 raise ValueError(
                     f"rank {names[other]} has {what} {value}, rank {names[0]} has {first}: all processes of a training "
@@ -261,7 +261,7 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
         return _current[1]
     made = None
     try:
-        made = Watch(rank, names, _connected(rank, server, *told[0][2:]), _children(launcher))
+        made = Watch(rank, names, _connected(rank, server, *gathered[0][2:]), _children(launcher))
     except OSError as error:
         rank_zero_warn(f"processes that die are not noticed, they cannot reach rank {names[0]}: {error}")
     if _current is None:
