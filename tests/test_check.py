@@ -39,7 +39,7 @@ LINT = ["ruff format --check .", "ruff check .", "mypy ", "lint-imports "]
 def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
-    assert "about 15 minutes" in lines[0]
+    assert "about 20 minutes" in lines[0]
     assert lines[1:] == [*LINT, "python -m pytest -m not gpu", "all good"]
 
 
