@@ -146,6 +146,8 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
 
     cfg = _COMPOSE(self, *args, **options)
     refuse_written_credentials(cfg)
+    if "trainer" not in cfg:  # an option of a group, composed to be compared with another
+        return cfg
     launch = hosts.launched(os.environ)
     if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
         raise ValueError(
