@@ -62,7 +62,7 @@ class StepCapture:
             self._stop(reason)
         if loop.world_size > 1:
             graphs.agree, graphs.warmup_steps = loop.least, loop.capture_warmup_steps
-            if not loop.least(not graphs.given_up) and not graphs.given_up:
+            if loop.anywhere(graphs.given_up) and not graphs.given_up:
                 self._stop("another process captures no steps")
         if not graphs.given_up:
             try:
