@@ -18,9 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scripts import drift
-from scripts.arguments import exit_code, parser
-from trainer.report import scaling, tables
+from scripts.arguments import at_least, exit_code, parser
+from trainer.report import drift, scaling, tables
 from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
@@ -42,7 +41,11 @@ how the figures are made:
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
 has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
 
-Exit codes: 0 compared, 1 a training failed, 2 refused (wrong arguments, no records, runs that are unlike).
+  against    which arms moved since FILE was written by --json: the ratio beyond the tolerance and both intervals, the
+             warm-up by a quarter and a second, memory beyond the tolerance, graphs, breaks and recompiles at all
+
+Exit codes: 0 compared, 1 a training failed or an arm is worse than in --against, 2 refused (wrong arguments, no
+records, runs that are unlike).
 """
 OVERRIDE = re.compile(r"[+~]*[\w./@]+=")
 """What an override begins with; a folder may, too, where Hydra has named it."""
@@ -62,9 +65,6 @@ SORTS: dict[str, Callable[[Row], float | None]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if "--against" in given:
-        print("compare --against is crucible drift --against now", file=sys.stderr)
-        return drift.main(given)
     if any(OVERRIDE.match(word) and not Path(word).exists() for word in given):
         return train(given)
     options = parse(given)
@@ -96,13 +96,19 @@ def compared(options: argparse.Namespace) -> int:
         write(target, texts[kind](comparisons) + (scaling.markdown(scaled) if kind == "markdown" else ""))
     if options.tensorboard is not None:
         write_for_tensorboard(comparisons, options.tensorboard)
-    if "-" not in targets.values():
+    alone = "-" in targets.values()
+    if not alone:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(width=WIDTH, highlight=False)
         tables.show(comparisons, console)
         for line in (line for found in scaled for line in scaling.lines(found, console.width)):
             console.print(line, markup=False, soft_wrap=True)
-    return 0
+    if options.against is None:
+        return 0
+    moved = drift.against(comparisons, options.against, options.tolerance)
+    for line in (*(line for each in moved for line in each.lines()), drift.summary(moved)):
+        print(line, file=sys.stderr if alone else sys.stdout)
+    return int(any(each.worse for each in moved))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -122,6 +128,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="DIR",
         help="also write tables and curves there, as a run (default: nowhere)",
     )
+    against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
+    add("--against", type=Path, metavar="FILE", help=against_help)
+    tolerance_help = "by how much ratio and memory may differ from it (default: %(default)g)"
+    add("--tolerance", type=at_least(0), default=drift.TOLERANCE, metavar="SHARE", help=tolerance_help)
     unlike_help = "compare runs of other devices, versions or precisions too (default: refused)"
     add("--allow-unlike", action="store_true", help=unlike_help)
     options = made.parse_args(arguments)

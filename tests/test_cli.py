@@ -320,7 +320,7 @@ def test_help_of_every_command_takes_under_a_second_and_no_torch(name: str, tmp_
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("crucible dr", ["drift"]),
+        ("crucible do", ["doctor"]),
         ("crucible train compile=re", ["compile=regional"]),
         ("crucible compile=re", ["compile=regional"]),
     ],

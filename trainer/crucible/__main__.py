@@ -19,7 +19,6 @@ COMMANDS = {
     "explain": "what does not compile, with its line and the usual fix",
     "bisect": "the smallest module or option that makes a compiled run fail, differ or lag",
     "doctor": "is this machine all right?",
-    "drift": "has a strategy become slower since the figures that were kept?",
     "matrix": "every workload under every strategy that it can run, for a GPU",
     "warm_cache": "fill and keep a store of compiled artifacts, for CI and images",
     "benchmark_peers": "ours beside other ways to compile a training",

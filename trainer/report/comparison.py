@@ -98,6 +98,8 @@ class WorkloadComparison:
     """``train`` or ``inference``."""
     device: str
     """All that there are, joined by `` / `` (then they are in ``unlike``); ``n/a`` when no record has one."""
+    processor: str
+    """Of the host, likewise."""
     versions: dict[str, str]
     """Of torch, triton and CUDA, likewise."""
     baseline: str
@@ -166,6 +168,7 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
         task=first.task,
         run=first.run,
         device=_joined([run.record.device for run in measured]) or "n/a",
+        processor=_joined([run.record.processor for run in measured]) or "n/a",
         versions={name: version for name, version in versions.items() if version},
         baseline=baseline if base is None else base.arm,
         rows=_rows(cells, base, at_steps),

@@ -1,274 +1,185 @@
-"""Drift: has a strategy become slower? ``crucible drift RUNS --against drift.json``
+"""Drift: has a strategy become slower? ``crucible compare RUNS --against FILE``
 
-Rows of a reference file against what the same arms are in newer runs: which figures moved, noise considered.
+The file is what ``--json FILE`` wrote of earlier runs. Each of its arms is compared with the same arm now: which
+figures moved, noise considered.
 """
 
 from __future__ import annotations
 
-import sys
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from trainer.report import tables
+from trainer.report.comparison import WorkloadComparison
+from trainer.report.flags import BUSY
+from trainer.report.runs import LOOSE, SILENT
+from trainer.telemetry.files import printable
 
-from trainer.report.reference import COUNTS, ReferenceRow, Span, load, machine_of, measured, merged, save
-from trainer.report.runs import Run
-from trainer.telemetry.facts import number
-
-EITHER_WAY_WORSE = frozenset({"graphs"})
-"""Counts of which fewer is not better: less may have been compiled."""
+TOLERANCE, WARMUP_TOLERANCE = 0.03, 0.25
+"""By how much a ratio or memory, and a warm-up, may differ, relatively, beyond their noise."""
 MIN_WARMUP_SECONDS = 1.0
 """Warm-ups that differ by less are taken for the same: processes start that much apart."""
-NOISY = 1.2
-"""Ends of a ratio's interval that are further apart, relatively, get a warning when a reference is written."""
-WIDTH, NAME_WIDTH = 160, 36
-"""Least characters of a line, and of the names of rows where they need them."""
-ABSENT = "-"
-COLUMNS = ("over eager", "warm-up s", "peak GiB", "counts")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A figure that is not what it was."""
-
-    what: str
-    before: str
-    now: str
-    worse: bool
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.before} -> {self.now}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerances:
-    """By how much figures may differ, relatively, beyond their noise."""
-
-    ratio: float = 0.03
-    """And of peak memory."""
-    warmup: float = 0.25
+COUNTS = ("graphs", "graph_breaks", "recompiles")
+"""Figures that are the same in every run of the same code."""
+EITHER_WAY_WORSE = frozenset({"graphs"})
+"""Counts of which fewer is not better: less may have been compiled."""
+NO_WORKLOAD = frozenset({"task", "compile", "repeat", "resume", "peer"}) | LOOSE | SILENT
+"""Overrides that do not tell one workload from another; the task is named by itself."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Drift:
-    """A row of the reference and what it is now."""
+    """An arm of the file, and what it is now."""
 
-    before: ReferenceRow
-    now: ReferenceRow | None
-    """None when it was not measured."""
-    moves: list[Move] = field(default_factory=list)
+    name: str
+    measured: bool = True
+    """Whether it is among the runs of today."""
+    worse: list[str] = field(default_factory=list)
+    """What moved for the worse: ``ratio 1.500x (1.480 to 1.520) -> 1.400x (1.390 to 1.410)``."""
+    better: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Why a figure was not judged."""
-
-    @property
-    def worse(self) -> bool:
-        """Whether anything moved for the worse, or the row has no figures any more."""
-        return any(move.worse for move in self.moves)
+    since: str = ""
+    """Versions and commit that changed."""
 
     @property
     def verdict(self) -> str:
-        """One word or two for the table."""
-        if self.now is None:
-            return "not measured"
-        if self.now.failed is not None:
-            return "FAILED"
-        if self.worse:
-            return "WORSE"
-        return "better" if self.moves else "not judged" if self.unknown else "same"
+        kinds = {"worse": self.worse, "better": self.better, "not judged": self.unknown}
+        found = next((kind for kind, lines in kinds.items() if lines), "same")
+        return found if self.measured else "not measured"
+
+    def lines(self) -> list[str]:
+        """What there is to say of it, whole lines for grep and mails."""
+        if not self.measured:
+            return [f"not measured: {self.name}"]
+        kinds = (("WORSE", self.worse), ("better", self.better), ("not judged", self.unknown))
+        lines = [f"{kind}: {self.name}: {line}" for kind, moved in kinds for line in moved]
+        return [*lines, f"  since then: {self.since}"] if self.worse or self.better else lines
 
 
-def update(runs: Sequence[Run], file: Path) -> int:
-    """Write the rows of ``runs`` into the reference file, in the place of those before; returns the exit code.
+def against(comparisons: Sequence[WorkloadComparison], file: Path, tolerance: float) -> list[Drift]:
+    """What each arm of ``file`` is in ``comparisons``.
 
-    Raises ValueError for runs that make no row, or that are of several machines.
+    Args:
+        comparisons: Of today's runs, with the baseline that the file has.
+        file: What ``tables.as_json`` made of earlier runs.
+        tolerance: By how much a ratio, and memory, may differ, relatively, beyond the noise.
+
+    Raises:
+        ValueError: The file is not one of ours, is of another machine, or has no arm that was measured now.
     """
-    machines, machine, found = load(file), machine_of(runs), measured(runs)
-    if not found:
-        raise ValueError("there is nothing but eager in these runs, and so nothing to keep")
-    good = []
-    for row in found:
-        if row.failed is None:
-            good.append(row)
-        else:
-            print(f"error: {row.name}: {row.failed}; its row is left as it was", file=sys.stderr)
-    if good:
-        machines[machine] = merged(machines.get(machine, []), good)
-        save(machines, file)
-    _show_rows(good)
-    print(f"{file}: {len(good)} row{'' if len(good) == 1 else 's'} written for {machine}")
-    return int(len(good) < len(found))
+    then, now = _arms(_loaded(file)), _arms(json.loads(tables.as_json(comparisons)))
+    if not any(name in now for name in then):
+        raise ValueError(f"none of these runs is of an arm of {file}")
+    for name, before in then.items():
+        for what in ("device", "processor"):
+            if name in now and before[what] != now[name][what]:
+                raise ValueError(f"{file} was measured on {before[what]}, and these runs on {now[name][what]}")
+    return [drift(name, before, now.get(name), tolerance) for name, before in then.items()]
 
 
-def against(runs: Sequence[Run], file: Path, tolerances: Tolerances, *, strict: bool = False) -> int:
-    """Print what each row of the reference file is in ``runs``; returns 1 when one got worse, else 0.
-
-    With ``strict`` 1 also when one got better, or could not be judged. Raises ValueError without rows to compare.
-    """
-    machines, machine = load(file), machine_of(runs)
-    rows = machines.get(machine, [])
-    if not rows:
-        others = f"; it has {'; '.join(machines)}" if machines else ""
-        raise ValueError(
-            f"{file} has no reference for the machine of these runs ({machine}){others}\n"
-            f"make one: crucible drift RUNS --against {file} --update"
-        )
-    now = {row.key: row for row in measured(runs)}
-    drifts = [drift(row, now.get(row.key), tolerances) for row in rows]
-    if all(each.now is None for each in drifts):
-        raise ValueError(f"none of these runs is of a row of {file}")
-    _show(drifts)
-    odd = any(each.verdict != "same" for each in drifts)
-    return int(any(each.worse for each in drifts) or (strict and odd))
+def summary(drifts: Sequence[Drift]) -> str:
+    """``2 arms: 1 worse``."""
+    verdicts = [each.verdict for each in drifts]
+    counts = {kind: verdicts.count(kind) for kind in ("worse", "better", "not judged", "not measured")}
+    counted = [f"{count} {kind}" for kind, count in counts.items() if count]
+    return f"{len(drifts)} arm{'' if len(drifts) == 1 else 's'}: {', '.join(counted) or 'none moved'}"
 
 
-def drift(before: ReferenceRow, now: ReferenceRow | None, tolerances: Tolerances) -> Drift:
-    """What moved between two rows of one key."""
-    found = Drift(before=before, now=now)
+def _loaded(file: Path) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = printable(json.loads(file.read_text(encoding="utf-8")))
+        _arms(found)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; crucible compare RUNS --json {file} makes one") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: not what crucible compare --json writes ({error})") from error
+    return found
+
+
+def _arms(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows by the name of workload and arm, baselines left out; each with its workload's device and versions."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in comparisons:
+        conditions = {name: one[name] for name in ("device", "processor", "versions")}
+        base = [row for row in one["rows"] if row["arm"] == one["baseline"]]
+        for row in one["rows"]:
+            if row not in base:
+                name = " ".join([one["task"], *_overrides(shlex.split(row["command"])), row["arm"]])
+                flags = [flag for each in (row, *base) for flag in each["flags"]]
+                found[name] = row | conditions | {"flags": flags}
+    return found
+
+
+def _overrides(command: Sequence[str]) -> list[str]:
+    """Overrides of a command that describe its workload: neither strategies nor where it runs and how often."""
+    named = {word: word.lstrip("+~").partition("=")[0] for word in command if "=" in word}
+    apart = ("compile.", "hydra", "-")
+    return sorted(word for word, name in named.items() if name not in NO_WORKLOAD and not name.startswith(apart))
+
+
+def drift(name: str, before: Mapping[str, Any], now: Mapping[str, Any] | None, tolerance: float = TOLERANCE) -> Drift:
+    """What moved between two rows of one arm."""
+    found = Drift(name=name, measured=now is not None)
     if now is None:
         return found
-    if now.failed is not None:
-        found.moves.append(Move(what="run", before="finished", now=now.failed, worse=True))
+    if now["runs_failed"]:
+        found.worse.append(f"{now['runs_failed']} of its runs failed")
         return found
-    if busy := now.busy or before.busy:
+    if busy := next((flag for row in (now, before) for flag in row["flags"] if flag.startswith(BUSY)), None):
         found.unknown.append(f"times: {busy}")
     else:
-        _compare(found, "ratio", before.ratio, now.ratio, tolerances.ratio, "{:.3f}", "x")
-        warm = (before.warmup_seconds, now.warmup_seconds)
-        if warm[0] is None or warm[1] is None or abs(warm[1].median - warm[0].median) >= MIN_WARMUP_SECONDS:
-            _compare(found, "warm-up", *warm, tolerances.warmup, "{:.1f}", " s")
-    memory = (before.peak_device_memory_gib, now.peak_device_memory_gib)
-    _compare(found, "peak memory", *memory, tolerances.ratio, "{:.2f}", " GiB")
-    for name, value in before.counts.items():
-        _compare_counts(found, name, value, now.counts.get(name))
+        _compare(found, "ratio", "{:.3f}x", before, now, tolerance)
+        _compare(found, "cold_warmup_seconds", "{:.1f} s", before, now, WARMUP_TOLERANCE)
+    _compare(found, "peak_device_memory_gib", "{:.2f} GiB", before, now, tolerance)
+    for count in COUNTS:
+        _compare(found, count, "{}", before, now, 0.0)
+    changed = [
+        f"{what} {old} -> {now['versions'].get(what)}"
+        for what, old in before["versions"].items()
+        if now["versions"].get(what) != old
+    ]
+    commits = [row["runs"][0].get("git_commit") for row in (before, now)]
+    if all(commits) and commits[0] != commits[1]:
+        changed.append(f"commit {commits[0][:12]} -> {commits[1][:12]}")
+    found.since = ", ".join(changed) or "neither versions nor commit changed"
     return found
 
 
 def _compare(
-    found: Drift, what: str, before: Span | None, now: Span | None, tolerance: float, form: str, unit: str
+    found: Drift, name: str, form: str, before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float
 ) -> None:
     """A figure moved when it did by more than the tolerance, and the two intervals are apart."""
-    if before is None:
+    old, new, what = before[name], now[name], name.replace("_", " ")
+    if old is None:
         return
-    if now is None:
-        found.unknown.append(f"{what} was {form.format(before.median)}{unit}, and is not known now")
+    if new is None:
+        (found.worse if name == "ratio" else found.unknown).append(f"{what} was {form.format(old)}, and is not known now")
         return
-    if abs(now.median - before.median) <= tolerance * before.median:
+    smallest = MIN_WARMUP_SECONDS if name == "cold_warmup_seconds" else 0.0
+    if abs(new - old) <= max(tolerance * old, smallest):
         return
-    ends = (before.low, before.high, now.low, now.high)
-    if what == "ratio" and None in ends:
+    ends = [row.get(f"{name}_{end}") for row in (before, now) for end in ("low", "high")]
+    if name == "ratio" and None in ends:
         found.unknown.append("ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")
         return
-    low, high = (before.median if end is None else end for end in ends[:2])
-    new_low, new_high = (now.median if end is None else end for end in ends[2:])
-    move = Move(
-        what=what,
-        before=before.text(form, unit),
-        now=now.text(form, unit),
-        worse=(now.median < before.median) == (what == "ratio"),
-    )
+    low, high = (old if end is None else end for end in ends[:2])
+    new_low, new_high = (new if end is None else end for end in ends[2:])
+    move = f"{what} {_text(form, old, ends[:2])} -> {_text(form, new, ends[2:])}"
     if new_low > high or new_high < low:
-        found.moves.append(move)
-    elif what == "ratio":
+        worse = name in EITHER_WAY_WORSE or (new < old) == (name == "ratio")
+        (found.worse if worse else found.better).append(move)
+    elif name == "ratio":
         found.unknown.append(f"{move} is within the noise; more rounds or steps would show it")
 
 
-def _compare_counts(found: Drift, name: str, before: int | list[int], now: int | list[int] | None) -> None:
-    what = name.replace("_", " ")
-    if now is None:
-        found.unknown.append(f"{what}: {_count(before)} before, not known now")
-        return
-    (low, high), (new_low, new_high) = (value if isinstance(value, list) else [value, value] for value in (before, now))
-    if new_low < low or new_high > high:
-        worse = name in EITHER_WAY_WORSE or new_high > high
-        found.moves.append(Move(what=what, before=_count(before), now=_count(now), worse=worse))
-
-
-def _count(value: int | list[int]) -> str:
-    return f"{value[0]} to {value[1]}" if isinstance(value, list) else str(value)
-
-
-def _show(drifts: Sequence[Drift]) -> None:
-    """Print the table and, a line each, what moved and what could not be judged."""
-    columns = {"": [each.verdict for each in drifts]}
-    then, now = [_figures(each.before) for each in drifts], [_figures(each.now) for each in drifts]
-    for place, name in enumerate(COLUMNS):
-        old, new = ([texts[place] for texts in rows] for rows in (then, now))
-        if name == "counts":  # alike but for the rows that moved
-            columns[name] = [a if a == b else f"{a} -> {b}" for a, b in zip(old, new, strict=True)]
-        else:
-            columns |= {f"{name} then": old, f"{name} now": new}
-    lines = [line for each in drifts for line in _lines(each)]
-    _print_table([each.before.name for each in drifts], columns, lines)
-    kinds = {
-        "worse": [each.worse for each in drifts],
-        **{kind: [each.verdict == kind for each in drifts] for kind in ("better", "not judged", "not measured")},
-    }
-    counted = [f"{sum(hits)} {kind}" for kind, hits in kinds.items() if any(hits)]
-    rows = f"{len(drifts)} row{'' if len(drifts) == 1 else 's'}"
-    print(f"{rows}: {', '.join(counted) or 'none moved'}")
-
-
-def _show_rows(rows: Sequence[ReferenceRow]) -> None:
-    """Print what a reference was given."""
-    for row in rows:
-        if row.ratio is not None and row.ratio.low and (row.ratio.high or 0) > NOISY * row.ratio.low:
-            print(f"noisy: {row.name}: smaller moves than its interval will not be seen; use more rounds or steps")
-    texts = [_figures(row) for row in rows]
-    columns = {name: [each[place] for each in texts] for place, name in enumerate(COLUMNS)}
-    _print_table([row.name for row in rows], columns, [])
-
-
-def _print_table(names: Sequence[str], columns: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
-    """A row for each name, without columns in which no row has a figure; ``lines`` below it."""
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    shown.add_column("row", overflow="fold", min_width=min(NAME_WIDTH, max(map(len, names), default=0)))
-    kept = {name: texts for name, texts in columns.items() if any(text != ABSENT for text in texts)}
-    for name in kept:
-        shown.add_column(name, justify="right" if name else "left", no_wrap=not name)
-    for name, *texts in zip(names, *kept.values(), strict=True):
-        shown.add_row(*(escape(text) for text in (name, *texts)))
-    # As wide as the table needs: in a narrow terminal lines break, but none is cut.
-    console = Console(highlight=False, width=max(Console().width, WIDTH))
-    console.print(shown)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)  # whole lines, for grep and mails
-    console.print(f"counts are {'/'.join(COUNTS).replace('_', ' ')}", style="dim")
-
-
-def _figures(row: ReferenceRow | None) -> tuple[str, str, str, str]:
-    """Ratio, warm-up, peak memory and counts as text, as in ``COLUMNS``."""
-    if row is None:
-        return (ABSENT, ABSENT, ABSENT, ABSENT)
-    counts = [str(row.counts.get(name, ABSENT)).replace(", ", ":") for name in COUNTS]
-    return (
-        ABSENT if row.ratio is None else row.ratio.text("{:.3f}"),
-        ABSENT if row.warmup_seconds is None else row.warmup_seconds.text("{:.1f}"),
-        ABSENT if row.peak_device_memory_gib is None else f"{row.peak_device_memory_gib.median:.2f}",
-        "/".join(counts) if row.counts else ABSENT,
-    )
-
-
-def _lines(each: Drift) -> list[str]:
-    """What moved in a row, for better or worse, and since which versions."""
-    name, before, now = each.before.name, each.before, each.now
-    if now is None:
-        return [f"not measured: {name}"]
-    lines = [f"{'WORSE' if move.worse else 'better'}: {name}: {move}" for move in each.moves]
-    lines += [f"not judged: {name}: {reason}" for reason in each.unknown]
-    if each.moves:
-        changed = [
-            f"{what} {old} -> {now.versions[what]}"
-            for what, old in before.versions.items()
-            if now.versions.get(what, old) != old
-        ]
-        if before.git_commit and now.git_commit and before.git_commit != now.git_commit:
-            changed.append(f"commit {before.git_commit[:12]} -> {now.git_commit[:12]}")
-        since = f"measured on {before.measured}" if before.measured else "the reference"
-        lines.append(f"  since {since}: {', '.join(changed) or 'neither versions nor commit changed'}")
-        if before.eager_step_seconds and now.eager_step_seconds:
-            steps = [number(span.median * 1e3) for span in (before.eager_step_seconds, now.eager_step_seconds)]
-            lines.append(f"  eager's step: {steps[0]} ms -> {steps[1]} ms")
-    return lines
+def _text(form: str, value: float, ends: Sequence[float | None]) -> str:
+    """``1.550x (1.530 to 1.570)``."""
+    middle = form.format(value)
+    if None in ends or ends[0] == ends[1]:
+        return middle
+    return f"{middle} ({' to '.join(form.format(end).rstrip(' sx') for end in ends)})"

@@ -243,7 +243,7 @@ def as_csv(comparisons: Sequence[WorkloadComparison]) -> str:
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
     """A list of workloads with their rows, the folders of their runs, crossings and verdict."""
-    names = ("workload", "task", "run", "device", "versions", "baseline", "verdict", "unlike", "notes")
+    names = ("workload", "task", "run", "device", "processor", "versions", "baseline", "verdict", "unlike", "notes")
     values = [
         {name: getattr(found, name) for name in names}
         | {
@@ -281,7 +281,7 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    names = ("status", "seed", "round", "start", "warmup_seconds")
+    names = ("status", "seed", "round", "start", "git_commit", "warmup_seconds")
     values = {name: getattr(run.record, name) for name in names}
     return {"directory": str(run.directory), **values, "step_seconds": step_seconds(run.record)}
 
