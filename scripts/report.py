@@ -53,7 +53,7 @@ def report(options: argparse.Namespace) -> int:
         counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
         print(f"{target}: {counts}, {len(text) / 1024:,.0f} KiB")
     if options.pictures is not None:
-        files = pictures.write(comparisons, options.pictures, scaled)
+        files = pictures.write(comparisons, options.pictures)
         print(f"{options.pictures}: {page.counted(len(files), 'picture')}", file=sys.stderr)
     return 0
 

@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 
 from trainer.report.comparison import WorkloadComparison
-from trainer.report.pictures import PICTURES, Picture, arm_colours, devices, style
+from trainer.report.pictures import PICTURES, Picture, arm_colours, style
 from trainer.report.scaling import Scaling, table_of
 from trainer.report.statistics import FASTER
 from trainer.report.tables import NOT_SURE, TEXT_COLUMNS, footnotes, tables_of
@@ -192,39 +192,31 @@ def _figure(comparison: WorkloadComparison, place: int, picture: Picture, palett
 
 
 def _scaling(found: Scaling, place: int) -> str:
-    name, columns = f"scaling-{place + 1}", table_of(found)
-    caption = f"{_sentence(found.kind)} Dashed: as many times the samples of one device. Percent: of that line."
-    drawn = style.svg(devices.draw(found), name=name, title=_text(f"Scaling: {found.name}"), description=_text(caption))
+    unlike = "".join(f'<p class="quiet">Unlike: {_text(line)}.</p>' for line in found.unlike)
+    return f"""<section id="scaling-{place + 1}">
+<h2>Scaling: {_breakable(found.name)}</h2>
+<p>{_text(_sentence(found.kind))}</p>
+{unlike}{_figures(table_of(found))}
+</section>"""
+
+
+def _figures(columns: Mapping[str, Sequence[str]], palette: Mapping[str, str] | None = None) -> str:
+    """A table as the terminal shows it; with ``palette`` each arm bears its colour."""
     kinds = ["short" if heading in TEXT_COLUMNS else "number" for heading in columns]
     body = ""
     for arm, *texts in zip(*columns.values(), strict=True):
+        colour = "" if palette is None else style.variable(palette[arm])
+        swatch = f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
         cells = "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in zip(texts, kinds[1:], strict=True))
-        body += f'<tr><th scope="row">{_text(arm)}</th>{cells}</tr>\n'
-    unlike = "".join(f'<p class="quiet">Unlike: {_text(line)}.</p>' for line in found.unlike)
-    return f"""<section id="{name}">
-<h2>Scaling: {_breakable(found.name)}</h2>
-{unlike}<div class="figures"><figure>
-{drawn}
-<figcaption>{_text(caption)}</figcaption>
-</figure></div>
-{_table(zip(columns, kinds, strict=True), body)}
-</section>"""
+        body += f'<tr><th scope="row">{swatch}{_breakable(arm)}</th>{cells}</tr>\n'
+    return _table(zip(columns, kinds, strict=True), body)
 
 
 def _all_figures(comparison: WorkloadComparison, palette: Mapping[str, str]) -> str:
     """The tables that the terminal shows."""
-    tables = ""
-    for columns in tables_of(comparison):
-        kinds = ["short" if name in TEXT_COLUMNS else "number" for name in columns]
-        body = ""
-        for arm, *texts in zip(*columns.values(), strict=True):
-            swatch = f'<span class="swatch" style="background:{style.variable(palette[arm])}"></span>'
-            cells = zip(texts, kinds[1:], strict=True)
-            body += f'<tr><th scope="row">{swatch}{_breakable(arm)}</th>'
-            body += "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in cells) + "</tr>\n"
-        tables += _table(zip(columns, kinds, strict=True), body)
+    shown = "".join(_figures(columns, palette) for columns in tables_of(comparison))
     notes = "".join(f'<p class="quiet">{escape(line)}</p>' for line in footnotes([comparison]))
-    return f"<h3>All figures</h3>\n{tables}{notes}"
+    return f"<h3>All figures</h3>\n{shown}{notes}"
 
 
 def _events(comparison: WorkloadComparison) -> str:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.report.comparison import WorkloadComparison
-from trainer.report.pictures import bars, devices, style, total_time
-from trainer.report.scaling import Scaling
+from trainer.report.pictures import bars, style, total_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +86,7 @@ PICTURES: tuple[Picture, ...] = (
 )
 
 
-def write(comparisons: Sequence[WorkloadComparison], directory: Path, scalings: Sequence[Scaling] = ()) -> list[Path]:
+def write(comparisons: Sequence[WorkloadComparison], directory: Path) -> list[Path]:
     """Write every picture of every comparison into ``directory`` as PNG; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     palette, files = arm_colours(comparisons), []
@@ -97,9 +96,6 @@ def write(comparisons: Sequence[WorkloadComparison], directory: Path, scalings: 
             if figure is not None:
                 files.append(directory / f"{file_stem(comparison, place)}-{picture.name}.png")
                 style.png(figure, files[-1])
-    for place, found in enumerate(scalings):
-        files.append(directory / f"scaling-{place + 1}.png")
-        style.png(devices.draw(found), files[-1])
     return files
 
 

@@ -36,51 +36,34 @@ class Bar:
     """For warm starts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Bars on one scale."""
-
-    title: str
-    groups: list[tuple[str, str, list[Bar]]]
-    """Name, colour and bars."""
-    legend: Sequence[str] = ()
-    """Lines below."""
-    whole: float | None = None
-    """Value of a bar of full length; None for the largest."""
+Groups = list[tuple[str, str, list[Bar]]]
+"""Name, colour and bars of each arm."""
 
 
-def draw(sections: Sequence[Section]) -> Figure | None:
-    """The sections one below the other; None when none has a bar."""
-    sections = [section for section in sections if section.groups]
-    if not sections:
+def draw(title: str, groups: Groups, legend: Sequence[str] = (), *, whole: float | None = None) -> Figure | None:
+    """The bars below their title, on one scale: a bar of full length is ``whole``, or the largest. None without any."""
+    if not groups:
         return None
-    height = sum(
-        TITLE_INCHES
-        + sum(NAME_INCHES + BAR_INCHES * len(bars) + GAP_INCHES for _, _, bars in section.groups)
-        + NAME_INCHES * len(section.legend)
-        for section in sections
-    ) + GAP_INCHES * len(sections)
+    names = NAME_INCHES * (len(groups) + len(legend))
+    height = TITLE_INCHES + names + sum(BAR_INCHES * len(bars) + GAP_INCHES for _, _, bars in groups) + GAP_INCHES
+    longest = whole or max(max(bar.value, bar.high or 0.0) for _, _, bars in groups for bar in bars) or 1.0
     with style.drawing():
         figure = style.new_figure(WIDTH_INCHES, height)
         axes = style.place_axes(figure, left=0.01, right=0.01, bottom=0.0, top=0.0)
         axes.set(xlim=(0, WIDTH_INCHES - 0.02), ylim=(height, 0))
         axes.axis("off")
-        y = 0.0
-        for section in sections:
-            axes.text(0, y + TITLE_INCHES / 2, section.title, weight="bold", size=11, va="center")
-            y += TITLE_INCHES
-            longest = max(max(bar.value, bar.high or 0.0) for _, _, bars in section.groups for bar in bars)
-            for name, colour, bars in section.groups:
-                axes.text(0, y + NAME_INCHES / 2, style.plain(name, longest=52), va="center")
-                y += NAME_INCHES
-                for bar in bars:
-                    _bar(axes, bar, y, BARS_INCHES / (section.whole or longest or 1.0), colour)
-                    y += BAR_INCHES
-                y += GAP_INCHES
-            for line in section.legend:
-                axes.text(0, y + NAME_INCHES / 2, line, va="center", size=9, color=style.INK["muted"][0])
-                y += NAME_INCHES
+        axes.text(0, TITLE_INCHES / 2, title, weight="bold", size=11, va="center")
+        y = TITLE_INCHES
+        for name, colour, bars in groups:
+            axes.text(0, y + NAME_INCHES / 2, style.plain(name, longest=52), va="center")
+            y += NAME_INCHES
+            for bar in bars:
+                _bar(axes, bar, y, BARS_INCHES / longest, colour)
+                y += BAR_INCHES
             y += GAP_INCHES
+        for line in legend:
+            axes.text(0, y + NAME_INCHES / 2, line, va="center", size=9, color=style.INK["muted"][0])
+            y += NAME_INCHES
     return figure
 
 
@@ -98,15 +81,13 @@ def _bar(axes: Axes, bar: Bar, y: float, scale: float, colour: str) -> None:
 
 def _groups(
     comparison: WorkloadComparison, palette: Mapping[str, str], bar_of: Callable[[Row], Bar | None]
-) -> list[tuple[str, str, list[Bar]]]:
+) -> Groups:
     bars = [(row.cell.arm, bar_of(row)) for row in comparison.rows]
     return [(arm, palette[arm], [bar]) for arm, bar in bars if bar is not None]
 
 
-def _of(estimate: Estimate | None, text: str = "") -> Bar | None:
-    return (
-        None if estimate is None else Bar(estimate.median, number(estimate.median) + text, estimate.low, estimate.high)
-    )
+def _of(value: Estimate | None, text: str = "") -> Bar | None:
+    return None if value is None else Bar(value.median, number(value.median) + text, value.low, value.high)
 
 
 def throughput(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
@@ -131,7 +112,7 @@ def throughput(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
         legend.append(f"x: times {style.plain(comparison.baseline, longest=24)} (95% interval)")
     if any(not ratio.shown and ratio.low is not None for ratio in ratios):
         legend.append(f"{NOT_SURE}: no difference shown")
-    return draw([Section(f"{unit.capitalize()} a second", groups, legend)])
+    return draw(f"{unit.capitalize()} a second", groups, legend)
 
 
 def _interval(ratio: Ratio) -> str:
@@ -156,7 +137,7 @@ def warmup(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
             bars.append(Bar(warm.median, f"{style.duration(warm.median)} warm", warm.low, warm.high, pale=True))
         if bars:
             groups.append((row.cell.arm, palette[row.cell.arm], bars))
-    return draw([Section("Seconds of warm-up", groups)])
+    return draw("Seconds of warm-up", groups)
 
 
 def padding(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
@@ -167,7 +148,7 @@ def padding(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fi
     def bar_of(row: Row) -> Bar | None:
         return None if row.padded_share is None else Bar(row.padded_share, f"{row.padded_share:.1%}")
 
-    return draw([Section("Padding, share of all positions", _groups(comparison, palette, bar_of), whole=1.0)])
+    return draw("Padding, share of all positions", _groups(comparison, palette, bar_of), whole=1.0)
 
 
 def memory(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
@@ -179,13 +160,13 @@ def memory(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Fig
         return None if gib is None else Bar(gib, number(gib))
 
     title = "Peak memory, GiB" + (" on the device" if on_device else " of the process")
-    return draw([Section(title, _groups(comparison, palette, bar_of))])
+    return draw(title, _groups(comparison, palette, bar_of))
 
 
 def energy(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
     """Joules a sample of each arm."""
     groups = _groups(comparison, palette, lambda row: _of(row.joules_per_sample))
-    return draw([Section("Energy, joules a sample", groups)])
+    return draw("Energy, joules a sample", groups)
 
 
 def step_times(comparison: WorkloadComparison, *, palette: Mapping[str, str]) -> Figure | None:
@@ -208,4 +189,4 @@ def step_times(comparison: WorkloadComparison, *, palette: Mapping[str, str]) ->
     groups = _groups(comparison, palette, bar_of)
     spread = any(bar.low is not None for _, _, bars in groups for bar in bars)
     legend = ["bar: median", "line: 5% to 95% of the steps"] if spread else ["bar: median"]
-    return draw([Section(f"Milliseconds of a {'batch' if inference else 'step'}", groups, legend)])
+    return draw(f"Milliseconds of a {'batch' if inference else 'step'}", groups, legend)
