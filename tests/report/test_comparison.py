@@ -12,7 +12,7 @@ from tests.report.records import ragged, record, static
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
-from trainer.report.verdicts import rounded
+from trainer.report.statistics import rounded
 from trainer.telemetry.record import RunRecord
 
 

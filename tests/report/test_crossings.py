@@ -11,7 +11,7 @@ import pytest
 from tests.report.records import record
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
-from trainer.report.verdicts import Cost, break_even_steps, envelope, overhead_seconds
+from trainer.report.statistics import Cost, break_even_steps, envelope, overhead_seconds
 
 EAGER = Cost(step_seconds=0.1, warmup_seconds=1.0)
 

@@ -20,8 +20,21 @@ from trainer.report.flags import (
     unlike_conditions,
 )
 from trainer.report.runs import PEER, Cell, Run, group
-from trainer.report.statistics import FASTER, NOT_SHOWN, Estimate, Ratio, Sample, estimate, ratio
-from trainer.report.verdicts import Cost, Crossing, break_even_steps, envelope, overhead_seconds, verdict
+from trainer.report.statistics import (
+    FASTER,
+    NOT_SHOWN,
+    Cost,
+    Crossing,
+    Estimate,
+    Ratio,
+    Sample,
+    break_even_steps,
+    envelope,
+    estimate,
+    overhead_seconds,
+    ratio,
+    verdict,
+)
 from trainer.telemetry.record import RunRecord
 
 AT_STEPS = (500, 2000, 20000)

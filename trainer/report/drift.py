@@ -158,7 +158,9 @@ def _compare(
     if old is None:
         return
     if new is None:
-        (found.worse if name == "ratio" else found.unknown).append(f"{what} was {form.format(old)}, and is not known now")
+        (found.worse if name == "ratio" else found.unknown).append(
+            f"{what} was {form.format(old)}, and is not known now"
+        )
         return
     smallest = MIN_WARMUP_SECONDS if name == "cold_warmup_seconds" else 0.0
     if abs(new - old) <= max(tolerance * old, smallest):

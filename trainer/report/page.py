@@ -15,9 +15,8 @@ from importlib import resources
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, Picture, arm_colours, style
 from trainer.report.scaling import Scaling, table_of
-from trainer.report.statistics import FASTER
+from trainer.report.statistics import FASTER, rounded
 from trainer.report.tables import NOT_SURE, TEXT_COLUMNS, footnotes, tables_of
-from trainer.report.verdicts import rounded
 from trainer.telemetry.record import Event, RunRecord
 
 MAX_EVENTS = 40

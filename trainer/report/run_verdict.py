@@ -1,7 +1,7 @@
 """The verdict of a single run: was it faster than eager, how long was the wait, when does that pay, what to try next.
 
 Eager and the run take steps by turns on the same batches (``trainer.guards.slowdown``). Those pairs are judged as a
-sweep's pairs of runs are (``statistics``), and the wait is made up for by the same arithmetic (``verdicts``).
+sweep's pairs of runs are, and the wait is made up for by the same arithmetic (``statistics``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,17 @@ from typing import Any
 
 from strategies import STRATEGIES
 from trainer.report.runs import set_parameters
-from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Sample, ratio
-from trainer.report.verdicts import Cost, break_even_steps, overhead_seconds, rounded
+from trainer.report.statistics import (
+    FASTER,
+    NOT_SHOWN,
+    SLOWER,
+    Cost,
+    Sample,
+    break_even_steps,
+    overhead_seconds,
+    ratio,
+    rounded,
+)
 from trainer.telemetry.facts import number
 from trainer.telemetry.record import RunRecord, RunVerdict
 

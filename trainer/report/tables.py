@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.flags import step_seconds
 from trainer.report.runs import Run
-from trainer.report.statistics import Estimate, Ratio
-from trainer.report.verdicts import rounded
+from trainer.report.statistics import Estimate, Ratio, rounded
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

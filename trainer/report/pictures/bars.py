@@ -79,9 +79,7 @@ def _bar(axes: Axes, bar: Bar, y: float, scale: float, colour: str) -> None:
     axes.text(BARS_INCHES + 0.08, middle, bar.text, va="center", size=9)
 
 
-def _groups(
-    comparison: WorkloadComparison, palette: Mapping[str, str], bar_of: Callable[[Row], Bar | None]
-) -> Groups:
+def _groups(comparison: WorkloadComparison, palette: Mapping[str, str], bar_of: Callable[[Row], Bar | None]) -> Groups:
     bars = [(row.cell.arm, bar_of(row)) for row in comparison.rows]
     return [(arm, palette[arm], [bar]) for arm, bar in bars if bar is not None]
 
