@@ -27,18 +27,10 @@ def test_a_record_takes_what_was_measured() -> None:
     assert (record.steady_steps, record.samples_per_second, record.steps) == (0, 2.0, 3)
 
 
-def test_an_older_record_is_read_by_the_names_of_today(tmp_path: Path) -> None:
+def test_a_record_reads_back_without_what_it_has_no_field_for(tmp_path: Path) -> None:
     event = Event(kind="recompile", reason="size", phase="preflight")
-    report = {"slowdown": {"slower": None}}
-    record = RunRecord(
-        task="any", preflight_seconds=2.5, joules_by_phase={"preflight": 3.0}, events=[event], report=report
-    )
+    record = RunRecord(task="any", preflight_seconds=2.5, joules_by_phase={"preflight": 3.0}, events=[event])
     text = record.save(tmp_path).read_text()
     assert RunRecord.load(tmp_path) == record
-    values = json.loads(text)
-    values["rehearsal_seconds"] = values.pop("preflight_seconds")
-    values["joules_by_phase"] = {"rehearsal": 3.0}
-    values["events"][0]["phase"] = "rehearsing"
-    values["report"] = {"watchdog": report["slowdown"]}
-    (tmp_path / "record.json").write_text(json.dumps(values))
+    (tmp_path / "record.json").write_text(json.dumps({**json.loads(text), "of_another_version": 1.0}))
     assert RunRecord.load(tmp_path) == record

@@ -151,8 +151,7 @@ def group(runs: Sequence[Run]) -> list[Cell]:
     for run in runs:
         record = run.record
         settings = sorted(f"{name}={value}" for name, value in fixed_settings(record).items())
-        task = record.task.partition(" ")[0]  # "micro ragged" was "micro" in older records
-        arms = workloads.setdefault((task, record.run, *settings), {})
+        arms = workloads.setdefault((record.task, record.run, *settings), {})
         parameters = sorted(f"{name}={value}" for name, value in _parameters(record).items())
         arms.setdefault((record.label, *parameters), []).append(run)
     firsts = [next(iter(arms.values()))[0].record for arms in workloads.values()]

@@ -85,12 +85,12 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 def build(kind: type[Made], values: Any, path: str = "") -> Made:
     """A ``kind``, which is a dataclass, from a JSON object. Raises TypeError that names the first value that does not
-    fit (``events[3].reason``), or what is missing or unknown."""
+    fit (``events[3].reason``), or what is missing; what a ``kind`` has no field for is left out."""
     if not isinstance(values, dict):
         raise TypeError(f"{path} is {_name(values)}, not an object")
     hints = _hints(kind)  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
-    return kind(**{name: _value(hints.get(name, Any), each, f"{prefix}{name}") for name, each in values.items()})
+    return kind(**{name: _value(hints[name], values[name], f"{prefix}{name}") for name in values if name in hints})
 
 
 def _value(hint: Any, given: Any, path: str) -> Any:

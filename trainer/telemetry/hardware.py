@@ -139,7 +139,6 @@ class PeakFigures:
     """Fields of the record about matrix products and what they could be at best."""
 
     matrix_precision: str | None
-    float32_matmul_precision: str
     peak_teraflops_datasheet: float | None
     peak_teraflops_measured: float | None
     model_flops_utilization: float | None
@@ -154,14 +153,11 @@ class Peak:
     """What the run's matrix products compute in: ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp64``."""
     datasheet: float | None
     measured: float | None
-    float32_matmul_precision: str
-    """Torch's setting, which decides between ``tf32`` and ``fp32``."""
 
     def figures(self, teraflops: float | None) -> PeakFigures:
         """For a run that reaches ``teraflops``."""
         return PeakFigures(
             matrix_precision=self.kind,
-            float32_matmul_precision=self.float32_matmul_precision,
             peak_teraflops_datasheet=self.datasheet,
             peak_teraflops_measured=self.measured,
             model_flops_utilization=_share(teraflops, self.datasheet),
@@ -177,7 +173,6 @@ def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> 
         kind=kind,
         datasheet=datasheet_teraflops(device_name(device), kind),
         measured=measured_teraflops(device, kind) if wanted else None,
-        float32_matmul_precision=torch.get_float32_matmul_precision(),
     )
 
 

@@ -50,14 +50,10 @@ class MachineFacts:
     """Logical processors that the process may run on."""
     load_average: float | None = None
     """Tasks that ran or wanted to, over the last minute, this run's own included."""
-    own_processors: float | None = None
-    """Processor time of this process and its descendants over wall time."""
     other_processors: float | None = None
-    """The same of everything else on those processors, time that a hypervisor took included."""
+    """Processor time of all but this process and its descendants over wall time, what a hypervisor took included."""
     waited_share: float | None = None
     """Share of the time that the thread which waited longest had to wait for a processor."""
-    pressure_share: float | None = None
-    """Share of the time that any task of the machine waited for a processor (PSI)."""
     gpu_clock_mhz: int | None = None
     """Lowest clock of the multiprocessors that was seen; one reading a log window."""
     gpu_clock_limit_mhz: int | None = None
@@ -107,7 +103,7 @@ class MachineMonitor:
     def begin(self) -> None:
         """The steady part begins; only the first call counts."""
         if self._began is None:
-            self._ticks, self._waits, self._pressure = _ticks(self._processors), _waits(), _pressure()
+            self._ticks, self._waits = _ticks(self._processors), _waits()
             self._began, self._since = time.monotonic(), time.time_ns() // 1000
 
     def look(self) -> None:
@@ -140,12 +136,9 @@ class MachineMonitor:
         before, now = self._ticks, _ticks(self._processors)
         if before is not None and now is not None:
             every, own = (max(0.0, after - then) / hertz / seconds for then, after in zip(before, now, strict=True))
-            facts.own_processors, facts.other_processors = own, max(0.0, every - own)
+            facts.other_processors = max(0.0, every - own)
         waits = [after - self._waits[thread] for thread, after in _waits().items() if thread in self._waits]
         facts.waited_share = max(waits) / 1e9 / seconds if waits else None
-        pressure = _pressure()
-        if pressure is not None and self._pressure is not None:
-            facts.pressure_share = (pressure - self._pressure) / 1e6 / seconds
         facts.gpu_other_share = self._gpu_others()
         return facts
 
@@ -210,15 +203,6 @@ def _waits() -> dict[str, int]:
     except (OSError, ValueError, IndexError):
         return {}
     return found
-
-
-def _pressure() -> int | None:
-    """Microseconds for which some task of the machine has waited for a processor so far."""
-    try:
-        some = (PROC / "pressure" / "cpu").read_text(encoding="utf-8").splitlines()[0]
-        return int(some.rpartition("total=")[2])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def processor_name() -> str:

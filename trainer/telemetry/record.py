@@ -18,12 +18,6 @@ from trainer.telemetry.machine import MachineFacts
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
-RENAMED = {"rehearsal_seconds": "preflight_seconds"}
-"""Fields by the name that they have in older records."""
-RENAMED_PHASES = {"rehearsal": "preflight", "rehearsing": "preflight"}
-"""The same of phases."""
-RENAMED_REPORTS = {"watchdog": "slowdown"}
-"""The same of the names under ``report``."""
 EXIT_CODES = {"finished": 0, "failed": 1}
 
 
@@ -314,8 +308,6 @@ class RunRecord:
     """Analytic forward and backward operations of the task over steady time, for each device."""
     matrix_precision: str | None = None
     """What matrix products compute in: ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp64``."""
-    float32_matmul_precision: str | None = None
-    """``torch.get_float32_matmul_precision()``; anything but ``highest`` allows TF32 on a GPU that has it."""
     peak_teraflops_datasheet: float | None = None
     """Dense matrix rate of the device in ``matrix_precision`` by its datasheet; None when it is not known."""
     peak_teraflops_measured: float | None = None
@@ -403,7 +395,7 @@ class RunRecord:
     def load(cls, path: Path) -> RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
-        values = {RENAMED.get(name, name): value for name, value in read_json(file, "a run record").items()}
+        values = read_json(file, "a run record")
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
@@ -412,8 +404,4 @@ class RunRecord:
                 raise TypeError("a strategy has no name")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
-        for event in record.events:
-            event.phase = RENAMED_PHASES.get(event.phase, event.phase)
-        record.joules_by_phase = {RENAMED_PHASES.get(name, name): one for name, one in record.joules_by_phase.items()}
-        record.report = {RENAMED_REPORTS.get(name, name): facts for name, facts in record.report.items()}
         return record
