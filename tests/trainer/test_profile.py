@@ -107,7 +107,7 @@ def test_a_profiler_that_fails_does_not_end_the_run(
     def fails(*_: object) -> None:
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore")
 
-    monkeypatch.setattr(profile.Profile, moment, fails)
+    monkeypatch.setattr(profile.profile, moment, fails)
     compile_ = Compile(warmup_steps=0, profile="on", profile_steps=1)
     fit(Blocks(), tmp_path, [compile_])
     assert compile_.record.report["profile"] == {

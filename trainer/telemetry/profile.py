@@ -5,11 +5,12 @@ What matters: the share of the time in which the device had nothing to do, and w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,59 +32,111 @@ COLLECTIVE = re.compile(r"^(nccl|rccl|gloo:)|^void (nccl|rccl)", re.IGNORECASE)
 COMPUTE = re.compile(r"^(aten::|CompiledFunction|## Call CompiledFxGraph)")
 """What computes on a CPU; what dispatches a collective does not."""
 COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
+QUIET_STEPS = 3
+"""Steady steps in a row before the recording."""
 SETTINGS = {
     "KINETO_LOG_LEVEL": "99",  # the tracing library writes to stderr, errors on a machine without a device among it
     "TEARDOWN_CUPTI": "0",  # CUDA graphs and a tracer that comes and goes crash: torch/profiler/_utils.py
 }
 
 
-class Profile:
-    """One recording.
+class StepProfiler:
+    """Decides, after each step, whether the recording begins or ends. What breaks in it never breaks the training.
 
     Args:
+        steps: How many are recorded.
         directory: The run's; the trace lies in a folder of its own in it. None = no trace is written.
     """
 
-    def __init__(self, device: torch.device, directory: Path | None) -> None:
-        self._device, self._directory = device, directory
+    def __init__(self, steps: int, device: torch.device, directory: Path | None) -> None:
+        self._wanted, self._device, self._directory = steps, device, directory
+        self._done = self._quiet = self._first = 0
+        self.recording = self._over = False
+        self.facts: dict[str, Any] = {}
+        """For the record, once the recording has ended."""
         self._before = {name: os.environ.get(name) for name in SETTINGS}
         os.environ.update({name: value for name, value in SETTINGS.items() if self._before[name] is None})
         if device.type == "cuda":
-            # The tracer sees kernels in CUDA graphs only when it was there before they were captured.
-            warmup = self._profiler()
-            warmup.start()
-            torch.zeros(1, device=device)
-            warmup.stop()
+            with self._safely():
+                # The tracer sees kernels in CUDA graphs only when it was there before they were captured.
+                warmup = self._profiler()
+                warmup.start()
+                torch.zeros(1, device=device)
+                warmup.stop()
+
+    @property
+    def full(self) -> bool:
+        return self.recording and self._done >= self._wanted
+
+    def due(self, step: Step, *, warm: bool) -> bool:
+        """Count ``step``, which is over; returns whether ``start`` is due."""
+        if self._over:
+            return False
+        if self.recording:
+            step.profiled = True
+            self._first = self._first or step.number
+            self.count()
+            return False
+        self._quiet = self._quiet + 1 if warm and not step.compiled else 0
+        return self._quiet >= QUIET_STEPS
+
+    def count(self) -> None:
+        self._done += 1
 
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
-        hardware.wait(self._device)
-        self._recorder = self._profiler()
-        self._recorder.start()
-        self._began = time.perf_counter()
+        if self._over:  # it has failed
+            return
+        with self._safely():
+            hardware.wait(self._device)
+            self._recorder = self._profiler()
+            self._recorder.start()
+            self._began = time.perf_counter()
+            self.recording = True
 
-    def stop(self, steps: int) -> dict[str, Any]:
-        """End the recording of ``steps`` steps, write the trace; returns its facts, for the record. Of none, nothing
-        is kept."""
-        hardware.wait(self._device)
-        seconds = time.perf_counter() - self._began
-        self._recorder.stop()
-        if not steps:
-            return {}
-        facts: dict[str, Any] = {"steps": steps, "seconds": seconds}
+    def stop(self) -> None:
+        """End the recording, between two steps; without a whole step in it, it is begun again later."""
+        if not self.recording:
+            return
+        self.recording, self._quiet = False, 0
+        with self._safely():
+            hardware.wait(self._device)
+            seconds = time.perf_counter() - self._began
+            self._recorder.stop()
+            if self._done:
+                facts = {"first_step": self._first or None, "steps": self._done, "seconds": seconds}
+                self._end(facts | self._read(self._done))
+            del self._recorder
+
+    def finish(self) -> None:
+        """Training is over: note why there is no profile, if there is none."""
+        if not self._over:
+            self._end({"reason": f"the run ended before {QUIET_STEPS} steady steps and a profiled one"})
+
+    def _read(self, steps: int) -> dict[str, Any]:
+        """Facts of the recording, of which the trace is written."""
+        facts: dict[str, Any] = {}
         if self._directory is not None:
             (self._directory / DIRECTORY).mkdir(parents=True, exist_ok=True)
             self._recorder.export_chrome_trace(str(self._directory / DIRECTORY / TRACE))
             facts["trace"] = f"{DIRECTORY}/{TRACE}"
-        events = self._recorder.events()
-        facts |= of_device(events, steps) if self._device.type == "cuda" else {}
-        facts |= of_collectives(events, steps, on_cuda=self._device.type == "cuda")
-        facts["operators"] = top_operators(self._recorder.key_averages(), steps)
-        del self._recorder
-        return facts
+        events, on_cuda = self._recorder.events(), self._device.type == "cuda"
+        facts |= of_device(events, steps) if on_cuda else {}
+        facts |= of_collectives(events, steps, on_cuda=on_cuda)
+        # By the time that operators spent in themselves, not in what they call.
+        host = [row for row in self._recorder.key_averages() if row.device_type == DeviceType.CPU]
+        spent = [(row.key, row.self_cpu_time_total, row.count) for row in host if row.self_cpu_time_total > 0]
+        return {**facts, "operators": top(spent, steps)}
 
-    def close(self) -> None:
-        """Put the environment back."""
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the tracing library's own
+            self._end({"reason": f"the profiler failed: {type(error).__name__}: {error}".splitlines()[0]})
+
+    def _end(self, facts: dict[str, Any]) -> None:
+        self.facts, self._over = facts, True
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -93,6 +146,19 @@ class Profile:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         return profile(activities=activities, acc_events=True)
+
+
+def profile_calls(call: Callable[[], None], times: int, device: torch.device, directory: Path | None) -> dict[str, Any]:
+    profiled = StepProfiler(times, device, directory)
+    profiled.start()
+    try:
+        for _ in range(times):
+            call()
+            profiled.count()
+    finally:
+        profiled.stop()
+        profiled.finish()
+    return profiled.facts
 
 
 def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:
@@ -110,21 +176,12 @@ def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:
     if not spans:
         return {"not_seen": "the profiler saw no kernel: is CUPTI there, and allowed to this user?"}
     busy = covered(spans)
-    total = sum(map(sum, kernels.values()))
     return {
         "idle_share_while_profiled": 1 - busy / (max(end for _, end in spans) - min(begin for begin, _ in spans)),
         "busy_seconds_per_step": busy / 1e6 / steps,
-        "kernels_per_step": sum(map(len, kernels.values())) / steps,
+        "kernels_per_step": len(spans) / steps,
         "launches_per_step": launches / steps,
-        "kernels": [
-            {
-                "name": readable(name),
-                "share": sum(taken) / total,
-                "milliseconds_per_step": sum(taken) / 1e3 / steps,
-                "calls_per_step": len(taken) / steps,
-            }
-            for name, taken in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:TOP]
-        ],
+        "kernels": top([(name, sum(taken), len(taken)) for name, taken in kernels.items()], steps),
     }
 
 
@@ -163,18 +220,17 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return length
 
 
-def top_operators(averages: Iterable[Any], steps: int) -> list[dict[str, Any]]:
-    """Where the host's time went: operators by the time spent in themselves, not in what they call."""
-    rows = [row for row in averages if row.device_type == DeviceType.CPU and row.self_cpu_time_total > 0]
-    total = sum(row.self_cpu_time_total for row in rows)
+def top(spent: Sequence[tuple[str, float, int]], steps: int) -> list[dict[str, Any]]:
+    """Kernels or operators that took longest, of name, microseconds and calls of each."""
+    total = sum(microseconds for _, microseconds, _ in spent)
     return [
         {
-            "name": readable(row.key),
-            "share": row.self_cpu_time_total / total,
-            "milliseconds_per_step": row.self_cpu_time_total / 1e3 / steps,
-            "calls_per_step": row.count / steps,
+            "name": readable(name),
+            "share": microseconds / total,
+            "milliseconds_per_step": microseconds / 1e3 / steps,
+            "calls_per_step": calls / steps,
         }
-        for row in sorted(rows, key=lambda row: -row.self_cpu_time_total)[:TOP]
+        for name, microseconds, calls in sorted(spent, key=lambda one: -one[1])[:TOP]
     ]
 
 
@@ -184,95 +240,3 @@ def readable(name: str) -> str:
         return f"compiled graph {found[1]}"
     short = name.removeprefix("void ")
     return short if len(short) <= MAX_NAME else f"{short[: MAX_NAME - 3]}..."
-
-
-QUIET_STEPS = 3
-"""Steady steps in a row before the recording."""
-
-
-class StepProfiler:
-    """Decides, after each step, whether the recording begins or ends. What breaks in it never breaks the training."""
-
-    def __init__(self, steps: int, device: torch.device, directory: Path | None) -> None:
-        self._wanted, self._done, self._quiet, self._first = steps, 0, 0, 0
-        self.recording = False
-        self.facts: dict[str, Any] = {}
-        """For the record, once the recording has ended."""
-        self._over = False
-        self._profile: Profile | None = None
-        try:
-            self._profile = Profile(device, directory)
-        except Exception as error:  # the tracing library's own
-            self._give_up(error)
-
-    @property
-    def full(self) -> bool:
-        return self.recording and self._done >= self._wanted
-
-    def due(self, step: Step, *, warm: bool) -> bool:
-        """Count ``step``, which is over; returns whether ``start`` is due."""
-        if self._over:
-            return False
-        if self.recording:
-            step.profiled = True
-            self._first = self._first or step.number
-            self.count()
-            return False
-        self._quiet = self._quiet + 1 if warm and not step.compiled else 0
-        return self._quiet >= QUIET_STEPS
-
-    def count(self) -> None:
-        self._done += 1
-
-    def start(self) -> None:
-        if self._profile is None:  # it has failed
-            return
-        try:
-            self._profile.start()
-            self.recording = True
-        except Exception as error:  # the tracing library's own
-            self._give_up(error)
-
-    def stop(self) -> None:
-        """End the recording, between two steps; without a whole step in it, it is begun again later."""
-        if self._profile is None or not self.recording:
-            return
-        self.recording = False
-        try:
-            facts = self._profile.stop(self._done)
-        except Exception as error:  # the tracing library's own
-            self._give_up(error)
-            return
-        if facts:
-            self.facts = {"first_step": self._first or None, **facts}
-            self._close()
-        self._quiet = 0
-
-    def finish(self) -> None:
-        """Training is over: note why there is no profile, if there is none."""
-        if not self.facts:
-            self.facts = {"reason": f"the run ended before {QUIET_STEPS} steady steps and a profiled one"}
-        self._close()
-
-    def _give_up(self, error: Exception) -> None:
-        self.facts = {"reason": f"the profiler failed: {type(error).__name__}: {error}".splitlines()[0]}
-        self._close()
-
-    def _close(self) -> None:
-        self._over = True
-        if self._profile is not None:
-            self._profile.close()
-            self._profile = None
-
-
-def profile_calls(call: Callable[[], None], times: int, device: torch.device, directory: Path | None) -> dict[str, Any]:
-    profiled = StepProfiler(times, device, directory)
-    profiled.start()
-    try:
-        for _ in range(times):
-            call()
-            profiled.count()
-    finally:
-        profiled.stop()
-        profiled.finish()
-    return profiled.facts
