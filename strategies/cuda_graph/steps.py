@@ -26,7 +26,7 @@ from strategies.cuda_graph.state import HostState, Names, Value, entries_of
 from strategies.errors import one_line
 from strategies.graph_engine import NotYet
 from strategies.loop import Loop, MicroBatch
-from strategies.optimizer.graphs import GraphedStep, graphed
+from strategies.optimizer.step import GraphedStep, graphed
 from strategies.torch_patches import as_capturing, settle_shards
 
 MAX_CONSTANTS = 3
@@ -75,11 +75,9 @@ class StepCapture:
 
     @property
     def settled(self) -> bool:
-        """Whether the last step was what later ones like it will be: a replay, or eager for good."""
         return self._graphs.given_up or self._graphs.settled
 
     def release(self) -> None:
-        """Give the steps back to the loop."""
         self._give_back()
         if self._optimizer is not None:
             self._optimizer.release()

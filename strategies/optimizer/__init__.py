@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from strategies.optimizer.graphs import Replays
     from strategies.optimizer.step import Update
 
 MODES = ("default", "max-autotune-no-cudagraphs")
@@ -28,8 +27,6 @@ INDUCTOR: dict[str, Any] = {
     "realize_opcount_threshold": 1_000_000,
     "realize_acc_reads_threshold": 1_000_000,
 }
-FEW_STEPS = 20
-"""Steps without a warning: gradients take a few to come to lie where they were before."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,17 +47,13 @@ class Optimizer(CompileOptions):
     clip: bool = True
     """Whether clipping by norm happens within the update where Lightning's trainer clips (``gradient_clip_val``). The
     gradients then stay unclipped for whoever looks at them after the step; with false they are clipped as before."""
-    graph: bool = True
-    """Whether the update's kernels are launched together, from a CUDA graph of their own, once gradients lie at the
-    same addresses again. Without effect off a GPU and where ``cuda_graph`` captures the whole step."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for options that make no sense for an update."""
         CompileOptions.__post_init__(self)
         if self.mode not in MODES or self.options.get("triton.cudagraphs"):
             raise ValueError(
                 f"compile.optimizer.mode={self.mode!r} with options={self.options}: Inductor's CUDA graphs are not for "
-                f"updates in place (mode is one of {MODES}); compile.optimizer.graph=true captures them"
+                f"updates in place (mode is one of {MODES}); compile=[optimizer,cuda_graph] captures them"
             )
         if not self.fullgraph:
             raise ValueError("compile.optimizer.fullgraph=False: an update has no graph breaks to allow")
@@ -68,7 +61,6 @@ class Optimizer(CompileOptions):
             raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
 
     def begin(self, program: Program) -> None:
-        """Put compiled updates in the place of the optimizers' steps."""
         from strategies.optimizer.step import fold_clipping, install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
@@ -84,13 +76,18 @@ class Optimizer(CompileOptions):
                     "optimizer: under 16-mixed the gradient scaler unscales for a fused optimizer too, and waits for "
                     "the device at each step to know whether they are finite"
                 )
+            captured = any(strategy.captures_step for strategy in program.strategies)
+            on_cuda = program.device is not None and program.device.type == "cuda"
+            if on_cuda and not captured and any(group.get("fused") for group in optimizer.param_groups):
+                program.notes.append(
+                    "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
+                )
             update = self._update(optimizer, program)
             install(optimizer, update, after_first=partial(self._report_first, program, update))
         if self.clip:
             fold_clipping(program.module)
 
     def is_compiled(self, program: Program) -> bool:
-        """Whether any optimizer's step is compiled, or to be."""
         forms = [update.form for update in self._updates(program)]
         return self.name not in program.eager_parts or any(form != "eager" for form in forms)
 
@@ -101,7 +98,6 @@ class Optimizer(CompileOptions):
         return [update for optimizer in program.optimizers if (update := installed(optimizer)) is not None]
 
     def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
-        """Let the optimizers take torch's own step inside."""
         from strategies.optimizer.step import ATTRIBUTE
 
         stack = contextlib.ExitStack()
@@ -111,11 +107,9 @@ class Optimizer(CompileOptions):
         return stack
 
     def is_exact(self, program: Program) -> bool:
-        """Whether every step is computed by formulas, or torch's own."""
         return all(update.exact for update in self._updates(program))
 
     def gradient_scale(self, optimizer: Any, device: torch.device) -> Tensor | float:
-        """What clips them within the update."""
         from strategies.optimizer.step import installed
 
         update = installed(optimizer)
@@ -132,29 +126,11 @@ class Optimizer(CompileOptions):
         return put_all_back
 
     def end(self, program: Program) -> None:
-        """Let go of the updates, and give Lightning its clipping back."""
-        from strategies.optimizer.functional import FunctionalUpdate
-        from strategies.optimizer.step import installed, unfold_clipping, uninstall
+        from strategies.optimizer.step import unfold_clipping, uninstall
 
         unfold_clipping(program.module)
         for optimizer in program.optimizers:
-            update = installed(optimizer)
-            if isinstance(update, FunctionalUpdate) and self.name in program.report:
-                counts = update.counts()
-                self._report(program, counts)
-                if self._hardly_replayed(program, **counts):
-                    program.notes.append(
-                        f"optimizer: {counts['launched_steps']} of {sum(counts.values())} steps were launched kernel "
-                        "by kernel, because gradients lay elsewhere each time; with cuda_graph they are part of the "
-                        "step's graph"
-                    )
             uninstall(optimizer)
-
-    def _hardly_replayed(self, program: Program, *, replayed_steps: int, launched_steps: int) -> bool:
-        """Whether graphs were wanted and gradients hardly ever came to lie where one was captured."""
-        captured = any(strategy.captures_step for strategy in program.strategies)
-        on_cuda = program.device is not None and program.device.type == "cuda"
-        return self.graph and on_cuda and not captured and launched_steps >= max(FEW_STEPS, replayed_steps)
 
     def _update(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
         import torch
@@ -183,25 +159,11 @@ class Optimizer(CompileOptions):
             places=_places(program),
             # A copy for each: torch takes guard_filter_fn out of the options that it is given.
             compiler=lambda function: torch.compile(function, **{**arguments, "options": {**options}}),
-            replays=self._replays(optimizer, program),
         )
 
     def _runs_eager(self, program: Program, line: str) -> None:
         program.notes.append(f"optimizer: {line}")
         program.eager_parts[self.name] = line
-
-    def _replays(self, optimizer: torch.optim.Optimizer, program: Program) -> Replays | None:
-        from strategies.graph_engine import CudaEngine
-        from strategies.optimizer.graphs import Replays
-
-        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
-        if not self.graph or len(devices) != 1 or (device := devices.pop()).type != "cuda":
-            return None
-        return Replays(
-            CudaEngine(device),
-            report=lambda line: program.notes.append(f"optimizer: {line}"),
-            wanted=lambda: program.step is None,  # else the whole step is captured, in which this one is replayed too
-        )
 
     def _report_first(self, program: Program, update: Update) -> None:
         self._report(program, update.facts())

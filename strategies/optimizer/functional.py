@@ -13,16 +13,13 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strategies.optimizer.formulas import Formula, Group, fresh_function, numbers_of
 from strategies.optimizer.step import DeviceScalar
-
-if TYPE_CHECKING:
-    from strategies.optimizer.graphs import Replays
 
 MAX_CHUNK = 32
 """Tensors of a chunk; a step launches about one kernel for each, and compiling it takes time in proportion."""
@@ -40,7 +37,6 @@ class FunctionalUpdate:
         formula: See ``formulas.formula_of``.
         places: Path of the repeated block for parameters that lie in one.
         compiler: Compiles one function; called once for each kind of chunk.
-        replays: Runs the launches of later steps from CUDA graphs; None = every step is launched.
     """
 
     form = "functional"
@@ -53,17 +49,14 @@ class FunctionalUpdate:
         *,
         places: Mapping[Tensor, str],
         compiler: Compiler,
-        replays: Replays | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.replays = replays
         self.max_norm: float | None = None
         """Set before a step that is to clip: largest norm of all gradients together."""
         self._formula = formula
         self._planner = Planner(optimizer, formula, places, compiler)
         self._plan: Plan | None = None
         self._plans = 0
-        self._launched = 0
         self._scaled = False
         # Loading replaces every state tensor: plan anew, and believe the loaded counts.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
@@ -74,26 +67,13 @@ class FunctionalUpdate:
         """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
         plan, gradients = self._prepare()
         max_norm, self.max_norm = self.max_norm, None
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if not capturing:
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             self.refresh()
         if max_norm is None and self._scaled:  # by an earlier step that was clipped
             for own in self._planner.scales.values():
                 own.fill_(1.0)
         self._scaled = max_norm is not None
-
-        def launch() -> None:
-            self._launch(plan, gradients, max_norm)
-
-        replays = self.replays
-        if replays is not None and not capturing and replays.active:
-            addresses = tuple(map(Tensor.data_ptr, (*gradients, *plan.parameters)))
-            if replays.run((self._plans, max_norm, addresses), launch):
-                # For autograd, which would miss that saved weights were overwritten.
-                torch.autograd.graph.increment_version(plan.parameters)
-                return
-        launch()
-        self._launched += not capturing
+        self._launch(plan, gradients, max_norm)
 
     def _prepare(self) -> tuple[Plan, list[Tensor]]:
         """The plan, a new one unless gradients and groups are those it was made for, and the gradients."""
@@ -101,7 +81,6 @@ class FunctionalUpdate:
             self.forget()
         gradients = None if self._plan is None else self._planner.gradients_for(self._plan)
         if gradients is None:
-            self._free_graphs()  # they work on the tensors of the plan that goes
             self._plan = self._planner.make()
             self._plans += 1
             gradients = [parameter.grad for parameter in self._plan.parameters if parameter.grad is not None]
@@ -170,25 +149,16 @@ class FunctionalUpdate:
     def forget(self) -> None:
         """Plan anew at the next step, from the optimizer's own state."""
         self._plan = None
-        self._free_graphs()
         self._planner.clock_of.clear()
 
     def release(self) -> None:
-        """Free the graphs and take the hook off the optimizer; torch's own step continues from its state as it is."""
-        self._free_graphs()
+        """Take the hook off the optimizer; torch's own step continues from its state as it is."""
         self._loaded.remove()
 
-    def counts(self) -> dict[str, int]:
-        """Steps so far, by how the device was given its work; those within a captured training step not among them."""
-        replayed = 0 if self.replays is None else self.replays.replayed
-        return {"replayed_steps": replayed, "launched_steps": self._launched}
-
     def scale_on(self, device: torch.device) -> Tensor | float:
-        """What the last step multiplied gradients by to clip them, ``()``; 1 where it did not."""
         return self._planner.scales.get(device, 1.0)
 
     def facts(self) -> dict[str, Any]:
-        """Figures for the record; None before the first step."""
         plan = self._plan
         return {
             "form": self.form,
@@ -196,10 +166,6 @@ class FunctionalUpdate:
             "chunks": None if plan is None else len(plan.chunks),
             "graphs": len(self._planner.functions),
         }
-
-    def _free_graphs(self) -> None:
-        if self.replays is not None:
-            self.replays.free()
 
 
 # ---- the plan: which tensors are updated together, by which function, with which numbers -----------------------------
@@ -278,7 +244,6 @@ class Planner:
         self._scalars: dict[tuple[Any, ...], list[DeviceScalar]] = {}
 
     def owns_state(self, plan: Plan) -> bool:
-        """Whether the optimizer's state is still what the plan works on, and nobody else has counted steps."""
         return self.holds_state(plan) and all(count.steps._version == count.version for count in plan.counts)
 
     def holds_state(self, plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Put a compiled update in the place of an optimizer's step, and take it out again; the generic form of such an update.
+"""What stands in for an optimizer's step: an update compiled as it is written, or a step that a CUDA graph can hold.
 
 The step stays a method of the same optimizer object: schedulers, gradient scalers, hooks and trainers that hold the
 optimizer call it as before. The closure runs before the update and is not compiled.
@@ -6,15 +6,19 @@ optimizer call it as before. The closure runs before the update and is not compi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+
+from strategies.base import CannotCapture
 
 ATTRIBUTE = "_compiled_update"
 """Attribute of the optimizer that holds the update."""
@@ -279,3 +283,143 @@ class GenericUpdate:
             self.form = "eager"
             reason = str(error).strip().splitlines()[0]
             self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
+
+
+# ---- within a captured training step ---------------------------------------------------------------------------------
+# A graph repeats the addresses and the numbers that it was captured with. Numbers of the host become device tensors and
+# are refreshed before each replay; schedulers, checkpoints and the user still see plain floats. What a kernel takes by
+# value is part of the graph's key.
+
+
+class GraphedStep:
+    """An optimizer's step within a graph of a whole training step; here one that needs nothing."""
+
+    def prepare(self) -> None:
+        """Before every step, captured or not. Waits for nothing."""
+
+    def count(self) -> None:
+        """The host's part of a step that is replayed; one that runs does it itself."""
+
+    def constants(self) -> Hashable:
+        """What a graph has taken by value."""
+        return None
+
+    def capturable(self) -> AbstractContextManager[None]:
+        """Steps inside may be captured."""
+        return contextlib.nullcontext()
+
+    def release(self) -> None:
+        """Leave the optimizer as it is without graphs."""
+
+
+def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
+    """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CannotCapture("LBFGS evaluates its closure as often as the loss demands")
+    update = installed(optimizer)
+    if update is None:
+        return OwnStep(optimizer)
+    if update.form == "functional":
+        return CompiledStep(update)
+    raise CannotCapture(f"the {update.form} form of the compiled step reads the host")
+
+
+class CompiledStep(GraphedStep):
+    """The step that ``compile=optimizer`` has put in place: it reads every hyperparameter from the device."""
+
+    def __init__(self, update: Any) -> None:
+        self._update = update
+
+    def count(self) -> None:
+        self._update.refresh()
+
+    def constants(self) -> Hashable:
+        return self._update.plan_number  # a new plan works on other tensors
+
+
+class OwnStep(GraphedStep):
+    """Torch's own step, which counts on the device.
+
+    Args:
+        optimizer: One of ``torch.optim`` with ``capturable`` or ``fused``; another one as long as no rate changes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._rates = [_rate_on_device(group) for group in optimizer.param_groups]
+        self._hook = optimizer.register_state_dict_post_hook(_steps_on_host)
+
+    def prepare(self) -> None:
+        """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
+        for group in self._optimizer.param_groups[len(self._rates) :]:  # added since
+            self._rates.append(_rate_on_device(group))
+        for group, rate in self._groups():
+            if rate is not None:
+                rate.write(group["lr"])
+
+    def constants(self) -> Hashable:
+        return tuple(
+            tuple(value for name, value in group.items() if name != "params" and (name != "lr" or rate is None))
+            for group, rate in self._groups()
+        )
+
+    @contextlib.contextmanager
+    def capturable(self) -> Iterator[None]:
+        """Let steps inside take the learning rate from the device and keep their step counts there."""
+        before = [(group, group["lr"], group.get("capturable")) for group in self._optimizer.param_groups]
+        for group, rate in self._groups():
+            if _has_capturable(group):
+                if _keeps_steps_on_host(group):
+                    self._move_steps(group, to=None)
+                group["capturable"] = True
+            if rate is not None:
+                group["lr"] = rate.tensor
+        try:
+            yield
+        finally:
+            for group, rate, capturable in before:
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = capturable
+
+    def release(self) -> None:
+        """Put the step counts back to where the optimizer keeps them without graphs."""
+        self._hook.remove()
+        for group in self._optimizer.param_groups:
+            if _keeps_steps_on_host(group):
+                self._move_steps(group, to="cpu")
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], DeviceScalar | None]]:
+        return zip(self._optimizer.param_groups, self._rates, strict=True)
+
+    def _move_steps(self, group: dict[str, Any], *, to: str | None) -> None:
+        """Move the step counts of ``group`` to a device; None = that of their parameter."""
+        for parameter in group["params"]:
+            step = self._optimizer.state[parameter].get("step") if parameter in self._optimizer.state else None
+            if isinstance(step, Tensor):
+                self._optimizer.state[parameter]["step"] = step.to(to or parameter.device)
+
+
+def _rate_on_device(group: dict[str, Any]) -> DeviceScalar | None:
+    """The learning rate as a tensor, for kernels that take one; None where it is one already or is taken by value."""
+    if isinstance(group["lr"], Tensor) or not (_has_capturable(group) or group.get("fused")):
+        return None
+    return DeviceScalar(group["lr"], device=group["params"][0].device)
+
+
+def _has_capturable(group: dict[str, Any]) -> bool:
+    return "capturable" in group and group["params"][0].device.type == "cuda"
+
+
+def _keeps_steps_on_host(group: dict[str, Any]) -> bool:
+    return "capturable" in group and not group["capturable"] and not group.get("fused")
+
+
+def _steps_on_host(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """State dicts hold step counts where an optimizer without graphs keeps them, so that it can load them."""
+    host = {index for group in state_dict["param_groups"] if _keeps_steps_on_host(group) for index in group["params"]}
+    state = {
+        index: {name: value.cpu() if name == "step" and index in host else value for name, value in entry.items()}
+        for index, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

@@ -522,6 +522,19 @@ def test_what_cannot_be_compiled_runs_eager_and_says_so(make: Make, reason: str)
     assert program.report["optimizer"]["form"] == "eager"
 
 
+@pytest.mark.parametrize(
+    ("device", "fused", "noted"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_what_takes_the_place_of_a_fused_optimizer_on_a_gpu_says_so(
+    device: str, fused: bool, noted: bool, graphs: list[GraphModule]
+) -> None:
+    module = stack(2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
+    program = Program(module=module, optimizers=(optimizer,), device=torch.device(device))
+    Optimizer(backend=backends.COUNTING).begin(program)
+    assert any("fused=True alone may be as fast" in note for note in program.notes) == noted
+
+
 def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[GraphModule]) -> None:
     module = stack(2)
     optimizers = [torch.optim.AdamW(module.layers.parameters()), torch.optim.LBFGS(module.head.parameters())]

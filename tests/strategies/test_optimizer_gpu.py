@@ -63,64 +63,6 @@ def test_a_step_is_one_kernel_a_chunk_and_never_waits_for_the_device() -> None:
     assert len(kernels) == 7, kernels
 
 
-@pytest.mark.parametrize("clip", [None, 0.01], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["default", "fused"])
-def test_steps_are_replayed_where_gradients_lie_where_they_lay(options: dict[str, bool], clip: float | None) -> None:
-    modules, optimizers, program = pair(**options)
-    update: Any = installed(optimizers[1])
-    kept: list[Any] = []
-    moved = (6, 7, 12)
-    for step in range(16):
-        generator = torch.Generator().manual_seed(step)
-        for parameter, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-            parameter.grad = torch.randn(parameter.shape, generator=generator).cuda()
-            if step == 0 or step in moved:
-                kept.append(other.grad)  # nothing else may come to lie there
-                other.grad = parameter.grad.clone()
-            else:
-                other.grad.copy_(parameter.grad)
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(modules[0].parameters(), clip)
-            update.max_norm = clip
-        for optimizer in optimizers:
-            optimizer.param_groups[0].update(lr=1e-3 / (1 + step))
-            optimizer.step()
-    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-5)
-    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-5)
-    assert update.counts() == {"launched_steps": 1 + len(moved), "replayed_steps": 15 - len(moved)}
-    assert update.replays.captures == 3, "the second place was left before it recurred"
-    assert not any("captured" in note for note in program.notes)
-    Optimizer().end(program)
-    assert program.report["optimizer"]["replayed_steps"] == 12
-
-
-def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules, optimizers, program = pair()
-    update: Any = installed(optimizers[1])
-    launch = update._launch
-
-    def waiting(*given: Any) -> None:
-        launch(*given)
-        torch.cuda.synchronize()
-
-    monkeypatch.setattr(update, "_launch", waiting)
-    stream = torch.cuda.current_stream()
-    for _ in range(4):
-        for parameter, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-            parameter.grad = torch.randn_like(parameter)
-            if other.grad is None:
-                other.grad = parameter.grad.clone()
-            other.grad.copy_(parameter.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-5)
-    assert update.counts() == {"launched_steps": 4, "replayed_steps": 0}
-    assert sum("could not be captured" in note for note in program.notes) == 1
-    assert torch.cuda.current_stream() == stream
-    torch.randn(1, device="cuda")  # random numbers go on
-
-
 def test_a_captured_step_follows_a_schedule() -> None:
     modules, optimizers, _ = pair()
     update: Any = installed(optimizers[1])

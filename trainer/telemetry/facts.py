@@ -25,15 +25,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     ),
     "cached": ("state", "reason", "artifacts_loaded", "load_seconds", "artifacts_saved", "refused", "save_error"),
     "cuda_graph": ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused"),
-    "optimizer": (
-        "form",
-        "compiled_milliseconds",
-        "fused_milliseconds",
-        "foreach_milliseconds",
-        "not_compared",
-        "replayed_steps",
-        "launched_steps",
-    ),
+    "optimizer": ("form",),
 }
 """The facts that a person looks for first; of a name that is not here, or has none of these, all facts are shown."""
 ITEMS = 6
