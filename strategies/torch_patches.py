@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from strategies.prepare import is_prepared
+from strategies.toolchain import environment
 
 _graphs: Any = torch.cuda.graphs
 _asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing
@@ -263,3 +266,122 @@ def settle_shards(module: nn.Module, *, gradients: bool = False) -> None:
                     gathered.grad = None
                 if "unsharded_accumulated_grad" in vars(held):  # torch 2.11
                     held.unsharded_accumulated_grad = None
+
+
+# ---- a cache directory of a run's own --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compiling_in(directory: Path) -> Iterator[None]:
+    """Until the block ends, what compiles is looked for in ``directory`` alone, and kept there."""
+    from torch._inductor.utils import clear_caches
+    from torch.compiler._cache import CacheArtifactManager
+
+    # The artifacts of an earlier run of this process would be saved along; saved a second time, they would hide the new
+    # ones (of two sections of one kind, CacheArtifactManager.deserialize keeps the last).
+    with CacheArtifactManager.with_fresh_cache():
+        clear_caches()
+        try:
+            variables = {"TORCHINDUCTOR_CACHE_DIR": str(directory), "TRITON_CACHE_DIR": str(directory / "triton")}
+            with environment(variables), tuning_in(directory):
+                yield
+        finally:
+            clear_caches()
+
+
+@contextlib.contextmanager
+def tuning_in(directory: Path) -> Iterator[None]:
+    """Until the block ends, what was tuned is looked for, and kept, in the cache directory ``directory``.
+
+    Torch keeps the choice of a kernel's configuration beside the file of the generated kernel. A kernel that comes out
+    of the cache still names the file of the run that compiled it. In any other directory torch does not find the
+    choice, times all configurations again, and perhaps chooses another one, which rounds differently: a warm start
+    would be slower than it need be and not equal to the cold one.
+
+    A directory named by the fingerprint would have the same name in each run of one machine, and torch 2.15 then finds
+    its choice unpatched. It is not used: the folder above it differs between users, jobs and machines, two runs of one
+    program at a time would share it, and a cold start in it would not be cold. Torch 2.11 moreover forgets the
+    configurations that it makes while tuning, by halving a reduction's block, whatever the directory is called.
+    """
+    # Private to torch, on all versions supported; there is no public way to move a kernel.
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    tuner: Any = CachingAutotuner
+    forgets = not hasattr(tuner, "_could_rblock_scale")
+    recheck, scale = tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock
+
+    @functools.wraps(recheck)
+    def recheck_here(kernel: Any, reload_kernel_from_src: Callable[[], Any]) -> None:
+        _move(kernel, directory)
+        configs = _configs(kernel)
+        recheck(kernel, reload_kernel_from_src)
+        if forgets:
+            _take(kernel, configs, reload_kernel_from_src)
+
+    @functools.wraps(scale)
+    def scale_and_keep(kernel: Any) -> None:
+        configs = _configs(kernel)
+        scale(kernel)
+        if len(configs) == 1 < len(kernel.compile_results) and kernel.save_cache_hook is None:
+            cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
+            kernel.save_cache_hook = cache and cache.save
+
+    tuner.recheck_autotune_cache = recheck_here
+    if forgets:
+        tuner._dynamic_scale_rblock = scale_and_keep
+    try:
+        yield
+    finally:
+        tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock = recheck, scale
+
+
+def _move(kernel: Any, directory: Path) -> None:
+    """Let ``kernel`` look beside a file in ``directory``; whether that exists does not matter."""
+
+    def moved(file: str) -> str:
+        return str(directory.joinpath(*Path(file).parts[-2:]))
+
+    if kernel.filename is not None:
+        kernel.filename = moved(kernel.filename)
+    # Where a new choice would be kept: a directory of another run, which is not to be made anew.
+    cache = getattr(kernel.save_cache_hook, "__self__", None)
+    if cache is not None and cache.local_cache is not None:
+        store, file = cache.local_cache
+        cache.local_cache = store, moved(file)
+
+
+def _cache(kernel: Any, configs: list[Any]) -> Any:
+    """Torch's cache of the choice among ``configs``; None where it keeps none."""
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch._inductor.runtime.triton_heuristics import hash_configs
+
+    file = kernel.filename
+    return AutotuneCache.create(kernel.inductor_meta, file, hash_configs(configs)) if file else None
+
+
+def _take(kernel: Any, configs: list[Any], reload_kernel_from_src: Callable[[], Any]) -> None:
+    """Leave ``kernel`` the configuration that was chosen, compiled anew where it had been made while tuning."""
+    cache = _cache(kernel, configs)
+    best = None if cache is None else cache._read()
+    if not best or best.get("configs_hash") != cache.configs_hash or not _settings(configs[0]).keys() <= best.keys():
+        return
+    chosen = [result for result in kernel.compile_results if _settings(result.config).items() <= best.items()]
+    if not chosen:
+        config = copy.deepcopy(configs[0])
+        config.kwargs.update({name: best[name] for name in config.kwargs})
+        config.num_warps, config.num_stages = best["num_warps"], best["num_stages"]
+        if kernel.fn.fn is None:
+            kernel.fn = reload_kernel_from_src().fn
+        chosen = [kernel._precompile_config(config)]
+    kernel.compile_results = chosen[:1]
+    # Chosen among all there were: torch would make one more out of it, and time the two.
+    kernel.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
+
+
+def _configs(kernel: Any) -> list[Any]:
+    return [result.config for result in kernel.compile_results]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What torch keeps of a configuration."""
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

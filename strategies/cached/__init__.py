@@ -23,12 +23,8 @@ class HoldsSession:
     """Gives a slotted dataclass one attribute that is not a field: the state of a run is not configuration."""
 
     __slots__ = ("_session",)
-
-    def _hold(self, session: Session | None) -> None:
-        self._session = session
-
-    def _held(self) -> Session | None:
-        return self._session
+    if TYPE_CHECKING:  # an annotation would be resolved, as that of an option
+        _session: Session | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,12 +60,10 @@ class Cached(Strategy, HoldsSession):
     """Arguments of the fsspec file system, such as ``{endpoint_url: ...}`` for s3. No credentials."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without torch."""
-        self._hold(None)
-        if not self.max_gib > 0:
-            raise ValueError(f"compile.cached.max_gib={self.max_gib} must be above 0")
-        if not self.timeout_seconds > 0:
-            raise ValueError(f"compile.cached.timeout_seconds={self.timeout_seconds} must be above 0")
+        self._session = None
+        for name in ("max_gib", "timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"compile.cached.{name}={getattr(self, name)} must be above 0")
         # The record keeps every option, so that a secret here would be published with it.
         refuse_credentials({"url": self.url, "storage_options": self.storage_options}, "compile.cached")
 
@@ -79,7 +73,6 @@ class Cached(Strategy, HoldsSession):
         return True
 
     def check(self) -> None:
-        """Raises ValueError for a protocol or key that cannot be used, and where torch's caches are switched off."""
         import fsspec
         from fsspec.utils import get_protocol
 
@@ -99,7 +92,6 @@ class Cached(Strategy, HoldsSession):
                 raise ValueError(f"compile.cached: {switch}={value} switches torch's caches off; unset it")
 
     def apply(self, program: Program) -> None:
-        """Fetch, verify and load, before the other strategies hand anything to the compiler."""
         from strategies.cached.session import Session, facts_of, gathered, reason_of
 
         session: Session | Exception
@@ -124,20 +116,19 @@ class Cached(Strategy, HoldsSession):
             program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self._url()}
             program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")
             return
-        self._hold(session)
+        self._session = session
         program.findings.update(session.findings)
         self._report(program, session)
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose session was closed: a validation came before, for instance."""
-        if self._held() is None and "fingerprint" in program.report[self.name]:
+        if self._session is None and "fingerprint" in program.report[self.name]:
             self.apply(program)
 
     def end(self, program: Program) -> None:
-        """Verify that a warm start was one, and store what is new."""
-        session = self._held()
+        session = self._session
         if session is not None:
-            self._hold(None)
+            self._session = None
             session.close(program.findings)
             self._report(program, session)
 

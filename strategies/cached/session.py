@@ -5,16 +5,20 @@ Nothing that goes wrong here ends the run: it continues cold, and ``notes`` and 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import shutil
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,9 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.cached.directory import Bundle, compiling_in, own_directory, read_libraries, write_libraries
-from strategies.cached.store import ArtifactStore, Loaded, Refused
+from strategies.cached.store import ArtifactStore, Loaded, Refused, distrust_of, pack, read_libraries, unpack
 from strategies.credentials import hidden
+from strategies.torch_patches import compiling_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,13 +45,8 @@ class Session:
     """From ``open`` to ``close``, Inductor and Triton compile into a directory of this run's own.
 
     Of the processes of one host that train one program together, the first fetches and stores; all use its directory.
-
-    Args:
-        make_store: Connects to the store; called once, within the time limit.
-        facts: Of the program, see ``facts_of``.
-        shown_url: URL for notes and record.
-        timeout_seconds: Longest time that fetching, and storing, may take.
-        max_bytes: Size above which the store is pruned; None while nothing may be written.
+    ``make_store`` connects to the store, within the time limit; ``facts`` are those of ``facts_of``; a store above
+    ``max_bytes`` is pruned, and None writes nothing.
     """
 
     def __init__(
@@ -60,12 +59,8 @@ class Session:
         max_bytes: float | None,
     ) -> None:
         self._fingerprint, self._url = fingerprint_of(facts), shown_url
-        self.facts: dict[str, Any] = {
-            "state": "cold",
-            "reason": None,
-            "url": shown_url,
-            "fingerprint": self._fingerprint,
-        }
+        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": shown_url}
+        self.facts["fingerprint"] = self._fingerprint
         """What goes into the record."""
         self.notes: list[str] = []
         """Lines for the user; the owner takes them."""
@@ -151,24 +146,23 @@ class Session:
 
     def _load(self, loaded: Loaded, refused: list[str]) -> None:
         try:
-            bundle = Bundle.unpack(loaded.data)
-            info = torch.compiler.load_cache_artifacts(bundle.torch) if bundle.torch else None
-            if info is None and bundle.torch:
+            artifacts, libraries = unpack(loaded.data)
+            if artifacts and torch.compiler.load_cache_artifacts(artifacts) is None:
                 raise ValueError("torch cannot read its artifacts")
-            write_libraries(bundle.libraries, self._directory)
+            for path, data in libraries.items():
+                file = self._directory / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
         except Exception as error:
             refused.append(f"bundle {loaded.name[-12:]} refused: {reason_of(error)}")
             return
-        self._libraries |= set(bundle.libraries)
+        self._libraries |= set(libraries)
         self._loaded.append(loaded)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
     def close(self, findings: dict[str, Any]) -> None:
-        """Compare with what was compiled, store what is new, and restore the usual directories.
-
-        ``findings`` are kept with it, see ``Program.findings``.
-        """
+        """Compare with what was compiled, store what is new and ``findings``, and restore the usual directories."""
         with self._stack:
             if not self._leads:
                 return
@@ -227,7 +221,7 @@ class Session:
         artifacts = [f"library {path}" for path in self._built]
         if saved is not None:
             artifacts += [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
-        data = Bundle(torch=saved[0] if saved else b"", libraries=self._built).pack()
+        data = pack(saved[0] if saved else b"", self._built)
         if len(data) > self._max_bytes:
             raise ValueError(f"{len(data) / MIB:.1f} MiB are more than max_gib allows")
         began = time.perf_counter()
@@ -281,6 +275,35 @@ def _read_counters() -> dict[str, int]:
     }
 
 
+@contextlib.contextmanager
+def own_directory(notes: list[str]) -> Iterator[Path]:
+    """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
+
+    Only so is it known what belongs to a run, and is a cold start cold: what an earlier run left in the usual directory
+    would count as a hit here and be missing on the next machine.
+
+    Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
+    It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
+    this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    usual: str | None = cache_dir()
+    if reason := distrust_of(os.path.realpath(str(usual))):
+        usual = None
+        notes.append(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
+    directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
+    made_by = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == made_by:  # not in a process that was forked from it
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    with compiling_in(directory):
+        yield directory
+
+
 # ---- several processes ----------------------------------------------------------------------------------------------
 
 
@@ -302,14 +325,11 @@ def _in_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-# ---- a deadline ----------------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Do ``work``; raises what it raises, or TimeoutError when it takes longer than ``seconds`` (it then continues in
-    the background, where nobody waits for it)."""
+    """Do ``work``; raises what it raises, or TimeoutError after ``seconds``, when nobody waits for it any longer."""
     done: Future[T] = Future()
 
     def do() -> None:
@@ -326,7 +346,6 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def reason_of(error: BaseException) -> str:
-    """Class and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {hidden(lines[0])[:300]}" if lines else type(error).__name__
 
@@ -339,8 +358,6 @@ REVISION = 2
 
 def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
     """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing."""
-    import torch
-
     return {
         "revision": REVISION,
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -358,14 +375,11 @@ def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
 
 
 def fingerprint_of(facts: dict[str, Any]) -> str:
-    """SHA-256, in hexadecimal digits, of ``facts``."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
     """What compiled code depends on. Inductor's keys hold the index of the device; C++ is built for the very CPU."""
-    import torch
-
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -375,8 +389,6 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 def cpu_facts() -> dict[str, str]:
     """Model and instruction sets of the processor; a library built for others may end the process."""
-    import torch
-
     facts = {"isa": torch.backends.cpu.get_cpu_capability(), "processor": platform.processor()}
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -389,7 +401,6 @@ def cpu_facts() -> dict[str, str]:
 
 
 def model_digest(module: nn.Module) -> str:
-    """SHA-256, in hexadecimal digits, of the tree: classes, and shape, type and gradient flag of each tensor."""
     digest = hashlib.sha256()
     for path, child in module.named_modules():
         digest.update(f"{path}:{type(child).__module__}.{type(child).__qualname__}\n".encode())

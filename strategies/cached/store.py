@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import hashlib
 import hmac
+import io
 import json
 import os
 import re
@@ -22,12 +23,13 @@ import shlex
 import stat
 import time
 import uuid
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = re.compile(r"(?P<name>[0-9a-f]{32}-(?P<sha256>[0-9a-f]{64}))\.(?P<kind>json|bundle|used)")
 """Files of ours; nothing else in the folder is read or removed."""
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{64}\.\w+\.[0-9a-f]{32}")
@@ -52,8 +54,6 @@ class Stored:
 
 @dataclass(kw_only=True, slots=True)
 class Loaded:
-    """A bundle that was read, found whole, and may be used."""
-
     name: str
     manifest: dict[str, Any]
     data: bytes
@@ -118,7 +118,7 @@ class ArtifactStore:
             sha256, size = manifest["sha256"], manifest["bytes"]
             fingerprint, schema, _ = manifest["fingerprint"], manifest["schema"], manifest["signature"]
             artifacts = [str(entry) for entry in manifest["artifacts"]]
-            findings = dict(manifest.get("findings") or {})  # bundles of the first version have none
+            findings = dict(manifest.get("findings") or {})
         except FileNotFoundError:
             raise Refused("its manifest is missing") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -354,3 +354,50 @@ def distrust_of(path: str) -> str | None:
     if status.st_mode & 0o022:
         return f"other users may write {path} (chmod go-w)"
     return None
+
+
+# ---- bundles ---------------------------------------------------------------------------------------------------------
+
+TORCH = "torch.artifacts"
+"""Member with torch's artifacts, as ``torch.compiler.save_cache_artifacts`` gives them; empty when there are none."""
+LIBRARY_SUFFIXES = (".so", ".so.load_ok")
+"""Files worth keeping beside them. Torch's artifacts hold Triton's binaries but no C++ ones, so that a warm start on a
+CPU would run the C++ compiler again although every cache says "hit". The second suffix is Inductor's mark that a probe
+of the vector instructions succeeded."""
+
+
+def pack(artifacts: bytes, libraries: Mapping[str, bytes]) -> bytes:
+    """An archive of torch's artifacts and of shared libraries by their path: the same content, the same bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in sorted({TORCH: artifacts, **libraries}.items()):
+            archive.writestr(zipfile.ZipInfo(name), data)  # time and mode stay the defaults
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """What ``pack`` was given. Raises ValueError for an archive that it would not have written: one whose paths leave
+    the cache directory, for instance."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = archive.namelist()
+            members = {name: archive.read(name) for name in names}
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"not a bundle: {error}") from error
+    artifacts = members.pop(TORCH, None)
+    if artifacts is None or len(names) != len(members) + 1:
+        raise ValueError(f"not a bundle: {TORCH!r} is missing, or a name is there twice")
+    for name in members:
+        path = PurePosixPath(name)
+        odd = path.is_absolute() or str(path) != name or ".." in path.parts or any(sign in name for sign in "\\:\0")
+        if odd or not name.endswith(LIBRARY_SUFFIXES):
+            raise ValueError(f"not a bundle: {name!r} is not a path of a library")
+    return artifacts, members
+
+
+def read_libraries(directory: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(directory).as_posix(): file.read_bytes()
+        for file in sorted(directory.rglob("*"))
+        if file.name.endswith(LIBRARY_SUFFIXES) and file.is_file() and not file.is_symlink()
+    }

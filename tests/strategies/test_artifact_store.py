@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import threading
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from strategies.cached import store as artifact_store
-from strategies.cached.store import ArtifactStore, Refused, signature_of
+from strategies.cached.store import TORCH, ArtifactStore, Refused, pack, read_libraries, signature_of, unpack
 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"fedcba9876543210"
@@ -73,7 +75,7 @@ def test_an_empty_store_holds_nothing(local: ArtifactStore, memory: str) -> None
         ("json", lambda data: b"{}", "cannot be read"),
         ("json", lambda data: b"\xff\xfe", "cannot be read"),
         ("json", lambda data: b" " * (artifact_store.MAX_MANIFEST_BYTES + 1), "too large"),
-        ("json", lambda data: data.replace(b'"schema": 1', b'"schema": 2'), "format is 2"),
+        ("json", lambda data: data.replace(b'"schema": 2', b'"schema": 3'), "format is 3"),
         ("json", lambda data: data.replace(PROGRAM.encode(), FOREIGN.encode()), "another bundle"),
     ],
 )
@@ -289,3 +291,47 @@ def test_bundles_not_used_since_a_day_are_removed(local: ArtifactStore) -> None:
     age(local, old, 2 * 86400)
     assert [stored.name for stored in local.evict(max_bytes=1 << 30, before=time.time() - 86400)] == [old]
     assert local.names(PROGRAM) == [new]
+
+
+# ---- what a bundle holds -------------------------------------------------------------------------------------------
+
+
+def test_what_is_packed_is_unpacked_and_the_same_content_gives_the_same_bytes() -> None:
+    libraries = {"ab/c.so": b"elf", "ab/c.so.load_ok": b""}
+    assert unpack(pack(b"artifacts", libraries)) == (b"artifacts", libraries)
+    assert pack(b"artifacts", libraries) == pack(b"artifacts", dict(reversed(libraries.items())))
+
+
+EVIL = "/etc/evil.so ../evil.so a/../../evil.so a/.. a//evil.so a/./evil.so a\\..\\evil.so a/C:/evil.so a/b.pkl b.py a"
+
+
+@pytest.mark.parametrize("name", EVIL.split())
+def test_a_path_that_pack_would_not_write_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not a bundle"):
+        unpack(pack(b"t", {name: b"evil"}))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("names", [[], ["a/b.so"], [TORCH, "a/b.so", "a/b.so"]])
+def test_what_is_no_bundle_is_refused(names: list[str]) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"x" * 100)
+    for data in (buffer.getvalue(), buffer.getvalue()[:-30], b"", b"not a zip"):
+        with pytest.raises(ValueError, match="not a bundle"):
+            unpack(data)
+
+
+def test_a_changed_byte_is_noticed() -> None:
+    data = pack(b"t" * 1000, {})
+    with pytest.raises(ValueError, match="not a bundle"):
+        unpack(data.replace(b"ttt", b"tet", 1))
+
+
+def test_only_plain_libraries_are_kept(tmp_path: Path) -> None:
+    for path in ("ab/x.main.so", "triton/key/cuda_utils.so", "ab/x.cpp", "fxgraph/k/entry"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    (tmp_path / "ab" / "link.so").symlink_to("/etc/passwd")
+    assert set(read_libraries(tmp_path)) == {"ab/x.main.so", "triton/key/cuda_utils.so"}

@@ -14,7 +14,7 @@ from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, hash_configs
 
 from strategies import Cached, Regional
-from strategies.cached.directory import tuning_in
+from strategies.torch_patches import tuning_in
 from tests.strategies.modules import new_program
 
 triton = pytest.importorskip("triton")

@@ -33,12 +33,12 @@ from rich.console import Console
 from torch.utils import _pytree as pytree
 
 from strategies import CudaGraph, Regional, Strategy, Whole
-from strategies.cached.directory import compiling_in
 from strategies.compose import label, ordered
 from strategies.errors import one_line
 from strategies.prepare import Preparation
 from strategies.regions import find_containers
 from strategies.toolchain import environment
+from strategies.torch_patches import compiling_in
 from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer
 from trainer.loops.lightning import LightningLoop
