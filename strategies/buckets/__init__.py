@@ -54,7 +54,6 @@ class Buckets(Strategy):
     note."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without data."""
         for name, least in (("count", 1), ("multiple", 1), ("limit", 1), ("tokens_per_batch", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -97,7 +96,6 @@ class Buckets(Strategy):
         )
 
     def end(self, program: Program) -> None:
-        """Put what was handed out beside what was planned."""
         if program.padding is None or program.padding.seen is None:
             return
         seen = program.padding.seen()
@@ -114,10 +112,10 @@ class Buckets(Strategy):
         self, lengths: Sequence[int], *, choose: Callable[[Sequence[int]], tuple[int, ...]], program: Program
     ) -> tuple[int, ...]:
         """Edges at which cuDNN's attention is right; those that were given stay, with a note."""
-        from strategies.buckets import edges as bucket_edges
+        from strategies.buckets.batches import clear_of_64
 
         edges = choose(lengths)
-        clear = bucket_edges.clear_of_64(edges, multiple=self.multiple, limit=self.limit)
+        clear = clear_of_64(edges, multiple=self.multiple, limit=self.limit)
         kept = edges if self.edges is not None else clear
         if moved := sorted(set(edges) - set(kept)):
             program.report.setdefault(self.name, {})["moved_edges"] = moved
@@ -129,7 +127,7 @@ class Buckets(Strategy):
         return kept
 
     def _fitted(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        from strategies.buckets.edges import fitted
+        from strategies.buckets.batches import fitted
 
         return fitted(lengths, count=self.count, multiple=self.multiple, limit=self.limit)
 

@@ -1,8 +1,9 @@
-"""Bucket batches: batches of like length in a shuffled order that ranks share and that can start within an epoch."""
+"""Buckets: the edges that waste least, and batches of like length in an order that ranks share and resumes repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,13 +115,11 @@ class BucketBatchSampler(Sampler[list[int]]):
             for bucket in np.unique(self._buckets)
         }
 
-    def batches_by_edge(self) -> dict[int, int]:
+    def batches_by_edge(self) -> list[int]:
         """Batches an epoch on each rank, by edge."""
-        counts = np.bincount(self._buckets, minlength=len(self.edges))
-        return {edge: int(count) for edge, count in zip(self.edges, counts, strict=True)}
+        return [int(count) for count in np.bincount(self._buckets, minlength=len(self.edges))]
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iterator be that of ``epoch``."""
         self.epoch = epoch
 
     def resume(self, *, epoch: int, batches: int) -> None:
@@ -128,7 +127,6 @@ class BucketBatchSampler(Sampler[list[int]]):
         self._resume_epoch, self._resume_batches = epoch, batches
 
     def __len__(self) -> int:
-        """Batches an epoch, on every rank alike."""
         return len(self._starts)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -184,3 +182,76 @@ def batch_sizes(edges: Sequence[int], *, rows: int | None, tokens_per_batch: int
         return dict.fromkeys(edges, rows)
     fitting = {edge: max(1, tokens_per_batch // edge) for edge in edges}
     return {edge: count if count < 16 else count // 8 * 8 for edge, count in fitting.items()}
+
+
+# ---- edges -----------------------------------------------------------------------------------------------------------
+# Lengths are in positions. Each edge is a multiple of ``multiple``, except that none is above ``limit`` and that
+# ``fitted`` takes the length of examples that all have one. The last edge is no less than the longest length.
+
+
+def optimal(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
+    """The at most ``count`` edges with the fewest padded positions of all, by dynamic programming.
+
+    An example costs the edge it is padded up to, whatever it is batched with. Exact over all sets of multiples, in
+    O(count * n^2) for n occupied multiples: under a second for n = 4,096 and any number of examples.
+    """
+    edges, examples = _histogram(lengths, multiple, limit)
+    below = np.concatenate(([0], np.cumsum(examples)))  # examples up to each candidate
+    size = len(edges)
+    # best[j]: fewest positions of the examples below candidate j, using as many edges as rounds so far.
+    best = np.concatenate(([0], edges * below[1:]))
+    choices: list[NDArray[np.int64]] = []
+    for _ in range(1, min(count, size)):
+        then, choice = best.copy(), np.zeros(size + 1, dtype=np.int64)
+        for j in range(2, size + 1):
+            # The last bucket holds candidates i + 1 to j: all of them padded up to candidate j.
+            costs = best[1:j] + edges[j - 1] * (below[j] - below[1:j])
+            i = int(costs.argmin())
+            if costs[i] < then[j]:
+                then[j], choice[j] = costs[i], i + 1
+        best = then
+        choices.append(choice)
+    result, j = [int(edges[-1])], size
+    for choice in reversed(choices):
+        if choice[j]:
+            j = int(choice[j])
+            result.append(int(edges[j - 1]))
+    return tuple(sorted(result))
+
+
+def fitted(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None = None) -> tuple[int, ...]:
+    """The optimal edges; examples that all have one length are not padded, be it a multiple or not."""
+    edges = optimal(lengths, count=count, multiple=multiple, limit=limit)
+    values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
+    return (int(values[0]),) if (values == values[0]).all() else edges
+
+
+def clear_of_64(edges: Sequence[int], *, multiple: int, limit: int | None = None) -> tuple[int, ...]:
+    """``edges`` with the next multiple, or the limit, in the place of each that is 64 modulo 128; one that is the limit
+    itself stays."""
+    moved = {edge if edge % 128 != 64 else min(edge + multiple, limit or edge + multiple) for edge in edges}
+    return tuple(sorted(moved))
+
+
+def share_of_random_batches(lengths: ArrayLike, batch_size: int, *, seed: int = 0) -> float:
+    """Padding over all positions of shuffled batches that are padded to their longest example, to compare with."""
+    values: NDArray[Any] = np.random.default_rng(seed).permutation(np.asarray(lengths, dtype=np.int64))
+    whole = values[: len(values) // batch_size * batch_size].reshape(-1, batch_size)
+    if not len(whole):
+        whole = values[None]
+    return 1 - int(whole.sum()) / int(whole.max(axis=1).sum() * whole.shape[1])
+
+
+def _histogram(lengths: ArrayLike, multiple: int, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ascending candidate edges, and the examples whose smallest edge each one would be."""
+    values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # an empty example takes a position too
+    if not len(values):
+        raise ValueError("there are no lengths to choose edges by")
+    if limit is not None and values.max() > limit:
+        raise ValueError(f"the longest example has {int(values.max())} positions, the limit is {limit}")
+    counts = np.bincount(-(-values // multiple))
+    places = np.flatnonzero(counts)
+    edges = places * multiple
+    if limit is not None:
+        edges = np.minimum(edges, limit)
+    return edges, counts[places]

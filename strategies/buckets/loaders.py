@@ -23,8 +23,7 @@ from torch.utils.data import (
 )
 
 from strategies.base import Ragged
-from strategies.buckets.batches import BucketBatchSampler, PlannedBatch
-from strategies.buckets.edges import padded_share, padded_share_by_edge, share_of_random_batches
+from strategies.buckets.batches import BucketBatchSampler, PlannedBatch, share_of_random_batches
 from strategies.padding import Padding, edge_of, length_of, tensor_of, to_edge
 
 
@@ -102,11 +101,9 @@ class PlannedData(Dataset[Any]):
         self._dataset = dataset
 
     def __len__(self) -> int:
-        """Examples."""
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """One example."""
         return self._dataset[index]
 
     def __getitems__(self, indices: PlannedBatch) -> PlannedItems:
@@ -175,7 +172,6 @@ class StatefulBucketLoader(BucketLoader):
     """Stands for a loader that Lightning keeps the state of, so that each one's checkpoints load with the other."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the user's loader says."""
         return self.padded_from.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -206,19 +202,15 @@ def with_collate(loader: DataLoader[Any], collate: PaddingCollate) -> DataLoader
 
 def planned(lengths: NDArray[np.int64], batches: BucketBatchSampler, loader: DataLoader[Any]) -> dict[str, Any]:
     """For the record: what an epoch of ``batches`` holds, which take the place of ``loader``'s."""
-    by_edge = batches.batches_by_edge()
-    random = None
-    if loader.batch_size is not None:
-        random = share_of_random_batches(lengths, loader.batch_size, seed=batches.seed)
+    rows = loader.batch_size
+    random = None if rows is None else share_of_random_batches(lengths, rows, seed=batches.seed)
     return {
         "edges": list(batches.edges),
         "batch_sizes": list(batches.batch_sizes.values()),
         "examples": batches.examples.tolist(),
-        "batches_each_epoch": list(by_edge.values()),
+        "batches_each_epoch": batches.batches_by_edge(),
         "left_out_each_epoch": batches.left_out,
         "longest": int(lengths.max()),
-        "padded_share_of_the_edges": padded_share(lengths, batches.edges),
-        "padded_share_by_edge": padded_share_by_edge(lengths, batches.edges),
         "expected_padded_share": batches.planned_padded_share,
         "padded_share_of_random_batches": random,
     }
@@ -227,7 +219,6 @@ def planned(lengths: NDArray[np.int64], batches: BucketBatchSampler, loader: Dat
 def plan_notes(
     report: dict[str, Any], padding: Padding, batches: BucketBatchSampler, loader: DataLoader[Any]
 ) -> list[str]:
-    """The same for the user."""
     sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
     rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     note = (

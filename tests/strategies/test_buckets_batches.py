@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from strategies.buckets.batches import BucketBatchSampler, PlannedBatch, batch_sizes
-from strategies.buckets.edges import optimal, padded_share
+from strategies.buckets.batches import BucketBatchSampler, PlannedBatch, batch_sizes, optimal
+from tests.strategies.test_buckets_edges import padded_share
 
 EDGES = (16, 32, 48, 96)
 

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from strategies import Buckets, Program, Ragged, buckets
-from strategies.buckets.edges import (
-    clear_of_64,
-    optimal,
-    padded_share,
-    padded_share_by_edge,
-    share_of_random_batches,
-)
+from strategies.buckets.batches import clear_of_64, optimal, share_of_random_batches
 from strategies.toolchain import cudnn_attention_fails
 
 
@@ -25,6 +19,11 @@ def lognormal(examples: int = 100_000) -> np.ndarray:
     """Lengths of median 180 and sigma 0.9, cut at 2,048."""
     drawn = np.random.default_rng(0).lognormal(np.log(180), 0.9, examples)
     return np.clip(drawn, 1, 2048).astype(np.int64)
+
+
+def padded_share(lengths: Any, edges: Any) -> float:
+    """Padding over all positions when each example is padded up to its edge."""
+    return 1 - sum(lengths) / int(np.asarray(edges)[np.searchsorted(edges, lengths)].sum())
 
 
 def best_of_all(lengths: np.ndarray, count: int, multiple: int) -> float:
@@ -76,16 +75,6 @@ def test_the_longest_edge_stops_at_the_limit() -> None:
     assert optimal([10, 60, 77], count=2, multiple=16, limit=77)[-1] == 77
     with pytest.raises(ValueError, match="longest example has 78 positions, the limit is 77"):
         optimal([78], count=2, multiple=16, limit=77)
-
-
-def test_shares_by_edge_are_those_of_each_edges_examples_alone() -> None:
-    # 1 and 3 of 4 positions, 8 of 8, nothing between 9 and 12, 13 of 16
-    assert padded_share_by_edge([1, 3, 8, 13], [4, 8, 12, 16]) == [pytest.approx(0.5), 0.0, None, pytest.approx(3 / 16)]
-
-
-def test_a_length_beyond_the_last_edge_has_no_share() -> None:
-    with pytest.raises(ValueError, match="length 33 is beyond the last edge 32"):
-        padded_share([4, 33], (16, 32))
 
 
 def test_ten_million_lengths_of_four_thousand_kinds_take_seconds() -> None:
