@@ -28,17 +28,14 @@ class Checkpointing(Strategy):
     """Paths of blocks or of containers of blocks; null = what the task declares, else found in the module tree."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         if self.every < 1:
             raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
 
     @property
     def recomputes(self) -> str | None:
-        """The strategy itself."""
         return f"compile={self.name}"
 
     def apply(self, program: Program) -> None:
-        """Change the blocks in place. Raises ValueError, with candidates, when there are none."""
         from strategies.regions import expand_blocks, find_containers, recompute, require_submodules
 
         containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
@@ -71,7 +68,6 @@ class Checkpointing(Strategy):
                 recompute(block)
 
     def end(self, program: Program) -> None:
-        """Give every block its own forward back."""
         from strategies.regions import keep_activations
 
         for path in program.report.get(self.name, {}).get("paths", ()):

@@ -30,7 +30,6 @@ class Dynamic(Strategy):
     """Most positions that the model takes; nothing is padded beyond it. null = no limit."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without data."""
         if self.how not in HOW:
             raise ValueError(f"compile.dynamic.how={self.how!r} is not one of {HOW}")
         for name in ("multiple", "limit"):
@@ -39,7 +38,6 @@ class Dynamic(Strategy):
                 raise ValueError(f"compile.dynamic.{name}={value} must be at least 1")
 
     def apply(self, program: Program) -> None:
-        """Say how batches are padded and shapes compiled. Raises ValueError when no tensor is declared ragged."""
         from strategies.padding import Padding
 
         if not program.ragged:

@@ -119,5 +119,4 @@ def origin_of(filename: str) -> str:
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file belongs to this project."""
     return filename.startswith(_OURS)

@@ -44,7 +44,6 @@ class CudaEngine:
         return results
 
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record what ``call`` launches."""
         graph = torch.cuda.CUDAGraph()
         random_state = self._generator.get_state()
         try:

@@ -40,7 +40,6 @@ class Modular(Strategy):
     (``net.*.blocks.0``)."""
 
     def __post_init__(self) -> None:
-        """Turn mappings into parts and check what can be checked without torch."""
         # Not dict[str, Part]: OmegaConf then refuses +compile.modular.parts.encoder.how=whole for a new part.
         parts = {name: _part(f"compile.modular.parts.{name}", given) for name, given in self.parts.items()}
         for name, part in parts.items():
@@ -51,7 +50,6 @@ class Modular(Strategy):
         self.parts = dict(parts)
 
     def check(self) -> None:
-        """Check backends and options against this torch. Raises ValueError with near matches."""
         if not self._compiled():
             raise ValueError(
                 "compile.modular.parts names nothing to compile: add for instance "
@@ -62,22 +60,18 @@ class Modular(Strategy):
 
     @property
     def needs_inductor(self) -> bool:
-        """Whether a part is compiled by Inductor."""
         return any(part.compiles_with_inductor for part in self._compiled().values())
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether a part asks Inductor for CUDA graphs."""
         return any(part.asks_for_cuda_graphs for part in self._compiled().values())
 
     @property
     def recomputes(self) -> str | None:
-        """The activation-memory budget of the first part that has one."""
         options = (part.budget_option(f"compile.modular.parts.{name}") for name, part in self._compiled().items())
         return next(filter(None, options), None)
 
     def apply(self, program: Program) -> None:
-        """Compile in place. Raises ValueError for a name that matches nothing and for parts that overlap."""
         from strategies.regions import compile_in_place, fixed_sizes
 
         planned = plan(program, {name: part.how for name, part in self.parts.items()})
@@ -134,8 +128,6 @@ def _part(key: str, given: Any) -> Part:
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """What will be compiled for whom."""
-
     regions: dict[str, str] = field(default_factory=dict)
     """Part by the path of each submodule that will be compiled."""
     left_eager: list[str] = field(default_factory=list)

@@ -93,7 +93,6 @@ class CompilerRequest:
 
     @property
     def compiles_with_inductor(self) -> bool:
-        """Whether the backend is Inductor."""
         return self.backend == "inductor"
 
     @property
@@ -160,7 +159,6 @@ class ModuleRequest(CompilerRequest):
     warning that names the guard that failed; ``fail`` = the run ends."""
 
     def check_values(self, key: str) -> None:
-        """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
         CompilerRequest.check_values(self, key)
         if self.on_recompile_limit not in ON_RECOMPILE_LIMIT:
             raise ValueError(f"{key}.on_recompile_limit={self.on_recompile_limit!r} is not one of {ON_RECOMPILE_LIMIT}")
@@ -185,7 +183,6 @@ class ModuleRequest(CompilerRequest):
         return None if budget is None or budget == 1 else f"{key}.activation_memory_budget={budget}"
 
     def compile_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
         arguments = CompilerRequest.compile_arguments(self)
         if self.activation_memory_budget is not None:
             arguments["backend"] = BudgetedBackend(backend=self.backend, budget=self.activation_memory_budget)
@@ -197,21 +194,17 @@ class CompileOptions(CompilerRequest, Strategy):
     """Base of the strategies that hand something to ``torch.compile`` with one set of options."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without torch."""
         self.check_values(f"compile.{self.name}")
 
     def check(self) -> None:
-        """Check backend and options against this torch. Raises ValueError with near matches."""
         self.check_machine(f"compile.{self.name}")
 
     @property
     def needs_inductor(self) -> bool:
-        """Whether the backend is Inductor."""
         return self.compiles_with_inductor
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether the preset or an option asks Inductor for CUDA graphs."""
         return self.asks_for_cuda_graphs
 
 
@@ -221,7 +214,6 @@ class ModuleOptions(ModuleRequest, CompileOptions):
 
     @property
     def recomputes(self) -> str | None:
-        """The activation-memory budget, where there is one."""
         return self.budget_option(f"compile.{self.name}")
 
 

@@ -26,7 +26,6 @@ class Regional(ModuleOptions):
     """Paths of other submodules to compile, each a region of its own; null = what the task declares."""
 
     def apply(self, program: Program) -> None:
-        """Compile in place. Raises ValueError, with candidates, when no block or part matches."""
         from strategies.regions import compile_in_place, expand_blocks, find_containers, fixed_sizes, require_submodules
 
         containers = list(self.blocks) if self.blocks is not None else list(program.blocks)

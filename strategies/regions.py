@@ -195,7 +195,6 @@ def never_called(module: nn.Module) -> bool:
 
 
 def _held(container: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """Path and module of what ``container`` holds, lists and dicts inside it opened."""
     held: list[tuple[str, nn.Module]] = []
     for name, child in container.named_children():
         inner = f"{path}.{name}".lstrip(".")

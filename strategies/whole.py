@@ -24,7 +24,6 @@ class Whole(ModuleOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        """Compile in place. Raises ValueError when the module has nothing with parameters to compile."""
         from strategies.regions import compile_in_place, expand_blocks, never_called
 
         program.eager_embeddings &= self.embedding_gradient == "eager"

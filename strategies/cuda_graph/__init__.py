@@ -34,13 +34,11 @@ class CudaGraph(Strategy):
     itself out, with a note."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
         for option in ("eager_steps", "max_graphs"):
             if getattr(self, option) < 1:
                 raise ValueError(f"compile.cuda_graph.{option}={getattr(self, option)} must be at least 1")
 
     def check(self) -> None:
-        """Raise ValueError on a machine without CUDA, unless the strategy may be left out."""
         import torch
 
         if self.required and not torch.cuda.is_available():
@@ -51,11 +49,9 @@ class CudaGraph(Strategy):
 
     @property
     def captures_step(self) -> bool:
-        """It captures whole steps."""
         return True
 
     def begin(self, program: Program) -> None:
-        """Let the trainer run its steps through graphs. Raises ValueError where there is no CUDA device to train on."""
         import torch
 
         from strategies.cuda_graph.capture import StepGraphs
@@ -82,7 +78,6 @@ class CudaGraph(Strategy):
         program.step = StepGraphs(CudaEngine(program.device), eager_steps=self.eager_steps, max_graphs=self.max_graphs)
 
     def end(self, program: Program) -> None:
-        """Write what was captured into the report and free the graphs."""
         if program.step is None:
             return
         program.report[self.name] = program.step.facts()

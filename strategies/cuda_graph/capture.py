@@ -74,8 +74,6 @@ class Plan(IntEnum):
 
 
 class Observation(NamedTuple):
-    """What a step was seen to read on the host."""
-
     state: HostState
     problems: list[str]
     """Why no graph can stand for it."""
@@ -100,11 +98,9 @@ class Variant:
     captured: Captured | None = None
 
     def holds(self) -> bool:
-        """Whether this is the state now."""
         return self.state.holds() and (self.captured is None or self.captured.state.holds())
 
     def changed(self) -> str | None:
-        """What is different now."""
         return self.state.changed() or (None if self.captured is None else self.captured.state.changed())
 
 
@@ -244,7 +240,6 @@ class StepGraphs:
         return pytree.tree_map_only(Tensor, torch.clone, captured.results)
 
     def take_over(self, loop: Loop, program: Program) -> StepCapture:
-        """Run the micro-batches of ``loop`` from now on, until the ``release`` of what is returned."""
         from strategies.cuda_graph.steps import StepCapture
 
         return StepCapture(loop, program, self)
@@ -268,12 +263,10 @@ class StepGraphs:
             ) from error
 
     def refuse(self, reason: str) -> None:
-        """Note why a step is not captured."""
         if reason not in self.refusals:
             self.refusals.append(reason)
 
     def give_up(self) -> None:
-        """Capture nothing from now on."""
         self.given_up = True
         self.release()
 
@@ -283,7 +276,6 @@ class StepGraphs:
             shape.variants.clear()
 
     def facts(self) -> dict[str, Any]:
-        """What was captured, for the record."""
         return {
             "graphs": self.captures,
             "captured": [shape.name for shape in self._shapes.values() for each in shape.variants if each.captured],

@@ -207,7 +207,6 @@ class HostRecorder(HostValues):
         self._values.setdefault((id(obj), "__dict__"), Value(f"vars({names.label[:-1]})", present, present()))
 
     def _read_of_module(self, obj: nn.Module, name: str, fallback: Any) -> Any:
-        """A parameter, a buffer or a submodule."""
         with self._quiet():
             label = self._labels.get(id(obj))
             if label is None:

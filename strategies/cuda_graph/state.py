@@ -38,7 +38,6 @@ class Names:
     """File and line of the first read of each name."""
 
     def named(self, name: str) -> str:
-        """The name as a reader would write it, with its line."""
         place = self.where.get(name)
         return f"{self.label}{name}" + (f" ({place})" if place else "")
 
@@ -53,7 +52,6 @@ class Value:
     where: str = ""
 
     def __str__(self) -> str:
-        """Its name, with the line that reads it."""
         return f"{self.label} ({self.where})" if self.where else self.label
 
 
@@ -93,7 +91,6 @@ class HostState:
         self._modes, self._environment = torch_modes(), environment()
 
     def add(self, value: Value) -> None:
-        """Compare one more value."""
         self._values.append(value)
 
     def holds(self) -> bool:

@@ -79,11 +79,9 @@ class HostValues:
         self._problems: dict[str, None] = {}
 
     def _patch(self, cls: type) -> None:
-        """Let ``cls`` report reads and writes of its objects' attributes."""
         raise NotImplementedError
 
     def _expect(self, names: Names, name: str, value: Any, key: tuple[int, str]) -> None:
-        """``name`` was read, unless it was written before."""
         raise NotImplementedError
 
     # ---- what a value leads to -----------------------------------------------------------------------------------
@@ -316,7 +314,6 @@ class HostValues:
 
 
 def top_of(cls: type) -> str:
-    """The package that a class comes from."""
     return cls.__module__.partition(".")[0]
 
 
@@ -343,7 +340,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a ``generator_state`` back."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator):
