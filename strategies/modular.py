@@ -74,14 +74,11 @@ class Modular(Strategy):
     def apply(self, program: Program) -> None:
         from strategies.regions import compile_in_place, fixed_sizes
 
-        planned = plan(program, {name: part.how for name, part in self.parts.items()})
+        planned, left_eager = plan(program, {name: part.how for name, part in self.parts.items()})
         compiled = self._compiled()
-        fixed = {
-            name
-            for name, part in compiled.items()
-            if fixed_sizes(program, [path for path, owner in planned.regions.items() if owner == name], part.dynamic)
-        }
-        for path, name in planned.regions.items():
+        paths = {name: [path for path, owner in planned.items() if owner == name] for name in compiled}
+        fixed = {name for name, part in compiled.items() if fixed_sizes(program, paths[name], part.dynamic)}
+        for path, name in planned.items():
             arguments = compiled[name].compile_arguments()
             arguments = {**arguments, "dynamic": False} if name in fixed else arguments
             compile_in_place(program, path, arguments, strict=compiled[name].on_recompile_limit == "fail")
@@ -89,12 +86,10 @@ class Modular(Strategy):
             # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
             program.settings["optimize_ddp"] = False
         program.eager_embeddings &= all(part.embedding_gradient == "eager" for part in compiled.values())
-        if planned.left_eager:
-            left = ", ".join(planned.left_eager)
+        if left_eager:
+            left = ", ".join(left_eager)
             program.notes.append(f"modular: no part names these declared submodules, so they stay eager: {left}")
-        program.report[self.name] = {
-            name: [path for path, owner in planned.regions.items() if owner == name] for name in compiled
-        }
+        program.report[self.name] = dict(paths)
 
     def _compiled(self) -> dict[str, Part]:
         return {name: part for name, part in self.parts.items() if part.how != "off"}
@@ -126,23 +121,15 @@ def _part(key: str, given: Any) -> Part:
     return Part(**given)
 
 
-@dataclass(slots=True, kw_only=True)
-class Plan:
-    regions: dict[str, str] = field(default_factory=dict)
-    """Part by the path of each submodule that will be compiled."""
-    left_eager: list[str] = field(default_factory=list)
-    """Declared paths that no part covers."""
+def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The part by the path of each submodule that is to be compiled, and declared paths that no part covers.
 
-
-def plan(program: Program, parts: Mapping[str, str]) -> Plan:
-    """Regions of ``parts`` (how, by key).
-
-    Raises:
-        ValueError: A key that matches nothing or several declared names; parts of which one holds the other.
+    ``parts`` say how, by key. Raises ValueError for a key that matches nothing or several declared names, and for parts
+    of which one holds the other.
     """
     targets = {name: resolve(program, name) for name in parts}
     off = {path: name for name, paths in targets.items() if parts[name] == "off" for path in paths}
-    result = Plan()
+    planned: dict[str, str] = {}
     for name, how in parts.items():
         if how == "off":
             continue
@@ -158,18 +145,15 @@ def plan(program: Program, parts: Mapping[str, str]) -> Plan:
         for path in regions:
             if path in spared:
                 continue
-            if result.regions.get(path, name) != name:
+            if planned.get(path, name) != name:
                 raise ValueError(
-                    f"compile.modular.parts: {result.regions[path]!r} and {name!r} both mean {path}; "
-                    "give it to one of them"
+                    f"compile.modular.parts: {planned[path]!r} and {name!r} both mean {path}; give it to one of them"
                 )
-            result.regions[path] = name
-    _refuse_nesting(result.regions, off)
-    covered = [*result.regions, *off]
-    for path in (*program.blocks, *program.parts):
-        if not any(_holds(outer, path) or _holds(path, outer) for outer in covered):
-            result.left_eager.append(path)
-    return result
+            planned[path] = name
+    _refuse_nesting(planned, off)
+    declared = (*program.blocks, *program.parts)
+    covered = [*planned, *off]
+    return planned, [p for p in declared if not any(_holds(outer, p) or _holds(p, outer) for outer in covered)]
 
 
 def resolve(program: Program, key: str) -> list[str]:

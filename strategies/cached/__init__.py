@@ -23,8 +23,12 @@ class HoldsSession:
     """Gives a slotted dataclass one attribute that is not a field: the state of a run is not configuration."""
 
     __slots__ = ("_session",)
-    if TYPE_CHECKING:  # an annotation would be resolved, as that of an option
-        _session: Session | None
+
+    def _hold(self, session: Session | None) -> None:
+        self._session = session
+
+    def _held(self) -> Session | None:
+        return self._session
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +64,7 @@ class Cached(Strategy, HoldsSession):
     """Arguments of the fsspec file system, such as ``{endpoint_url: ...}`` for s3. No credentials."""
 
     def __post_init__(self) -> None:
-        self._session = None
+        self._hold(None)
         for name in ("max_gib", "timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"compile.cached.{name}={getattr(self, name)} must be above 0")
@@ -80,8 +84,8 @@ class Cached(Strategy, HoldsSession):
 
         if not self.url:
             refuse_credentials(os.environ.get(URL_VARIABLE), URL_VARIABLE)
-        for part in self._url().split("::"):
-            protocol = get_protocol(part) if "://" in part or "::" not in self._url() else part
+        for part in self.url_used.split("::"):
+            protocol = get_protocol(part) if "://" in part or "::" not in self.url_used else part
             try:
                 fsspec.get_filesystem_class(protocol)
             except (ValueError, ImportError) as error:
@@ -96,13 +100,7 @@ class Cached(Strategy, HoldsSession):
 
         session: Session | Exception
         try:
-            session = Session(
-                self.store,
-                facts=facts_of(program, leave_out=self.name),
-                shown_url=self._url(),
-                timeout_seconds=self.timeout_seconds,
-                max_bytes=None if self.read_only else self.max_gib * 2**30,
-            )
+            session = Session(self, self.url_used, facts_of(program, leave_out=self.name))
         except Exception as error:
             session = error
         places = gathered(None if isinstance(session, Exception) else session.place)  # whatever happens on one process
@@ -113,22 +111,22 @@ class Cached(Strategy, HoldsSession):
                 raise ValueError("another process cannot describe its model")
             session.open(places.index(session.place))
         except Exception as error:  # no place for a directory, a model that cannot be described
-            program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self._url()}
+            program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self.url_used}
             program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")
             return
-        self._session = session
+        self._hold(session)
         program.findings.update(session.findings)
         self._report(program, session)
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose session was closed: a validation came before, for instance."""
-        if self._session is None and "fingerprint" in program.report[self.name]:
+        if self._held() is None and "fingerprint" in program.report[self.name]:
             self.apply(program)
 
     def end(self, program: Program) -> None:
-        session = self._session
+        session = self._held()
         if session is not None:
-            self._session = None
+            self._hold(None)
             session.close(program.findings)
             self._report(program, session)
 
@@ -137,14 +135,16 @@ class Cached(Strategy, HoldsSession):
         from strategies.cached.store import ArtifactStore, read_key
 
         key = read_key("compile.cached.key_file", self.key_file)
-        return ArtifactStore(self._url(), key=key, storage_options=self.storage_options)
+        return ArtifactStore(self.url_used, key=key, storage_options=self.storage_options)
 
     def _report(self, program: Program, session: Session) -> None:
         program.report[self.name] = session.facts
         program.notes.extend(f"cached: {note}" for note in session.notes)
         session.notes.clear()
 
-    def _url(self) -> str:
+    @property
+    def url_used(self) -> str:
+        """``url``, or what stands for null."""
         if url := self.url or os.environ.get(URL_VARIABLE):
             return url
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.cached.store import ArtifactStore, Loaded, Refused, distrust_of, pack, read_libraries, unpack
+from strategies.cached.store import Loaded, Refused, distrust_of, pack, read_libraries, unpack
 from strategies.credentials import hidden
 from strategies.torch_patches import compiling_in
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from strategies.base import Program
+    from strategies.cached import Cached
 
 
 MIB = 1 << 20
@@ -45,29 +46,18 @@ class Session:
     """From ``open`` to ``close``, Inductor and Triton compile into a directory of this run's own.
 
     Of the processes of one host that train one program together, the first fetches and stores; all use its directory.
-    ``make_store`` connects to the store, within the time limit; ``facts`` are those of ``facts_of``; a store above
-    ``max_bytes`` is pruned, and None writes nothing.
+    ``facts`` are those of ``facts_of``.
     """
 
-    def __init__(
-        self,
-        make_store: Callable[[], ArtifactStore],
-        *,
-        facts: dict[str, Any],
-        shown_url: str,
-        timeout_seconds: float,
-        max_bytes: float | None,
-    ) -> None:
-        self._fingerprint, self._url = fingerprint_of(facts), shown_url
-        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": shown_url}
-        self.facts["fingerprint"] = self._fingerprint
+    def __init__(self, options: Cached, url: str, facts: dict[str, Any]) -> None:
+        self._options, self._url, self._program_facts = options, url, facts
+        self._fingerprint = fingerprint_of(facts)
+        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": url, "fingerprint": self._fingerprint}
         """What goes into the record."""
         self.notes: list[str] = []
         """Lines for the user; the owner takes them."""
         self.findings: dict[str, Any] = {}
         """Of the runs that stored the loaded bundles, see ``Program.findings``."""
-        self._make_store, self._program_facts = make_store, facts
-        self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
         self._loaded: list[Loaded] = []
         self._libraries: set[str] = set()
         self._stack = contextlib.ExitStack()
@@ -101,20 +91,18 @@ class Session:
         self._first_metric = len(get_compilation_metrics())
         began = time.perf_counter()
         try:
-            fetched, refused = within(self._timeout_seconds, self._fetch)
+            fetched, refused = within(self._options.timeout_seconds, self._fetch)
             for loaded in fetched:
                 self._load(loaded, refused)
             reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
         except Exception as error:
             reason, refused = f"the store cannot be read: {reason_of(error)}", []
-        seconds = time.perf_counter() - began
+        seconds = round(time.perf_counter() - began, 4)
         for loaded in self._loaded:
             self.findings.update(loaded.manifest["findings"])
         names = {name for loaded in self._loaded for name in loaded.manifest["artifacts"]}
         size = sum(len(loaded.data) for loaded in self._loaded)
-        self.facts.update(
-            artifacts_loaded=len(names), bytes_loaded=size, load_seconds=round(seconds, 4), refused=refused
-        )
+        self.facts.update(artifacts_loaded=len(names), bytes_loaded=size, load_seconds=seconds, refused=refused)
         if self._loaded:
             self.facts["state"] = "warm"
             self.notes.append(
@@ -126,7 +114,7 @@ class Session:
             self.notes.append(f"cold start: {reason} ({self._url})")
 
     def _fetch(self) -> tuple[list[Loaded], list[str]]:
-        store = self._make_store()
+        store = self._options.store()
         fetched: dict[str, Loaded] = {}
         refused: dict[str, str] = {}
         for _ in range(2):  # a bundle may be replaced by a larger one between listing and reading
@@ -138,7 +126,7 @@ class Session:
                         refused[name] = f"bundle {name[-12:]} refused: {reason}"
             if not refused:
                 break
-        if self._max_bytes is not None:
+        if not self._options.read_only:
             for name in fetched:
                 with contextlib.suppress(Exception):  # its age only decides what is evicted first
                     store.touch(name)
@@ -214,7 +202,7 @@ class Session:
         new = bool(self._misses or self._new_libraries) or not findings.keys() <= self.findings.keys()
         if self.facts["state"] == "idle" or (self._loaded and not new):
             return
-        if self._max_bytes is None:
+        if self._options.read_only:
             self.notes.append("what was compiled is not stored: read_only")
             return
         saved = torch.compiler.save_cache_artifacts()
@@ -222,10 +210,10 @@ class Session:
         if saved is not None:
             artifacts += [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
         data = pack(saved[0] if saved else b"", self._built)
-        if len(data) > self._max_bytes:
+        if len(data) > self._options.max_gib * 2**30:
             raise ValueError(f"{len(data) / MIB:.1f} MiB are more than max_gib allows")
         began = time.perf_counter()
-        removed = within(self._timeout_seconds, lambda: self._write(data, artifacts, findings))
+        removed = within(self._options.timeout_seconds, lambda: self._write(data, artifacts, findings))
         self.facts.update(
             artifacts_saved=len(artifacts),
             bytes_saved=len(data),
@@ -238,7 +226,7 @@ class Session:
         )
 
     def _write(self, data: bytes, artifacts: list[str], findings: dict[str, Any]) -> int:
-        store = self._make_store()
+        store = self._options.store()
         if (reason := store.distrust_of_writes()) is not None:
             raise ValueError(reason)
         name = store.save(
@@ -247,7 +235,7 @@ class Session:
         for loaded in self._loaded:
             if loaded.name != name and set(loaded.manifest["artifacts"]) <= set(artifacts):
                 store.remove(loaded.name)  # the new bundle holds all of it
-        return len(store.evict(max_bytes=self._max_bytes or 0, keep=[name]))
+        return len(store.evict(max_bytes=self._options.max_gib * 2**30, keep=[name]))
 
 
 def compiled_anew(first: int) -> list[str]:
