@@ -104,10 +104,16 @@ class RegionCall:
 
 def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -> None:
     """Let ``failed`` decide about every region in whose forward the compiler fails."""
+    for _, call in region_calls(program):
+        call.failed = failed
+
+
+def region_calls(program: Program) -> Iterator[tuple[Region, RegionCall]]:
+    """The regions that are called as such, with their calls; not those within others, which an outer one calls."""
     for region in program.regions:
         call = program.module.get_submodule(region.path)._compiled_call_impl
         if isinstance(call, RegionCall):
-            call.failed = failed
+            yield region, call
 
 
 def outermost(program: Program) -> list[Region]:

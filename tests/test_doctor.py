@@ -13,10 +13,9 @@ import pytest
 
 from scripts.doctor import devices as devices_module
 from scripts.doctor.__main__ import main
-from scripts.doctor.compiling import compiling, reason
-from scripts.doctor.devices import TorchFacts, ask_torch, devices
+from scripts.doctor.devices import TorchFacts, ask_torch, compiling, devices, reason
 from scripts.doctor.finding import ERROR, OK, WARNING, Finding
-from scripts.doctor.software import installed, requirements
+from scripts.doctor.machine import installed, requirements
 from tests.conftest import ROOT
 
 IMPORTED = {"stage": "torch", "version": "2.15.0", "cuda": "13.2", "hip": None, "path": "here"}
@@ -64,7 +63,7 @@ def test_a_torch_that_does_not_import_is_an_error_and_the_rest_is_still_looked_a
     found = {finding["name"]: finding for finding in told["findings"]}
     assert found["torch imports"]["status"] == ERROR
     assert "libcudart.so.13: cannot open" in found["torch imports"]["message"]
-    assert {"python", "lightning", "c++ compiler", "inductor cache", "memory", "environment"} <= set(found)
+    assert {"python", "lightning", "c++ compiler", "inductor cache", "memory", "machine", "environment"} <= set(found)
     assert (found["compile"]["status"], found["compile"]["message"]) == (WARNING, "not tried")
     assert told["errors"] == sum(finding["status"] == ERROR for finding in told["findings"])
     assert all(finding["fix"] for finding in told["findings"] if finding["status"] != OK)
@@ -95,7 +94,8 @@ def test_a_tiny_function_is_compiled_for_real_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     finding = compiling(seconds=200)
-    assert (finding.status, finding.name) == (OK, "compile")
+    assert finding.name == "compile"
+    assert finding.message.startswith("a tiny function, forward and backward, on cpu in "), "slow is a warning"
     assert list(tmp_path.iterdir()) == []
 
 

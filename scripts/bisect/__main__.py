@@ -20,7 +20,8 @@ from scripts.arguments import (
     positive,
     seconds,
 )
-from scripts.bisect.trial import SYMPTOMS, searched
+from scripts.bisect.report import SYMPTOMS
+from scripts.bisect.search import searched
 from trainer.process import keep_streams, leaving
 
 EXAMPLES = """\
@@ -51,9 +52,9 @@ def bisect(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from scripts.bisect.advice import reproduce, suggest
-    from scripts.bisect.remote import RemoteBench, WorkerFailed
     from scripts.bisect.report import Report, print_report, trial_line
     from scripts.bisect.search import Investigation
+    from scripts.bisect.worker import RemoteBench, WorkerFailed
     from strategies.compose import label
 
     report = Report(task=config.task.title, strategies=label(config.compile.values()), command=overrides)

@@ -13,14 +13,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from scripts.bisect.remote import RemoteBench
-from scripts.bisect.report import Report
-from scripts.bisect.trial import OPTIMIZER, Site, holds
+from scripts.bisect.report import OPTIMIZER, Report, Site
+from scripts.bisect.search import holds
+from scripts.bisect.worker import RemoteBench
 from strategies import Modular, Stage, Strategy
 from strategies.compose import ordered
 from strategies.modular import Part
 from trainer.config import compose
 from trainer.settings import Config
+from trainer.sweep.plan import quoted
 
 PLAIN = re.compile(r"[\w./:+*?@%-]+")
 """Text that Hydra reads without quotes."""
@@ -51,29 +52,18 @@ def reproduce(report: Report, bench: RemoteBench, *, batch: int, folder: Path | 
         report.notes.append("no reproducer: it takes more than one submodule; run this command again")
         return
     culprit = report.culprits[0]
-    folder = folder or Path("outputs") / "bisect" / f"{report.task}-{culprit.path.replace('.', '-')}"
+    folder = (folder or Path("outputs", "bisect", f"{report.task}-{culprit.path.replace('.', '-')}")).resolve()
+    wanted = {"path": culprit.path, "batch": batch, "symptom": report.symptom, "reason": culprit.outcome.reason}
     try:
-        file = bench.reproducer(
-            path=culprit.path,
-            batch=batch,
-            folder=str(folder.resolve()),
-            symptom=report.symptom,
-            reason=culprit.reason,
-        )
+        file = bench.reproducer(folder=folder, **wanted)
     except ValueError as error:
         report.notes.append(f"no reproducer: {error}")
         return
     report.reproducer = str(file)
     try:
-        done = subprocess.run(
-            [sys.executable, file.name],
-            cwd=file.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=REPRODUCER_SECONDS,
-            check=False,
-        )
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        command = [sys.executable, file.name]
+        done = subprocess.run(command, cwd=file.parent, timeout=REPRODUCER_SECONDS, check=False, **quiet)
         # Exit code 1, or the signal that the search has seen as well.
         report.reproducer_shows = done.returncode == 1 or (done.returncode < 0 and report.symptom == "fails")
     except subprocess.TimeoutExpired:
@@ -151,7 +141,7 @@ def written(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str) and not PLAIN.fullmatch(value):
-        return "'" + value.replace("'", "\\'") + "'"
+        return quoted(value)
     return str(value)
 
 

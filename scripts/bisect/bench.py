@@ -1,4 +1,5 @@
-"""Bench: one built program of which any submodules can be compiled by themselves, each try from the same state.
+"""Bench: a training up to its first step, of which any submodules can be compiled by themselves, each try from the
+same state. Nothing is trained: the first step is never taken, no checkpoint, record or artifact is written.
 
 It also captures one submodule with the inputs of its first call, for a Python file that shows the failure alone.
 """
@@ -13,7 +14,10 @@ import os
 import pickle
 import pprint
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +27,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scripts.bisect.probe import Probe
-from scripts.bisect.trial import OPTIMIZER, Node, Outcome, Site, Trial, holds
+from scripts.bisect.report import OPTIMIZER, Node, Outcome, Site, Trial
+from scripts.bisect.search import holds, searched
+from scripts.explain.recorder import kind_of, wrap_training_loader
 from strategies import Modular, Program, Stage, Strategy
 from strategies.compose import aside
 from strategies.errors import one_line
 from strategies.modular import Part
 from strategies.options import BudgetedBackend, ModuleRequest, file_of_backend
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
+from trainer.build import build_trainer, compile_callback
+from trainer.callback import Compile
+from trainer.guards.rollback import throwaway
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
+from trainer.process import process_settings
+from trainer.run import new_record
+from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.source import is_library
 
@@ -40,6 +52,8 @@ TEMPLATE = Path(__file__).with_name("reproducer_template.txt")
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
 """Names of the options that reach torch.compile."""
 _NEUTRAL = Part()
+MAX_SECONDS = 60.0
+"""After so long no further batch is looked at."""
 
 
 class Bench:
@@ -50,7 +64,6 @@ class Bench:
         strategies: Those that are applied.
         batches: On their device, one of each shape.
         passes: Quiet for as long as the bench is used.
-        cuda_graphs: Whether Inductor replays what it compiled from CUDA graphs.
         kinds: What each batch looks like.
 
     Raises ValueError where nothing can be tried: a step that cannot be repeated, or that fails in eager.
@@ -64,7 +77,6 @@ class Bench:
         batches: Sequence[Any],
         passes: LightningLoop,
         *,
-        cuda_graphs: bool,
         kinds: Sequence[str],
         notes: Sequence[str] = (),
     ) -> None:
@@ -77,7 +89,7 @@ class Bench:
         strategy = next((each for each in strategies if each.stage is Stage.MODULE), None)
         paths = [region.path for region in program.regions]
         uncompile(program)
-        self._probe = Probe(trainer, program, passes, cuda_graphs=cuda_graphs)
+        self._probe = Probe(trainer, program, passes)
         self._snapshot = Snapshot(passes, self._batches, program)
         called = self._called()
         self.site = Site(
@@ -250,6 +262,90 @@ def _node(module: nn.Module, path: str, called: set[int]) -> Node:
         called=id(module) in called,
         children=[_node(child, f"{path}.{name}", called) for name, child in module.named_children()],
     )
+
+
+def with_config(config: Config, use: Callable[[Bench], object], *, batches: int, shapes: int) -> None:
+    """Call ``use`` with the bench of ``config.task`` under ``config.compile``. Raises ValueError for bad input.
+
+    The shapes of the epoch's first ``batches`` are looked at, and so many different ``shapes`` are kept and tried.
+    """
+    strategies, notes = searched(config.compile.values())
+    if config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto":
+        notes.append("several devices: tried on one, without what DDP or FSDP changes")
+    tried = throwaway(config, strategies, val_every_n_steps=0, checkpoint_every_n_steps=0)
+    with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="bisect-") as folder:
+        compile_ = compile_callback(tried, new_record(tried, []))
+        L.seed_everything(config.seed, verbose=False)
+        data = config.task.build_data(seed=config.seed)
+        module = config.task.build_module(max_steps=config.trainer.max_steps)
+        callback = BenchCallback(compile_, use, notes, batches=batches, shapes=shapes)
+        trainer = build_trainer(tried, Path(folder), [callback, compile_])
+        trainer.loggers = []
+        callback.run(trainer, module, datamodule=data)
+
+
+class _Done(BaseException):
+    """The bench was used. Not an Exception, so that nobody takes it for a failure."""
+
+
+class BenchCallback(L.Callback):
+    """Comes before ``Compile`` in the trainer's callbacks, hands over a bench and ends before the first step."""
+
+    def __init__(
+        self,
+        compile_: Compile,
+        use: Callable[[Bench], object],
+        notes: Sequence[str] = (),
+        *,
+        batches: int = 32,
+        shapes: int = 4,
+    ) -> None:
+        self._compile, self._use, self._notes = compile_, use, list(notes)
+        self._max_batches, self._max_shapes = batches, shapes
+        self._chosen: list[Any] = []
+        self._kinds: Counter[str] = Counter()
+
+    def run(self, trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
+        """Fit up to the first batch."""
+        with contextlib.suppress(_Done):
+            trainer.fit(module, **data)
+            raise ValueError("the training loader brings no batch")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Strategies are applied: stand between the training loader and the loop."""
+        wrap_training_loader(trainer, self._choose)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Everything is in place: use the bench, then end."""
+        program = self._compile.program
+        assert program is not None
+        kinds = list(self._kinds)[: len(self._chosen)]
+        if len(self._kinds) > len(kinds):
+            self._notes.append(
+                f"{len(self._kinds)} shapes among the first {self._kinds.total()} batches, {len(kinds)} of them tried "
+                "(--shapes)"
+            )
+        passes = LightningLoop(trainer, cuda_graphs=program.uses_cuda_graphs)
+        on_device = [batch, *(passes.to_device(other) for other in self._chosen[1:])]
+        with passes.quiet():
+            strategies = self._compile.strategies
+            self._use(Bench(trainer, program, strategies, on_device, passes, kinds=kinds, notes=self._notes))
+        raise _Done
+
+    def _choose(self, loader: Any) -> Any:
+        """The first batch of each shape."""
+        began = time.perf_counter()
+        for batch in loader:
+            kind = kind_of(batch)
+            if kind not in self._kinds and len(self._chosen) < self._max_shapes:
+                self._chosen.append(batch)
+            self._kinds[kind] += 1
+            if self._kinds.total() >= self._max_batches or time.perf_counter() - began > MAX_SECONDS:
+                break
+        # The loop is given one batch more than it will get to: its fetcher looks ahead.
+        return [copy.deepcopy(batch) for batch in self._chosen[:1] * 2]
 
 
 class _Captured(Exception):

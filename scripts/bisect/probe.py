@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from scripts.bisect.trial import Outcome, Trial
+from scripts.bisect.report import Outcome, Trial
 from strategies import Program
 from strategies.compose import eager
 from strategies.errors import is_recompile_limit, one_line
@@ -49,12 +49,11 @@ class Probe:
 
     Args:
         passes: Quiet for as long as this lasts.
-        cuda_graphs: Whether Inductor replays what it compiled from CUDA graphs.
     """
 
-    def __init__(self, trainer: L.Trainer, program: Program, passes: LightningLoop, *, cuda_graphs: bool) -> None:
+    def __init__(self, trainer: L.Trainer, program: Program, passes: LightningLoop) -> None:
         self._trainer, self._program, self._passes = trainer, program, passes
-        self._repeats = REPLAYED_FROM if cuda_graphs else 2  # the first step makes the optimizer's state
+        self._repeats = REPLAYED_FROM if program.uses_cuda_graphs else 2  # the first step makes the optimizer's state
         self._phase, self._batch = "forward", 0
 
     def run(self, trial: Trial, batches: Sequence[Any], snapshot: Snapshot) -> Outcome:

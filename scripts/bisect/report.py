@@ -1,4 +1,4 @@
-"""Report: what a search found, in types that JSON knows, and its verdict in plain words. Needs no torch."""
+"""Report: what is tried, what came of it and what was found, and the verdict in plain words. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from scripts.bisect.trial import Outcome
 from trainer.telemetry.facts import number
 from trainer.telemetry.files import finite
 from trainer.telemetry.source import shown
 
-SCHEMA = 2
-"""Raised when the name or the meaning of a field changes. Up to 1, ``text`` of an option was ``said``."""
+SYMPTOMS = ("fails", "breaks", "recompiles", "differs", "slower")
+"""What a compile can do wrong, in the order in which a program is searched for it."""
+OPTIMIZER = "optimizer step"
+"""Stands among the module paths of a trial for the compiled optimizer step."""
+SCHEMA = 3
+"""Raised when the name or the meaning of a field changes."""
 NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
 """Exit codes."""
 MAX_PATHS = 3
@@ -40,6 +43,92 @@ RIGHT = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One try: these submodules compiled each by itself, all others eager, on these batches one after the other."""
+
+    symptom: str
+    """One of ``SYMPTOMS``: what is looked for."""
+    paths: tuple[str, ...]
+    """Submodules, and ``OPTIMIZER`` for the optimizer step."""
+    batches: tuple[int, ...] = (0,)
+    """Numbers of the batches, in the order in which they are run after each other."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Options of the strategy that have another value for this try; ``options`` is replaced as a whole."""
+    min_lost_seconds: float | None = None
+    """A step that takes so much longer than eager's is slower; None = from the usual margin on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    shows: bool
+    """Whether the symptom was seen."""
+    reason: str | None = None
+    """What was seen, in one line; None where nothing was."""
+    phase: str | None = None
+    """``forward``, ``backward`` or ``optimizer step`` of a failure; None where that is not known."""
+    where: str | None = None
+    """``file:line in function`` that the compiler or the error names."""
+    code: str | None = None
+    """Text of that line."""
+    batch: int | None = None
+    """Number of the batch that showed it."""
+    lost_seconds: float | None = None
+    """Median seconds that a step takes longer than eager's; negative where it is faster. Timed trials only."""
+    eager_seconds: float | None = None
+    """Median seconds of a step of eager. Timed trials only."""
+    crashed: bool = False
+    """Whether the process was lost: a signal, or the time limit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A submodule, and those below it."""
+
+    path: str
+    """As in ``module.get_submodule(path)``."""
+    kind: str
+    """Name of its class."""
+    file: str | None = None
+    """File of its class; None where there is none to read."""
+    line: int | None = None
+    """First line of the class."""
+    likeness: str = ""
+    """Equal for submodules that the compiler can be expected to treat alike: class, children, sizes of weights."""
+    called: bool = True
+    """Whether a step calls it: a list of modules is not called, nor is a layer whose weight alone is used."""
+    children: list[Node] = field(default_factory=list)
+    """Direct children in the module tree."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Site:
+    """What there is to search: the regions of a program and the shapes of its batches."""
+
+    regions: list[Node]
+    """What the strategies hand to the compiler, each with what it holds."""
+    strategy: str | None
+    """Name of the strategy that does so; None where only the optimizer step is compiled."""
+    requests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The options of each region that a ``Part`` of ``modular`` would have to set, by path."""
+    paths: list[str] = field(default_factory=list)
+    """Every submodule of the model, for wildcards that match no other."""
+    optimizer: bool = False
+    """Whether a strategy compiles the optimizer step."""
+    batches: list[str] = field(default_factory=list)
+    """What each batch looks like: dtypes and shapes."""
+    device: str = "cpu"
+    """Type of the device."""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    """Versions of torch and others."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know."""
+
+    @property
+    def everything(self) -> tuple[str, ...]:
+        return (*(node.path for node in self.regions), *([OPTIMIZER] if self.optimizer else []))
+
+
 @dataclass(slots=True, kw_only=True)
 class Culprit:
     """The smallest submodule, or the optimizer step, that shows the symptom when nothing else is compiled."""
@@ -50,13 +139,8 @@ class Culprit:
     file: str | None = None
     line: int | None = None
     """Where its class begins."""
-    reason: str | None = None
+    outcome: Outcome
     """What was seen of it alone."""
-    phase: str | None = None
-    """``forward``, ``backward`` or ``optimizer step``; None where that is not known, or is not a failure."""
-    where: str | None = None
-    """``file:line in function`` of the error or break itself."""
-    code: str | None = None
     copies: list[str] = field(default_factory=list)
     """Others like it that show it too, compiled together."""
     own_code: bool = False
@@ -91,16 +175,10 @@ class Report:
     """Symptoms that the whole was tried for."""
     compiled: list[str] = field(default_factory=list)
     """What the strategies compile: paths of submodules, the optimizer step."""
-    reason: str | None = None
-    """What was seen with everything compiled."""
-    phase: str | None = None
-    where: str | None = None
-    code: str | None = None
-    lost_seconds: float | None = None
-    """Median seconds that a step with everything compiled takes longer than eager's; None where none was timed."""
-    eager_seconds: float | None = None
+    whole: Outcome | None = None
+    """What was seen with everything compiled; None where nothing was tried."""
     lost_seconds_by_part: dict[str, float] = field(default_factory=dict)
-    """The same with one part compiled alone, for each that was timed alone; negative where it is faster."""
+    """``lost_seconds`` of one part compiled alone, for each that was timed alone."""
     shapes: list[str] = field(default_factory=list)
     """Shapes of the batches that were tried."""
     shapes_that_show: list[str] | None = None
@@ -170,8 +248,9 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _problem(report: Report, what: str, verb: str) -> Iterator[str]:
-    yield f"[bold red]{escape(what)} {verb}[/]: {escape(report.reason or 'no reason given')}"
-    yield from _place(report)
+    assert report.whole is not None
+    yield f"[bold red]{escape(what)} {verb}[/]: {escape(report.whole.reason or 'no reason given')}"
+    yield from _place(report.whole)
     tried = len(report.shapes)
     if report.shape_sequence is not None:
         yield f"[bold]shapes[/]: only with batches of several shapes: {escape(', then '.join(report.shape_sequence))}"
@@ -203,7 +282,7 @@ def _problem(report: Report, what: str, verb: str) -> Iterator[str]:
         yield f"[bold]reproducer[/]: python {command} ({shows[report.reproducer_shows]})"
 
 
-def _place(seen: Report | Culprit) -> Iterator[str]:
+def _place(seen: Outcome) -> Iterator[str]:
     parts = [f"in the {seen.phase}" if seen.phase else "", f"at {shown(seen.where)}" if seen.where else ""]
     if any(parts):
         yield f"  {escape(' '.join(filter(None, parts)))}"
@@ -214,8 +293,9 @@ def _place(seen: Report | Culprit) -> Iterator[str]:
 def _culprit(culprit: Culprit, verb: str) -> Iterator[str]:
     kind = f" ({culprit.kind}, {shown(f'{culprit.file}:{culprit.line}')})" if culprit.file else ""
     kind = kind or (f" ({culprit.kind})" if culprit.kind else "")
-    yield f"[bold]culprit[/]: {escape(culprit.path + kind)}: compiled alone it {verb}: {escape(culprit.reason or '')}"
-    yield from _place(culprit)
+    reason = escape(culprit.outcome.reason or "")
+    yield f"[bold]culprit[/]: {escape(culprit.path + kind)}: compiled alone it {verb}: {reason}"
+    yield from _place(culprit.outcome)
     if culprit.own_code:
         yield "  what it is made of shows nothing: it is its own code, or its parts in one graph"
     if culprit.copies:

@@ -6,11 +6,13 @@ Top-down to the smallest submodule that shows the symptom alone, bottom-up to th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from scripts.bisect.report import Culprit, OptionTried, Report, named
-from scripts.bisect.trial import OPTIMIZER, SYMPTOMS, Outcome, Site, Tree, Trial
+from scripts.bisect.report import OPTIMIZER, SYMPTOMS, Culprit, Node, OptionTried, Outcome, Report, Site, Trial, named
+from strategies.base import Stage, Strategy
+from strategies.compose import label
+from trainer.auto.estimates import refuse_choice
 
 MAX_CULPRITS = 8
 """Different ones that are looked for before the search gives the rest up as more of the same."""
@@ -19,6 +21,10 @@ CLEARLY = 0.5
 INDUCTOR_DEFAULTS: dict[str, Any] = {"mode": "default", "combo_kernels": None, "coordinate_descent": None}
 DEFAULTS: dict[str, Any] = {**INDUCTOR_DEFAULTS, "dynamic": None, "activation_memory_budget": None}
 """Options that are tried at their default."""
+LEFT_OUT = {
+    Stage.CACHE: "left out, so that no store is read or written",
+    Stage.STEP: "left out, a captured step runs no single submodule",
+}
 
 Try = Callable[[Sequence[str]], Outcome]
 """Compiles these submodules, each by itself, and returns what came of it."""
@@ -32,6 +38,34 @@ class Bench(Protocol):
     def trial(self, trial: Trial) -> Outcome:
         """Do one trial."""
         ...
+
+
+class Tree:
+    """The regions of a program and what they hold; the optimizer step is known as ``OPTIMIZER`` without being here."""
+
+    def __init__(self, regions: Iterable[Node]) -> None:
+        self.nodes = {node.path: node for region in regions for node in _all(region)}
+
+    def likeness(self, path: str) -> str:
+        """Equal for paths that the compiler can be expected to treat alike."""
+        return self.nodes[path].likeness if path in self.nodes else path
+
+    def children(self, path: str) -> list[str]:
+        """The nearest submodules below ``path`` that a step calls."""
+        return [] if path == OPTIMIZER else list(_called(self.nodes[path].children))
+
+    def without(self, paths: Sequence[str], left_out: Collection[str], own_code: Collection[str] = ()) -> list[str]:
+        """All of ``paths`` but ``left_out``: as they are where they hold none of it, else the largest submodules in
+        them that do not. The code of those in between stays eager, and of ``own_code`` nothing but its own code."""
+        kept: list[str] = []
+        for path in paths:
+            if any(holds(out, path) for out in left_out):
+                continue
+            if any(holds(path, out) for out in (*left_out, *own_code)):
+                kept += self.without(self.children(path), left_out, own_code)
+            else:
+                kept.append(path)
+        return kept
 
 
 class Search:
@@ -80,18 +114,9 @@ class Search:
             return self._descend([below])
         if len(children) > 1 and self._outcome(children).shows:
             return self._smallest(children)
-        outcome, node = self._outcome([alone]), self._tree.nodes.get(alone)
-        return Culprit(
-            path=alone,
-            kind=node.kind if node else None,
-            file=node.file if node else None,
-            line=node.line if node else None,
-            reason=outcome.reason,
-            phase=outcome.phase,
-            where=outcome.where,
-            code=outcome.code,
-            own_code=bool(children),
-        )
+        node = self._tree.nodes.get(alone)
+        about: dict[str, Any] = {} if node is None else {"kind": node.kind, "file": node.file, "line": node.line}
+        return Culprit(path=alone, outcome=self._outcome([alone]), own_code=bool(children), **about)
 
     def _first(self, paths: Sequence[str]) -> str | None:
         """The first path that shows it alone. Of those alike, one is tried first, then the others together."""
@@ -178,7 +203,6 @@ class Investigation:
         report = self._report
         whole = self._whole(symptoms)
         if whole is not None:
-            report.reason, report.phase, report.where, report.code = whole.reason, whole.phase, whole.where, whole.code
             whole = self._shapes(whole)
             if report.symptom == "slower" and whole.lost_seconds is not None:
                 self._min_lost_seconds = CLEARLY * whole.lost_seconds
@@ -200,9 +224,7 @@ class Investigation:
             orders = [(number,) for number in self._batches] if symptom == "slower" else [self._batches]
             for order in orders:
                 outcome = self._do("everything", self._site.everything, order)
-                if symptom == "slower":
-                    self._report.lost_seconds = outcome.lost_seconds
-                    self._report.eager_seconds = outcome.eager_seconds
+                self._report.whole = outcome
                 if outcome.shows:
                     self._report.symptom = symptom
                     return outcome
@@ -311,3 +333,33 @@ def options(site: Site, symptom: str, *, several_shapes: bool) -> Iterator[Optio
                 option.changes["activation_memory_budget"] = None
             option.backend = True
             yield option
+
+
+def holds(outer: str, path: str) -> bool:
+    """Whether ``path`` is ``outer`` or lies in it."""
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]:
+    """The strategies that can be searched, and notes about the others. Raises ValueError when none compiles."""
+    given = list(strategies)
+    refuse_choice(given)
+    kept = [each for each in given if each.stage not in LEFT_OUT]
+    notes = [f"{each.name}: {LEFT_OUT[each.stage]}" for each in given if each.stage in LEFT_OUT]
+    if not any(each.stage in (Stage.MODULE, Stage.OPTIMIZER) for each in kept):
+        raise ValueError(f"compile={label(given)}: compiles nothing, there is nothing to search; try compile=whole")
+    return kept, notes
+
+
+def _all(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from _all(child)
+
+
+def _called(nodes: Iterable[Node]) -> Iterator[str]:
+    for node in nodes:
+        if node.called:
+            yield node.path
+        else:
+            yield from _called(node.children)

@@ -1,21 +1,32 @@
-"""Machine: what this process may use of its processors and memory, who else uses them now, and its folders."""
+"""Machine: Python and the packages, what this process may use of processors and memory, who else uses them now, its
+folders, and the variables that change compilation."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
+import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from scripts.doctor.finding import Finding, error, ok, warning
 from strategies.cached.store import distrust_of
-from strategies.toolchain import cache_directories, unwritable
+from strategies.toolchain import SWITCHES, cache_directories, switched_off, unwritable
 from tasks.resources import CGROUPS, available_gib, memory_limit_gib, words
 from trainer.telemetry.machine import MUCH_USE, MachineFacts, MachineMonitor
 
+DISTRIBUTION = "crucible-train"
+OLDEST_PYTHON = (3, 11)
+NEWEST_TORCH_TRIED = (2, 15)
+"""The project's tests run on this one and on the oldest that it takes."""
+REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)\s*(?P<bounds>[^;\[]*)$")
+BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
 GIB = 1 << 30
 LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
 """A cold compile of a model of ordinary size writes some hundred MiB."""
@@ -27,6 +38,107 @@ LITTLE_MEMORY_GIB = 4.0
 """Importing torch and Inductor and compiling in a few processes takes about three."""
 BUSY_SECONDS = 0.6
 WAIT = "wait until it is quiet, or measure elsewhere: runs record it, and comparisons of such runs have no verdict"
+NAMES = ("CUDA_VISIBLE_DEVICES", "CXX", "CC", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCH_LOGS", "TRITON_")
+"""Of variables that are shown as they stand where they cost nothing."""
+COSTLY: dict[str, str] = {
+    "CUDA_LAUNCH_BLOCKING=1": "the host waits for every kernel: for finding errors, never for timing",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1": "kernels and communication are serialized: trainer.strategy=fsdp hides none of it",
+    "TORCHDYNAMO_SUPPRESS_ERRORS=": "what does not compile runs eager silently; any value switches it on",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1": "every run compiles everything anew",
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES=1": "every run compiles everything anew",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE=0": "compiled graphs are not kept: every run compiles them anew",
+    "TORCHINDUCTOR_COMPILE_THREADS=1": "kernels are compiled one after the other",
+    "TORCHINDUCTOR_NAN_ASSERTS=1": "looks for NaN in every kernel's results",
+    "TORCHINDUCTOR_PROFILE=": "times every kernel",
+    "TORCHDYNAMO_REPRO_AFTER=": "writes a reproducer of each graph that fails: slow",
+    "TORCH_COMPILE_DEBUG=1": "writes all intermediate code to ./torch_compile_debug: slow",
+    "TORCH_COMPILE_CPROFILE=": "profiles the compiler: slow",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS=": "compiles chosen graphs with another backend than a run asks for",
+    "TORCH_TRACE=": "writes a log of every compile",
+    "TRITON_ALWAYS_COMPILE=1": "kernels are never taken from Triton's cache",
+    "TRITON_DEBUG=1": "kernels check their indices: slow",
+    "TRITON_INTERPRET=1": "kernels are interpreted in Python on the CPU",
+    "DISABLE_PTXAS_OPT=1": "kernels are assembled without optimisation",
+    "NVIDIA_TF32_OVERRIDE=0": "no product of matrices uses TF32, whatever trainer.matmul_precision says",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING=": "every allocation goes to the driver",
+}
+"""What a variable costs at this value; without one, at any."""
+WRONG = ("TRITON_INTERPRET=1",)
+"""Of those, with which no run makes sense."""
+
+
+def packages() -> Iterator[Finding]:
+    """A line for Python and for each package that a run cannot do without."""
+    version = platform.python_version()
+    if sys.version_info < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        yield error("python", f"{version}, at least {wanted} is needed", f"python{wanted} -m venv .venv")
+    else:
+        yield ok("python", f"{version} ({sys.executable})")
+    for name, bounds in requirements():
+        yield installed(name, bounds)
+
+
+def requirements() -> Iterator[tuple[str, str]]:
+    """Name and bounds of each required package: of the checkout, or of what is installed."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if project.is_file() and sys.version_info >= OLDEST_PYTHON:
+        import tomllib
+
+        lines = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        try:
+            lines = importlib.metadata.requires(DISTRIBUTION) or []
+        except importlib.metadata.PackageNotFoundError:
+            lines = []
+    for line in lines:
+        if found := REQUIREMENT.match(line):  # those of extras have a marker, and are not required
+            yield found["name"], found["bounds"].strip()
+
+
+def installed(name: str, bounds: str) -> Finding:
+    """Whether ``name`` is installed in a version within ``bounds``, as pip writes them."""
+    fix = f"pip install '{name}{bounds}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return error(name, "is not installed", fix)
+    release = _numbers(version)
+    for relation, wanted in BOUND.findall(bounds):
+        if (release >= _numbers(wanted)) != (relation == ">="):
+            return error(name, f"{version}, {relation}{wanted} is needed", fix)
+    if name == "torch" and release[:2] > NEWEST_TORCH_TRIED:
+        tried = ".".join(map(str, NEWEST_TORCH_TRIED))
+        return warning(
+            name, f"{version}, newer than {tried}, the newest that was tried", f"pip install 'torch=={tried}.*'"
+        )
+    return ok(name, version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    leading = re.match(r"[0-9.]*[0-9]", version)
+    return tuple(int(part) for part in leading[0].split(".") if part) if leading else ()
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """A line for each variable that costs something, and one for all others that change compilation."""
+    if (off := switched_off()) is not None:
+        message, _, fix = off.partition(": ")
+        yield error("environment", message, fix)
+    others, found = [], off is not None
+    for name, value in sorted(environment.items()):
+        setting = f"{name}={value}"
+        key = setting if setting in COSTLY else f"{name}="
+        if name in SWITCHES and value == "1":
+            continue  # reported first, in the same words as a run's
+        if key in COSTLY and value:
+            report, found = error if key in WRONG else warning, True
+            yield report("environment", f"{setting}: {COSTLY[key]}", f"unset {name}, unless you mean it")
+        elif name in NAMES or name.startswith(PREFIXES):
+            others.append(setting)
+    if others or not found:
+        yield ok("environment", ", ".join(others) or "no variable that changes compilation is set")
 
 
 def places() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What the compiler does while steps are explained, the values behind each failed guard, and what Inductor generated.
+"""What the compiler does while steps are explained, and the values behind each failed guard.
 
 Everything under ``torch._dynamo`` and ``torch._inductor`` is private to torch. ``trainer.telemetry.compiler`` counts
 for the record of a run; this module reads more, at a price that no run should pay.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch._dynamo.utils as dynamo_utils
 
-from scripts.explain.explanation import Break, Graphs, Kernels, Recompile
+from scripts.explain.explanation import Break, Graphs, Recompile
 from trainer.telemetry import source
 from trainer.telemetry.compiler import METRICS_KEPT
 from trainer.telemetry.recompiles import FIXES, TENSOR_KINDS, change_of, guard_of, value_now
@@ -52,9 +52,6 @@ DIFFER = (*SIZES, "requires gradient")
 """Kinds by which copies of one class differ that share their code: widths, and the first one's input."""
 EXPECTED = {"validating": MODES, "warming": (*MODES, *SIZES)}
 """Kinds of recompiles that every run has: graphs for validation, and the shapes that a strategy compiles beforehand."""
-AOT_ID = re.compile(r"^# AOT ID: \['(?P<graph>\w+)'\]", re.MULTILINE)
-KERNEL = re.compile(r"= async_compile\.\w+\(")
-"""Each kernel that a file launches, in C++ a function of one or more loops. Torch's own count is one of loops there."""
 
 
 class CompilerRecorder:
@@ -68,19 +65,16 @@ class CompilerRecorder:
         self.breaks: list[Break] = []
         self.recompiles: list[Recompile] = []
         self.failures: list[str] = []
-        self._cudagraph_reasons: list[str] = []
+        self.left_out_of_cuda_graphs: list[str] = []
+        """Why, for each graph."""
         self._regions: dict[str, str] = {}
         self._locations: dict[str, Line] = {}
         self._metrics = self._breaks = 0
-        self._kernels: dict[str, int] = {}
-        self._files: set[Path] = set()
 
     def start(self) -> None:
         dynamo_utils.set_compilation_metrics_limit(METRICS_KEPT)
         self._metrics = len(dynamo_utils.get_compilation_metrics())
         self._breaks = len(dynamo_utils.graph_break_reasons)
-        self._kernels = _inductor_counts()
-        self._files = set(generated_files())
         dynamo_utils.register_hook_for_recompile_user_context(_value_behind_the_guard)
 
     def stop(self) -> None:
@@ -101,17 +95,6 @@ class CompilerRecorder:
             self.breaks.append(read_break(reason.reason, stack, region=region, phase=self.phase))
         self._breaks = len(reasons)
 
-    def kernels(self, *, cuda_graphs: bool) -> Kernels:
-        """What Inductor made since ``start``."""
-        counts = {name: value - self._kernels[name] for name, value in _inductor_counts().items()}
-        return Kernels(
-            generated=sum(kernels_in(file) for file in generated_files() if file not in self._files),
-            nodes_before_fusion=counts["nodes"],
-            external_calls=counts["external"],
-            cudagraph_skips=counts["skips"] if cuda_graphs else None,
-            cudagraph_reasons=list(dict.fromkeys(self._cudagraph_reasons)),
-        )
-
     def _read_metric(self, metric: Any, region: str | None, *, first_call: bool) -> None:
         identifier = str(metric.compile_id)
         frame = identifier.split("/")[0]
@@ -124,7 +107,7 @@ class CompilerRecorder:
         region = region or _place(where)
         self._regions.setdefault(identifier, region)
         if metric.cudagraph_skip_reason:
-            self._cudagraph_reasons.append(" ".join(metric.cudagraph_skip_reason.split()))
+            self.left_out_of_cuda_graphs.append(" ".join(metric.cudagraph_skip_reason.split()))
         if metric.fail_type:
             line = " ".join(str(metric.fail_reason or "no reason given").split("\n")[0].split())
             at = f" ({metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno})"
@@ -170,9 +153,7 @@ def read_break(text: str, stack: Sequence[Line], *, region: str | None, phase: s
         kind=kind,
         identifier=page["identifier"].upper() if page else None,
         reason=explained[0] if explained else reason,
-        fix=("in a hook, which the compiler traces with its module: " if _in_hook(stack) else "")
-        + fix
-        + (f" {page[0]}" if page else ""),
+        fix=fix + (f" {page[0]}" if page else ""),
         where=where,
         called_from=called_from,
         inside=inside,
@@ -264,47 +245,11 @@ def quiet_compiler() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def generated_files() -> list[Path]:
-    """Source files that Inductor has generated in this process, one for each graph and direction."""
-    codecache = sys.modules.get("torch._inductor.codecache")
-    modules = [] if codecache is None else codecache.PyCodeCache.modules
-    files = (getattr(module, "__file__", None) for module in modules)
-    return [Path(file) for file in dict.fromkeys(files) if file and Path(file).is_file()]
-
-
-def kernels_in(file: Path) -> int:
-    return len(KERNEL.findall(file.read_text(encoding="utf-8", errors="replace")))
-
-
-def name_of(file: Path) -> str:
-    """``<graph>_<forward, backward or inference>-<hash>.py``; the file's own name where it does not say."""
-    found = AOT_ID.search(file.read_text(encoding="utf-8", errors="replace")[:2000])
-    return f"{found['graph']}-{file.stem[:8]}.py" if found else file.name
-
-
-def _in_hook(stack: Sequence[Line]) -> bool:
-    """Whether ``torch.nn.Module`` called a hook on the way."""
-    return any(
-        source.is_machinery(frame.file) and frame.file.endswith("module.py") and "hook(" in (frame.code or "")
-        for frame in stack
-    )
-
-
 def _place(where: Line | None) -> str:
     """Name for what was compiled outside of all regions."""
     path = Path(where.file if where is not None else "")
     names = (path.stem.split("_")[0], *(parent.name for parent in path.parents))
     return "optimizer" if any(name in OPTIMIZERS for name in names) else "outside regions"
-
-
-def _inductor_counts() -> dict[str, int]:
-    inductor = dynamo_utils.counters["inductor"]
-    metrics = sys.modules.get("torch._inductor.metrics")  # not imported before Inductor compiles for the first time
-    return {
-        "nodes": getattr(metrics, "ir_nodes_pre_fusion", 0),
-        "external": inductor["extern_calls"],
-        "skips": inductor["cudagraph_skips"],
-    }
 
 
 def _value_behind_the_guard() -> str:

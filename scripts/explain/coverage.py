@@ -8,7 +8,6 @@ that called them, nodes of the backward under their own names.
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,8 +32,6 @@ NODES = (ENGINE, "torch::autograd")
 OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 MARKS = (FORWARD, BACKWARD, MODULE, COMPILED, *OPTIMIZER)
 HOST = "Python, Lightning and waiting for the device"
-MIN_SHARE = 0.005
-"""Shares below it are added up as one."""
 
 
 class Place(NamedTuple):
@@ -45,138 +42,117 @@ class Place(NamedTuple):
     compiled: bool = False
 
 
-class _Times:
-    """Microseconds by place, on the host and on the device."""
-
-    def __init__(self) -> None:
-        self.host: dict[Place, float] = defaultdict(float)
-        self.device: dict[Place, float] = defaultdict(float)
-
-    def add(self, event: Any, place: Place, *, apart: Sequence[Any] = ()) -> None:
-        """All of ``event`` less what lies ``apart``."""
-        self.host[place] += max(event.cpu_time_total - sum(each.cpu_time_total for each in apart), 0.0)
-        self.device[place] += max(_device(event) - sum(map(_device, apart)), 0.0)
-
-    def add_tree(self, event: Any, phase: str, eager: str) -> None:
-        """What lies below ``event`` and its own time; ``eager`` names what runs there eager."""
-        own = event.cpu_time_total - sum(child.cpu_time_total for child in event.cpu_children)
-        self.host[Place(phase, eager)] += max(float(own), 0.0)
-        for child in event.cpu_children:
-            name = child.name
-            if name == FORWARD:
-                self.add_tree(child, "forward", "training_step itself (eager)")
-            elif name == BACKWARD:
-                self.add_tree(child, "backward", "autograd engine")
-            elif name.startswith(NODES):
-                self.add_node(child)
-            elif name.startswith(OPTIMIZER):
-                self.add_tree(child, "optimizer", f"{name.split('#')[-1]} (eager)")
-            elif name.startswith(COMPILED):
-                self.add_compiled(child, phase)
-            elif name.startswith(MODULE):
-                self.add_tree(child, phase, f"{name.removeprefix(MODULE)} (eager module)")
-            elif name.endswith(COMPILING):
-                self.add(child, Place(phase, "compiling, because every step does"))
-            elif name.startswith(LOOKUP):
-                self.add(child, Place(phase, "guards: looking up compiled code"))
-            elif _holds_a_mark(child):
-                self.add_tree(child, phase, eager)
-            else:
-                self.add(child, Place(phase, eager))
-
-    def add_node(self, event: Any) -> None:
-        node = event.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
-        compiled = node.startswith(BACKWARD_COMPILED)
-        self.add(event, Place("backward", "compiled graphs" if compiled else f"{node} (eager)", compiled))
-
-    def add_compiled(self, event: Any, phase: str) -> None:
-        """Compiled code: all of it, less the operators that run eager between two graphs of broken code."""
-        children = event.cpu_children
-        inner = [child for child in children if child.name.startswith(COMPILED)]
-        broken = inner or any(child.name.startswith(INNER_GRAPH) for child in children)
-        loose = [child for child in children if broken and child.name.startswith("aten::")]
-        compiling = [child for child in children if child.name.endswith(COMPILING)]
-        for child in loose:
-            self.add(child, Place(phase, "eager operators between graphs"))
-        for child in compiling:
-            self.add(child, Place(phase, "compiling, because every step does"))
-        for child in inner:
-            self.add_compiled(child, phase)
-        self.add(event, Place(phase, "compiled graphs", True), apart=[*loose, *inner, *compiling])
+IN_ENGINE = Place("backward", "autograd engine")
+Piece = tuple[Place, float, float]
+"""Microseconds on the host and on the device."""
 
 
 def coverage(events: Sequence[Any]) -> Coverage | None:
     """Coverage of the steps among ``events`` of a profile: trees with ``name``, ``thread``, ``time_range``,
-    ``cpu_children`` and times in microseconds."""
+    ``cpu_children`` and times in microseconds. Means of the steps: medians of parts do not add up to that of all."""
     steps = [event for event in events if event.name == STEP]
     if not steps:
         return None
     elsewhere = [event for event in events if event.cpu_parent is None and event.name.startswith(NODES)]
-    taken = [_of_step(step, elsewhere) for step in steps]
-    # Means, of the step and of its parts: medians of parts do not add up to the median of the whole.
-    places = {place for times in taken for place in (*times.host, *times.device)}
-    seconds = {place: statistics.fmean(times.host[place] for times in taken) / 1e6 for place in places}
-    devices = {place: statistics.fmean(times.device[place] for times in taken) / 1e6 for place in places}
-    whole = sum(seconds.values()) or 1.0
-    on_device = any(devices.values())
+    host: dict[Place, float] = defaultdict(float)
+    device: dict[Place, float] = defaultdict(float)
+    for step in steps:
+        for place, host_us, device_us in _of_step(step, elsewhere):
+            host[place] += host_us / len(steps) / 1e6
+            device[place] += device_us / len(steps) / 1e6
+    whole, on_device = sum(host.values()) or 1.0, any(device.values())
     shares = [
         Share(
-            phase=place.phase,
-            what=place.what,
-            seconds=value,
-            share=value / whole,
-            compiled=place.compiled,
-            device_seconds=devices[place] if on_device else None,
+            **place._asdict(),
+            seconds=seconds,
+            share=seconds / whole,
+            device_seconds=device[place] if on_device else None,
         )
-        for place, value in seconds.items()
+        for place, seconds in host.items()
     ]
-    shares.sort(key=lambda share: -share.seconds)
     return Coverage(
-        step_seconds=statistics.fmean(step.cpu_time_total for step in steps) / 1e6,
+        step_seconds=sum(step.cpu_time_total for step in steps) / len(steps) / 1e6,
         compiled_share=sum(share.share for share in shares if share.compiled),
         steps=len(steps),
-        shares=_without_crumbs(shares),
+        shares=sorted(shares, key=lambda share: -share.seconds),
     )
 
 
-def _of_step(step: Any, elsewhere: Sequence[Any]) -> _Times:
-    times = _Times()
-    times.add_tree(step, "host", HOST)
+def _of_step(step: Any, elsewhere: Sequence[Any]) -> Iterator[Piece]:
     # On an accelerator, a thread of autograd's own runs the backward while the step's thread waits for it.
     span = step.time_range
     theirs = [event for event in elsewhere if span.start <= event.time_range.start <= span.end]
-    for event in theirs:
-        times.add_node(event)
-    if theirs:
-        waited = Place("backward", "autograd engine")
-        times.host[waited] = max(times.host[waited] - sum(event.cpu_time_total for event in theirs), 0.0)
-    return times
+    waited = sum(event.cpu_time_total for event in theirs)
+    for place, host, device in _pieces(step, "host", HOST):
+        here = min(waited, host) if place == IN_ENGINE else 0.0
+        waited -= here
+        yield place, host - here, device
+    yield from map(_node, theirs)
+
+
+def _pieces(event: Any, phase: str, eager: str) -> Iterator[Piece]:
+    """What lies below ``event`` and its own time; ``eager`` names what runs there eager."""
+    here = Place(phase, eager)
+    yield here, _piece(event, here, event.cpu_children)[1], 0.0
+    for child in event.cpu_children:
+        name = child.name
+        if name == FORWARD:
+            yield from _pieces(child, "forward", "training_step itself (eager)")
+        elif name == BACKWARD:
+            yield from _pieces(child, *IN_ENGINE[:2])
+        elif name.startswith(NODES):
+            yield _node(child)
+        elif name.startswith(OPTIMIZER):
+            yield from _pieces(child, "optimizer", f"{name.split('#')[-1]} (eager)")
+        elif name.startswith(COMPILED):
+            yield from _compiled(child, phase)
+        elif name.startswith(MODULE):
+            yield from _pieces(child, phase, f"{name.removeprefix(MODULE)} (eager module)")
+        elif name.endswith(COMPILING):
+            yield _piece(child, Place(phase, "compiling, because every step does"))
+        elif name.startswith(LOOKUP):
+            yield _piece(child, Place(phase, "guards: looking up compiled code"))
+        elif _holds_a_mark(child):
+            yield from _pieces(child, phase, eager)
+        else:
+            yield _piece(child, here)
+
+
+def _compiled(event: Any, phase: str) -> Iterator[Piece]:
+    """Compiled code: all of it, less the operators that run eager between two graphs of broken code."""
+    inner, compiling, loose = [], [], []
+    for child in event.cpu_children:
+        if child.name.startswith(COMPILED):
+            inner.append(child)
+        elif child.name.endswith(COMPILING):
+            compiling.append(child)
+        elif child.name.startswith("aten::"):
+            loose.append(child)
+    if not inner and not any(child.name.startswith(INNER_GRAPH) for child in event.cpu_children):
+        loose = []
+    for child in inner:
+        yield from _compiled(child, phase)
+    yield from (_piece(child, Place(phase, "compiling, because every step does")) for child in compiling)
+    yield from (_piece(child, Place(phase, "eager operators between graphs")) for child in loose)
+    yield _piece(event, Place(phase, "compiled graphs", True), [*inner, *compiling, *loose])
+
+
+def _node(event: Any) -> Piece:
+    """A node of the backward."""
+    node = event.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
+    compiled = node.startswith(BACKWARD_COMPILED)
+    return _piece(event, Place("backward", "compiled graphs" if compiled else f"{node} (eager)", compiled))
+
+
+def _piece(event: Any, place: Place, apart: Sequence[Any] = ()) -> Piece:
+    """All of ``event`` less what lies ``apart``."""
+    host = event.cpu_time_total - sum(each.cpu_time_total for each in apart)
+    device = event.device_time_total - sum(each.device_time_total for each in apart)
+    return place, max(float(host), 0.0), max(float(device), 0.0)
 
 
 def _holds_a_mark(event: Any) -> bool:
     return any(child.name.startswith(MARKS) or _holds_a_mark(child) for child in event.cpu_children)
-
-
-def _device(event: Any) -> float:
-    return float(getattr(event, "device_time_total", 0.0) or 0.0)
-
-
-def _without_crumbs(shares: Sequence[Share]) -> list[Share]:
-    kept = [share for share in shares if share.share >= MIN_SHARE]
-    crumbs = [share for share in shares if share.share < MIN_SHARE]
-    if crumbs:
-        known = [share.device_seconds for share in crumbs if share.device_seconds is not None]
-        kept.append(
-            Share(
-                phase="host",
-                what=f"{len(crumbs)} smaller things",
-                seconds=sum(share.seconds for share in crumbs),
-                share=sum(share.share for share in crumbs),
-                compiled=False,
-                device_seconds=sum(known) if known else None,
-            )
-        )
-    return kept
 
 
 class StepProfile:

@@ -1,4 +1,4 @@
-"""Explanation: what ``scripts.explain`` found out about one training step, in types that JSON knows.
+"""Explanation: what was found out about one training step, in types that JSON knows, and as rich prints it.
 
 Units are in the field names; what was not looked at is None and named in ``not_looked_at``. Imports no torch.
 """
@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trainer.telemetry.files import finite
-from trainer.telemetry.source import Line
+from rich import markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-SCHEMA = 2
-"""Raised when the name or the meaning of a field changes. Up to 1, ``fix`` was ``mend``."""
+from trainer.telemetry.files import finite
+from trainer.telemetry.source import Line, shown
+
+SCHEMA = 3
+"""Raised when the name or the meaning of a field changes."""
+MAX_CHANGES, MAX_SHARES, MIN_SHARE = 4, 12, 0.005
+"""Changes of one value, and parts of a step, that the terminal shows; JSON has all."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,21 +121,6 @@ class Coverage:
 
 
 @dataclass(kw_only=True, slots=True)
-class Kernels:
-    """What Inductor made of the graphs."""
-
-    generated: int
-    """Kernels written by Inductor."""
-    nodes_before_fusion: int
-    """Operations that went in, after lowering."""
-    external_calls: int
-    """Calls of libraries: matrix products, convolutions, attention."""
-    cudagraph_skips: int | None = None
-    """Graphs that were left out of CUDA graphs; None where none were asked for."""
-    cudagraph_reasons: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True, slots=True)
 class Explanation:
     """Everything about one task under one list of strategies."""
 
@@ -151,12 +144,9 @@ class Explanation:
     failures: list[str] = field(default_factory=list)
     """What did not compile at all, or ended the steps."""
     coverage: Coverage | None = None
-    kernels: Kernels | None = None
     notes: list[str] = field(default_factory=list)
     """Notes of the strategies."""
     not_looked_at: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    """What was written because it was asked for, by what it is."""
 
     @property
     def unexpected(self) -> list[Recompile]:
@@ -171,3 +161,131 @@ class Explanation:
         """One JSON document, indented, with a newline at its end."""
         facts = {"schema": SCHEMA, "problems": self.problems, **dataclasses.asdict(self)}
         return json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
+
+
+def print_explanation(explanation: Explanation, console: Console) -> None:
+    """Print what a reader needs, problems first; JSON holds the rest."""
+    console.print(_heading(explanation), markup=False)
+    for number, failure in enumerate(explanation.failures, 1):
+        console.print(f"\n[red bold]does not compile {number}[/]: {markup.escape(failure)}")
+    for number, one in enumerate(explanation.breaks, 1):
+        _print_problem(f"[red bold]graph break {number}[/]", one, console)
+    for number, recompile in enumerate(explanation.unexpected, 1):
+        _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console)
+    console.print()
+    if explanation.graphs:
+        console.print(_graphs(explanation))
+    if explanation.coverage is not None:
+        console.print(_coverage(explanation.coverage))
+    for line in _lines_at_the_end(explanation):
+        console.print(line, markup=False)
+    console.print(f"[bold]{markup.escape(verdict(explanation))}[/]")
+
+
+def _heading(explanation: Explanation) -> str:
+    """What was looked at, in two lines."""
+    kinds = len(explanation.batch_kinds)
+    stopped = f" (not the whole epoch: {explanation.stopped})" if explanation.stopped else ""
+    return (
+        f"{explanation.task} under {explanation.strategies}, backend {explanation.backend or 'n/a'}, "
+        f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}\n"
+        f"{explanation.batches:,} batches looked at, {explanation.batches_run:,} run, {_count(kinds, 'kind')}{stopped}"
+    )
+
+
+def verdict(explanation: Explanation) -> str:
+    """The last line."""
+    if not explanation.problems:
+        return "nothing wrong: no graph breaks, no recompiles"
+    counts = (
+        (len(explanation.breaks), "graph break"),
+        (sum(recompile.count for recompile in explanation.unexpected), "recompile"),
+        (len(explanation.failures), "failure"),
+    )
+    return ", ".join(_count(number, name) for number, name in counts if number)
+
+
+def _lines_at_the_end(explanation: Explanation) -> Iterator[str]:
+    """What is expected, notes, what was left out."""
+    expected = sum(recompile.count for recompile in explanation.recompiles if recompile.expected)
+    if expected:
+        yield (
+            f"expected: {expected} more {'graph' if expected == 1 else 'graphs'} (validation, copies of other sizes, "
+            "shapes compiled beforehand), which torch counts as recompiles"
+        )
+    yield from (f"note: {note}" for note in explanation.notes)
+    yield from (f"not looked at: {each}" for each in explanation.not_looked_at)
+
+
+def _print_problem(title: str, one: Break | Recompile, console: Console) -> None:
+    identifier = f" ({one.identifier})" if isinstance(one, Break) and one.identifier else ""
+    times = "" if one.count == 1 else f", {one.count} times"
+    console.print(f"\n{title}: {markup.escape(one.kind + identifier + times)}")
+    _print_line(one.where, console)
+    if isinstance(one, Break):
+        if one.inside is not None:
+            console.print(f"  which reaches {_place(one.inside)}", markup=False)
+        if one.called_from is not None:
+            console.print("  called from")
+            _print_line(one.called_from, console)
+    if one.region:
+        console.print(f"  in region {one.region}", markup=False)
+    if isinstance(one, Break):
+        console.print(f"  why:  {one.reason}", markup=False)
+    else:
+        more = [f"{len(one.changes) - MAX_CHANGES} more"] if len(one.changes) > MAX_CHANGES else []
+        changes = "; ".join([*one.changes[:MAX_CHANGES], *more])
+        console.print(f"  what: {one.what}" + (f": {changes}" if changes else ""), markup=False)
+    console.print(Text.assemble("  ", ("fix:", "green"), "  ", one.fix))
+
+
+def _print_line(line: Line | None, console: Console) -> None:
+    if line is not None:
+        console.print(f"  {_place(line)}", markup=False)
+        if line.code:
+            console.print(Text(f"    {line.code}", style="bold"))
+
+
+def _place(line: Line) -> str:
+    return f"{shown(line.file)}:{line.number}" + (f" in {line.function}" if line.function else "")
+
+
+def _count(number: int, name: str, several: str = "") -> str:
+    return f"{number} {name if number == 1 else several or name + 's'}"
+
+
+def _graphs(explanation: Explanation) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("region", "copies", "forward", "backward", "val", "ops", "breaks", "recompiles"):
+        table.add_column(name, justify="left" if name == "region" else "right", overflow="fold")
+    for each in explanation.graphs:
+        counts = (each.forward, each.backward, each.validation, each.operations, each.breaks, each.recompiles)
+        table.add_row(markup.escape(each.region), str(len(each.paths) or "-"), *(f"{count:,}" for count in counts))
+    return table
+
+
+def _coverage(measured: Coverage) -> Table:
+    table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title_justify="left",
+        title=f"\n{measured.compiled_share:.0%} of the step's {measured.step_seconds * 1e3:.3g} ms (host time, "
+        f"mean of {measured.steps} steps) is compiled code",
+    )
+    on_device = any(share.device_seconds is not None for share in measured.shares)
+    for name in ("share", "ms", *(["device ms"] if on_device else [])):
+        table.add_column(name, justify="right")
+    for name in ("", "phase", "what"):
+        table.add_column(name)
+    for share in (each for each in measured.shares[:MAX_SHARES] if each.share >= MIN_SHARE):
+        device = "-" if share.device_seconds is None else f"{share.device_seconds * 1e3:.3g}"
+        table.add_row(
+            f"{share.share:.1%}",
+            f"{share.seconds * 1e3:.3g}",
+            *([device] if on_device else []),
+            "[green]compiled[/]" if share.compiled else "[yellow]eager[/]",
+            share.phase,
+            markup.escape(share.what),
+        )
+    return table

@@ -22,6 +22,7 @@ from scripts.explain.coverage import StepProfile
 from scripts.explain.explanation import Coverage
 from strategies import Program
 from strategies.compose import eager
+from strategies.regions import RegionCall, region_calls
 from trainer.callback import Compile
 from trainer.loops.lightning import LightningLoop
 from trainer.telemetry.compiler import EventReporter
@@ -166,7 +167,7 @@ class StepRecorder(L.Callback):
         self._compile, self._options = compile_, options
         self._batch: Any = None
         self._profile = StepProfile()
-        self._calls: list[tuple[Any, Any]] = []
+        self._calls: list[tuple[RegionCall, Callable[..., Any]]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Strategies are applied: record their regions, and stand between the training loader and the loop."""
@@ -245,20 +246,17 @@ class StepRecorder(L.Callback):
         self.coverage = self._profile.end() or self.coverage
         self.compiler.read()
         self.compiler.stop()
-        for module, call in self._calls:
-            module._compiled_call_impl = call
+        for call, compiled in self._calls:
+            call.compiled = compiled
         self._calls.clear()
 
     def _record_regions(self, program: Program) -> None:
         """Have each compiled call say on whose behalf the compiler works; regions within regions are not called."""
-        every = [region.path for region in program.regions]
         for region in program.regions:
             self.compiler.graphs_of(region.kind).paths.append(region.path)
-            module = program.module.get_submodule(region.path)
-            if any(region.path.startswith(f"{path}.") for path in every) or module._compiled_call_impl is None:
-                continue
-            self._calls.append((module, module._compiled_call_impl))
-            module._compiled_call_impl = self._recorded(module._compiled_call_impl, region.kind)
+        for region, call in region_calls(program):
+            self._calls.append((call, call.compiled))
+            call.compiled = self._recorded(call.compiled, region.kind)
 
     def _recorded(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         called: set[str] = set()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from scripts.bisect.bench import Bench
-from scripts.bisect.build import with_module
-from scripts.bisect.report import Report
+from scripts.bisect.bench import Bench, BenchCallback
+from scripts.bisect.report import SYMPTOMS, Outcome, Report, Trial
 from scripts.bisect.search import Investigation
-from scripts.bisect.trial import SYMPTOMS, Outcome, Trial
+from scripts.bisect.search import searched as those_searched
 from strategies import Whole
 from tests.bisect import planted
 from tests.bisect.trained import Trained, loader
+from trainer.callback import Compile
+from trainer.guards.rollback import throwaway_trainer
 
 Searched = Callable[..., Report]
 
@@ -39,6 +42,16 @@ class Forgetful:
         return self._bench.trial(trial)
 
 
+def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: Any, **declared: Any) -> None:
+    """Use the bench of a module of any kind."""
+    kept, notes = those_searched(strategies)
+    compile_ = Compile(kept, parity="off", measure_peak=False, save=False, verbose=False, **declared)
+    callback = BenchCallback(compile_, use, notes)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = throwaway_trainer(folder, [callback, compile_], max_steps=1, limit_val_batches=0)
+        callback.run(trainer, module, train_dataloaders=loader)
+
+
 @pytest.fixture
 def searched() -> Searched:
     """Search a network for the symptoms; by default as ``compile=whole`` with one shape of batch."""
@@ -49,7 +62,6 @@ def searched() -> Searched:
         *symptoms: str,
         rows: tuple[int, ...] = (4,),
         strategies: Any = None,
-        then: Callable[[Bench, Report], None] | None = None,
         **options: Any,
     ) -> Report:
         torch.manual_seed(0)
@@ -57,8 +69,6 @@ def searched() -> Searched:
 
         def use(bench: Bench) -> None:
             Investigation(Forgetful(bench), report).run(symptoms or SYMPTOMS[:4])
-            if then is not None:
-                then(bench, report)
 
         given = strategies or [Whole(backend=backend, **options)]
         with_module(Trained(net), loader(*rows), given, use, whole=["net"])

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from scripts.bisect.advice import command_line, modular_overrides, wildcards, with_changes, written
-from scripts.bisect.trial import OPTIMIZER, Node, Site
+from scripts.bisect.report import OPTIMIZER, Node, Site
 from strategies import Modular, Regional, Whole
 from strategies.optimizer import Optimizer
 from trainer.config import compose

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scripts.bisect.report import Report
-from scripts.bisect.search import Search
-from scripts.bisect.trial import Node, Outcome, Tree
+from scripts.bisect.report import Node, Outcome, Report
+from scripts.bisect.search import Search, Tree
 
 
 def node(path: str, *children: Node, kind: str | None = None, called: bool = True) -> Node:

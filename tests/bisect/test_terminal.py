@@ -15,11 +15,11 @@ from scripts.bisect.report import (
     ONLY_TOGETHER,
     Culprit,
     OptionTried,
+    Outcome,
     Report,
     print_report,
     trial_line,
 )
-from scripts.bisect.trial import Outcome
 
 
 def said(**facts: Any) -> str:
@@ -40,14 +40,12 @@ def test_a_culprit_with_class_phase_and_line() -> None:
         kind="A",
         file="/x/a.py",
         line=3,
-        reason="no",
-        phase="backward",
-        where="/x/a.py:5 in f",
-        code="y()",
+        outcome=Outcome(shows=True, reason="no", phase="backward", where="/x/a.py:5 in f", code="y()"),
     )
     tried = [OptionTried(text="compile.whole.mode=default", shows=False), OptionTried(text="dynamic", shows=True)]
     text = said(
-        symptom="fails", reason="no", culprits=[culprit], options=tried, rest=["net.b"], rest_is_clean=True,
+        symptom="fails", whole=Outcome(shows=True, reason="no"), culprits=[culprit], options=tried,
+        rest=["net.b"], rest_is_clean=True,
         suggestions=["python -m trainer"], reproducer="r.py", reproducer_shows=True,
         shapes=["a", "b"], shapes_that_show=["b"],
     )  # fmt: skip
@@ -66,13 +64,15 @@ def test_a_culprit_with_class_phase_and_line() -> None:
 
 
 def test_what_shows_only_together_and_time_that_is_spread() -> None:
-    text = said(symptom="fails", together=["net.a", "net.b"], together_reason="both")
+    whole = Outcome(shows=True)
+    text = said(symptom="fails", whole=whole, together=["net.a", "net.b"], together_reason="both")
     assert (
         "only together: net.a, net.b: each alone shows nothing, with all of them the step fails to compile: both"
         in text
     )
     lost = {"net.a": -0.001, "net.b": 0.002}
-    text = said(symptom="slower", together=["net.a", "net.b"], together_reason="9 ms", lost_seconds_by_part=lost)
+    slow = {"together": ["net.a", "net.b"], "together_reason": "9 ms", "lost_seconds_by_part": lost}
+    text = said(symptom="slower", whole=whole, **slow)
     assert "spread: no part alone loses half of it" in text
     assert text.index("net.b alone: 2 ms slower") < text.index("net.a alone: 1 ms faster")
 
@@ -81,7 +81,7 @@ def test_what_shows_only_together_and_time_that_is_spread() -> None:
     ("facts", "code"),
     [
         ({}, NOTHING_WRONG),
-        ({"symptom": "fails", "culprits": [Culprit(path="net")]}, FOUND),
+        ({"symptom": "fails", "culprits": [Culprit(path="net", outcome=Outcome(shows=True))]}, FOUND),
         ({"symptom": "fails", "together": ["a", "b"]}, ONLY_TOGETHER),
     ],
 )

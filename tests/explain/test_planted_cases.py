@@ -39,7 +39,7 @@ def at(line: Line | None) -> tuple[str, int]:
         (planted.Item, "item", "capture_scalar_outputs"),
         (planted.Branch, "Data-dependent branching", "torch.where"),
         (planted.Extension, "zlib.crc32", "custom_op"),
-        (planted.Hook, "item", "in a hook"),
+        (planted.Hook, "item", "capture_scalar_outputs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
@@ -52,11 +52,8 @@ def test_a_break_is_found_at_its_line_with_its_fix(looked: Look, kind: type[nn.M
     assert one.where is not None
     assert "# planted" in (one.where.code or "")
     assert one.region == kind.__name__
-
-
-@pytest.mark.parametrize("kind", [planted.Prints, planted.Branch, planted.Extension], ids=lambda kind: kind.__name__)
-def test_a_break_alone_is_not_taken_for_a_recompile(looked: Look, kind: type[nn.Module]) -> None:
-    assert looked(kind()).recompiles == []
+    if kind in (planted.Prints, planted.Branch, planted.Extension):
+        assert explanation.recompiles == [], "a break alone is no recompile"
 
 
 def test_a_number_that_a_break_leaves_behind_is_blamed_on_the_break(looked: Look) -> None:
@@ -134,9 +131,7 @@ def test_keys_that_change_are_found_with_the_number_of_items(looked: Look) -> No
     assert at(one.where)[0] == FILE
 
 
-@pytest.mark.parametrize(
-    "kind", [planted.NumPy, planted.InPlaceOnView, planted.Planted], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", [planted.NumPy, planted.InPlaceOnView], ids=lambda kind: kind.__name__)
 def test_what_torch_traces_by_now_is_no_alarm(looked: Look, kind: type[nn.Module]) -> None:
     explanation = looked(kind())
     assert explanation.problems == 0

@@ -38,12 +38,6 @@ def test_the_line_is_the_innermost_outside_torch_and_says_who_called_it() -> Non
     assert (one.where, one.called_from, one.inside) == (THEIRS, MINE, TORCHS)
 
 
-def test_a_break_in_a_hook_says_so() -> None:
-    hook = Line(file="/mine/hooks.py", number=2, function="remember")
-    assert read_break(ITEM, [MINE, TORCHS, hook], region="Net", phase="training").fix.startswith("in a hook, ")
-    assert not read_break(ITEM, [MINE, hook], region="Net", phase="training").fix.startswith("in a hook, ")
-
-
 def test_a_break_that_is_met_twice_is_one_and_knows_its_caller() -> None:
     inner = read_break(ITEM, [THEIRS], region="Net", phase="training")
     outer = read_break(ITEM, [MINE, THEIRS], region="Net", phase="training")
