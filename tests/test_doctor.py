@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.doctor import ERROR, OK, WARNING, Finding
 from scripts.doctor import devices as devices_module
 from scripts.doctor.__main__ import main
 from scripts.doctor.devices import TorchFacts, ask_torch, compiling, devices, reason
-from scripts.doctor.finding import ERROR, OK, WARNING, Finding
 from scripts.doctor.machine import installed, requirements
 from tests.conftest import ROOT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doctor.finding import OK, WARNING
+from scripts.doctor import OK, WARNING
 from scripts.doctor.machine import place
 from strategies.cached.store import read_key
 from strategies.errors import one_line

@@ -10,18 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.arguments import (
-    REFUSED,
-    check_file,
-    check_folder,
-    composed_training,
-    exit_code,
-    parser,
-    positive,
-    seconds,
-)
-from scripts.bisect.report import SYMPTOMS
-from scripts.bisect.search import searched
+from rich.console import Console
+
+from scripts.arguments import check_file, check_folder, composed_training, exit_code, parser, positive, seconds
+from scripts.bisect.report import SYMPTOMS, Report, print_report, trial_line
+from scripts.bisect.search import Investigation, searched
+from scripts.bisect.worker import RemoteBench
+from strategies.compose import label
 from trainer.process import keep_streams, leaving
 
 EXAMPLES = """\
@@ -49,43 +44,33 @@ def bisect(options: argparse.Namespace) -> int:
     given = options.overrides
     config, overrides = composed_training(given, config_dir=options.config_dir, looks="bisect tries")
     searched(config.compile.values())
-    from rich.console import Console
-
-    from scripts.bisect.advice import reproduce, suggest
-    from scripts.bisect.report import Report, print_report, trial_line
-    from scripts.bisect.search import Investigation
-    from scripts.bisect.worker import RemoteBench, WorkerFailed
-    from strategies.compose import label
+    from scripts.bisect.advice import reproduce, suggest  # with Hydra, which --help does not need
 
     report = Report(task=config.task.title, strategies=label(config.compile.values()), command=overrides)
     progress = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    try:
-        with (
-            progress.status("building data and model") as status,
-            RemoteBench(
-                overrides,
-                config_dir=options.config_dir,
-                batches=options.batches,
-                shapes=options.shapes,
-                trial_seconds=options.trial_seconds,
-                isolate=options.isolate,
-            ) as bench,
-        ):
-            investigation = Investigation(
-                bench,
-                report,
-                begins=lambda what: status.update(f"{what} ({report.trials} trials)"),
-                ended=lambda number, what, outcome: progress.print(trial_line(number, what, outcome)),
-            )
-            investigation.run(SYMPTOMS if options.symptom is None else (options.symptom,))
-            if report.symptom is not None:
-                suggest(report, bench.site, config, overrides, config_dir=options.config_dir)
-                if not options.no_reproducer:
-                    status.update("writing and running a reproducer")
-                    reproduce(report, bench, batch=investigation.showing_batch, folder=options.output)
-    except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+    with (
+        progress.status("building data and model") as status,
+        RemoteBench(
+            overrides,
+            config_dir=options.config_dir,
+            batches=options.batches,
+            shapes=options.shapes,
+            trial_seconds=options.trial_seconds,
+            isolate=options.isolate,
+        ) as bench,
+    ):
+        investigation = Investigation(
+            bench,
+            report,
+            begins=lambda what: status.update(f"{what} ({report.trials} trials)"),
+            ended=lambda number, what, outcome: progress.print(trial_line(number, what, outcome)),
+        )
+        investigation.run(SYMPTOMS if options.symptom is None else (options.symptom,))
+        if report.symptom is not None:
+            suggest(report, bench.site, config, overrides, config_dir=options.config_dir)
+            if not options.no_reproducer:
+                status.update("writing and running a reproducer")
+                reproduce(report, bench, batch=investigation.showing_batch, folder=options.output)
     if options.json is not None:
         options.json.write_text(report.as_json(), encoding="utf-8")
     print_report(report, Console())

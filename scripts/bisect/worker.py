@@ -32,7 +32,7 @@ STACK = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 MAX_LINES = 400
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailed(ValueError):
     """The worker could not be started; the message holds its last lines."""
 
 

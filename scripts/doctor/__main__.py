@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 
 from scripts.arguments import exit_code, parser, seconds
+from scripts.doctor import ERROR, WARNING, Finding, warning
 from scripts.doctor.devices import ask_torch, compiling, cpp, devices
-from scripts.doctor.finding import ERROR, WARNING, Finding, warning
 from scripts.doctor.machine import busy, limits, packages, places, variables
 from trainer.telemetry.files import finite
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.doctor.finding import Finding, call, error, ok, warning
+from scripts.doctor import Finding, call, error, ok, warning
 from strategies.toolchain import (
     cache_directories,
     cpp_compiler,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.doctor.finding import Finding, error, ok, warning
+from scripts.doctor import Finding, error, ok, warning
 from strategies.cached.store import distrust_of
 from strategies.toolchain import SWITCHES, cache_directories, switched_off, unwritable
 from tasks.resources import CGROUPS, available_gib, memory_limit_gib, words

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.doctor import ERROR, OK
 from scripts.doctor.devices import ask_torch, compiling, devices
-from scripts.doctor.finding import ERROR, OK
 from tests.trainer.runs import train
 from trainer.console import summary
 from trainer.telemetry.facts import profile_page

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from scripts.doctor import OK, WARNING
 from scripts.doctor import machine as doctor
-from scripts.doctor.finding import OK, WARNING
 from tests.report.records import record
 from tests.trainer.runs import train
 from trainer.console import summary
