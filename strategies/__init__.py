@@ -1,6 +1,7 @@
 """Compile strategies: each one is a dataclass in a file of its own; ``STRATEGIES`` names those that ship."""
 
 from strategies.auto import Auto
+from strategies.background import Background
 from strategies.base import Program, Ragged, Region, Stage, Strategy
 from strategies.buckets import Buckets
 from strategies.cached import Cached
@@ -14,13 +15,26 @@ from strategies.whole import Whole
 
 STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy
-    for strategy in (Auto, Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing)
+    for strategy in (
+        Auto,
+        Whole,
+        Regional,
+        Modular,
+        CudaGraph,
+        Cached,
+        Buckets,
+        Dynamic,
+        Optimizer,
+        Checkpointing,
+        Background,
+    )
 }
 """Shipped strategies by the name they have under ``compile`` in the configuration."""
 
 __all__ = [
     "STRATEGIES",
     "Auto",
+    "Background",
     "Buckets",
     "Cached",
     "Checkpointing",

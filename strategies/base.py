@@ -33,6 +33,7 @@ class Stage(enum.IntEnum):
     MODULE = 3
     OPTIMIZER = 4
     STEP = 5
+    BACKGROUND = 6
 
 
 class Ragged(NamedTuple):
@@ -61,6 +62,10 @@ class Region:
     """Whether reaching the limit of graphs for one piece of code is an error, see ``ModuleRequest``."""
     called: bool = False
     """Whether the region has been called since it was handed to the compiler."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """``torch.compile``'s keyword arguments for it."""
+    compiled: Callable[..., Any] | None = None
+    """Its compiled call once it has been handed to the compiler, see ``regions.switch_on``."""
 
 
 class StepRunner(Protocol):
@@ -142,7 +147,8 @@ class Program:
     padding: Padding | None = None
     """Filled by a strategy of the SHAPES stage: how batches are grouped and padded, and regions compiled for them."""
     outlined: bool = False
-    """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost."""
+    """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost;
+    ``regions.switch_on`` hands them over one by one."""
     step: WholeSteps | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)
@@ -204,9 +210,18 @@ class Strategy:
     """``module:Class`` of what chooses other strategies in the place of this one when the first batch is there, if it
     stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""
 
+    takeover: ClassVar[str | None] = None
+    """``module:Class`` of what trains in eager first and lets the other strategies take over later, if it does. The
+    class is called as ``trainer.background.takeover.Takeover`` is."""
+
     def facts(self) -> dict[str, Any]:
         """Name and parameters, for records and fingerprints."""
         return {"name": self.name, **asdict(self)}
+
+    @property
+    def takes_over_later(self) -> bool:
+        """Whether it does so on this machine."""
+        return self.takeover is not None
 
     def check(self) -> None:
         """Look at this machine and this torch before any work starts. Raises ValueError with the way out."""

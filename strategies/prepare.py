@@ -48,6 +48,11 @@ class Preparation:
         taken = min(self._thread_seconds, self._idle_seconds or 0.0)
         return max(self._waited_seconds, taken)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether everything is ready, so that ``wait`` returns at once."""
+        return not self._thread.is_alive()
+
     def wait_for_imports(self) -> None:
         """Block until Inductor is imported, so that no two threads import it at once; before strategies apply."""
         began = time.perf_counter()

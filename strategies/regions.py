@@ -37,10 +37,11 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     for other in program.regions:
         if program.module.get_submodule(other.path) is module:
             return other
-    region = Region(path=path, kind=type(module).__name__, strict=strict)
+    if arguments.get("dynamic") is None:
+        arguments = {**arguments, "dynamic": program.dynamic}
+    region = Region(path=path, kind=type(module).__name__, strict=strict, arguments=arguments)
     if not program.outlined:
-        _hand_over(program, module, arguments)
-        _guard(program, region, module)
+        switch_on(program, region)
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Else a hook that is added within a region once it is compiled is left out without a word.
@@ -48,6 +49,21 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     if strict:  # else torch runs code beyond the limit eager where graph breaks are allowed, and raises elsewhere
         program.settings["fail_on_recompile_limit_hit"] = True
     return region
+
+
+def switch_on(program: Program, region: Region) -> None:
+    """Run ``region`` compiled from its next call on; the first time, it is handed to the compiler."""
+    module = program.module.get_submodule(region.path)
+    if region.compiled is None:
+        _hand_over(program, module, dict(region.arguments))
+        _guard(program, region, module)
+        region.compiled = module._compiled_call_impl
+    module._compiled_call_impl = region.compiled
+
+
+def switch_off(program: Program, region: Region, call: Callable[..., Any] | None = None) -> None:
+    """Run ``region`` eager from its next call on, or let ``call`` run it; what was compiled is not lost."""
+    program.module.get_submodule(region.path)._compiled_call_impl = call
 
 
 def uncompile(program: Program, regions: Collection[Region] | None = None) -> None:
@@ -134,8 +150,6 @@ def _guard(program: Program, region: Region, module: nn.Module) -> None:
 
 
 def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -> None:
-    if arguments.get("dynamic") is None:
-        arguments = {**arguments, "dynamic": program.dynamic}
     if _forward_is_torchs_own(module):
         # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
         # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.

@@ -1,6 +1,7 @@
 # The public names, for type checkers and for ``__init__.py``, which reads where each one lives from here.
 from scripts.explain.run import explain_module as explain_module
 from strategies import Auto as Auto
+from strategies import Background as Background
 from strategies import Buckets as Buckets
 from strategies import Cached as Cached
 from strategies import Checkpointing as Checkpointing

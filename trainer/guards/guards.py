@@ -40,6 +40,7 @@ class Guards:
         sample: Seconds of steps that were timed already, if they were.
         chances: Optimizer steps after which it is an error that nothing was compiled.
         chosen: The strategies are what ``compile=auto`` chose, so that eager takes over where they fail.
+        compared: Every region was compared with eager already, so that there is no preflight.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Guards:
         sample: Sample | None = None,
         chances: int = CHANCES,
         chosen: bool = False,
+        compared: bool = False,
     ) -> None:
         self._guarding = dataclasses.replace(guarding, on_compile_error="eager") if chosen else guarding
         self._loop, self._program, self._telemetry, self._record = loop, program, telemetry, record
@@ -61,6 +63,7 @@ class Guards:
         self._begun = self._stepped = self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
         self._preflight = Preflight(self._guarding, loop, program, telemetry, sample)
+        self._preflight.wanted &= not compared
         self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
         self._slowdown: Slowdown | None = None
         self._lock: Lock | None = None

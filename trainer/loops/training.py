@@ -37,10 +37,10 @@ from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
+    from trainer.background.takeover import Takeover
     from trainer.guards.audits import Audits
     from trainer.guards.compare import ParityError
     from trainer.guards.guards import Guards
-    from trainer.guards.slowdown import Sample
     from trainer.script import OwnRun
 
 NOT_STARTED = "not started"
@@ -92,7 +92,9 @@ class CompiledTraining:
         self.strategies = ordered(strategies)
         check(self.strategies)
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
-        self._preparation = Preparation() if any(strategy.needs_inductor for strategy in self.strategies) else None
+        self._taking_over = next((one for one in self.strategies if one.takes_over_later), None)
+        needed = self._taking_over is None and any(strategy.needs_inductor for strategy in self.strategies)
+        self._preparation = Preparation() if needed else None
         self._own: OwnRun | None = None
         if record is None:
             from trainer.script import OwnRun  # which needs what prints and judges a run
@@ -121,6 +123,7 @@ class CompiledTraining:
         self._guards: Guards | None = None
         self._capture: StepRunner | None = None
         self._audits: Audits | None = None
+        self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
         self.telemetry = self._new_telemetry()
 
@@ -164,6 +167,7 @@ class CompiledTraining:
                 strategies=tuple(self.strategies),
                 device=device,
                 precision=precision,
+                outlined=self._taking_over is not None,
                 **self._declared,
             )
             apply(self.strategies, self.program)
@@ -174,9 +178,10 @@ class CompiledTraining:
                 self.record.preparation_seconds = self._preparation.cost_seconds
         self.record.regions = len(self.program.regions) if self.strategies else None
         self._cuda_graphs = self.program.uses_cuda_graphs
-        self._settings.enter_context(
-            compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
-        )
+        if self._taking_over is None:  # else once Inductor is imported
+            self._settings.enter_context(
+                compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
+            )
         if trains:
             self.telemetry = self._new_telemetry()
             self.telemetry.compiler.start()
@@ -199,10 +204,15 @@ class CompiledTraining:
         begin(self.strategies, self.program)
         if self._own is not None:
             self._own.begin(self.record, self.program.module, loop, logs)
+        if self._taking_over is not None and self.program.regions:
+            make: Any = pkgutil.resolve_name(str(self._taking_over.takeover))
+            parity = self._guarding.parity
+            self._takeover = make(self._taking_over, loop, self.program, self.telemetry, self._settings, parity)
+            self._takeover.start()
         self._log_notes(self.program)
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
-        if self._choosing is None:
+        if self._choosing is None and self._takeover is None:
             self._guard(loop, self.program)
         self.telemetry.start(loop, self._pages)
 
@@ -219,10 +229,10 @@ class CompiledTraining:
         program.strategies = tuple(self.strategies)
         self.record.chosen_strategies = [strategy.facts() for strategy in ordered(chosen)]
         self.record.regions = len(program.regions) if self.strategies else None
-        self._guard(loop, program, chooser.sample, chosen=True)
+        self._guard(loop, program, sample=chooser.sample, chosen=True)
 
-    def _guard(self, loop: Loop, program: Program, sample: Sample | None = None, *, chosen: bool = False) -> None:
-        """The strategies are final: capture steps where one of them says so, and guard what they do."""
+    def _guard(self, loop: Loop, program: Program, **how: Any) -> None:
+        """The strategies are final: capture steps where one of them says so, and guard what they do as ``how`` says."""
         if not program.strategies:
             return
         from trainer.guards.guards import Guards
@@ -233,7 +243,7 @@ class CompiledTraining:
 
                 program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
             self._capture = program.step.take_over(loop, program)
-        self._guards = Guards(self._guarding, loop, program, self.telemetry, self.record, sample=sample, chosen=chosen)
+        self._guards = Guards(self._guarding, loop, program, self.telemetry, self.record, **how)
         if self._guarding.parity != "off":
             from trainer.guards.audits import Audits
 
@@ -288,6 +298,12 @@ class CompiledTraining:
         # Where parameters have no shape yet, the choice waits until eager has shaped them.
         if self._choosing is not None and not any(map(is_lazy, program.module.parameters())):
             self._choose(self._choosing, loop, program, batch)
+        if self._takeover is not None:
+            if self._takeover.over:
+                compared, self._takeover = not self._takeover.vague, None
+                self._guard(loop, program, compared=compared)
+            else:
+                self._takeover.before_batch()
         if self._guards is not None:
             self._guards.before_batch(batch)
             self._log_notes(program)
@@ -300,6 +316,8 @@ class CompiledTraining:
         if self._capture is not None and not self._capture.settled:
             self.telemetry.disturb()
         stepped = self.telemetry.batch_end(loss if isinstance(loss, torch.Tensor) else None, batch)
+        if self._takeover is not None:
+            self._takeover.after_batch(stepped=stepped)
         if self._guards is not None:
             self._guards.after_batch(stepped=stepped)
 
@@ -326,6 +344,8 @@ class CompiledTraining:
         if self._pages is None or self._loop is None:  # it failed before training started
             return
         self.telemetry.finish()
+        if self._takeover is not None:
+            self._takeover.close()
         if self._guards is not None:
             self._guards.finish()
         fill_in(self.record, self._loop, self.telemetry, self.program, together=together)
@@ -350,6 +370,9 @@ class CompiledTraining:
     def close(self) -> None:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
         with self._settings:
+            if self._takeover is not None:
+                self._takeover.close()
+                self._takeover = None
             self._release()
             if self.program is not None and self._open:
                 self._open = False

@@ -26,7 +26,7 @@ class Event:
     """A graph break, a recompile, a fallback or a skip that the compiler reported."""
 
     kind: str
-    """``graph_break``, ``recompile``, ``fallback`` or ``cudagraph_skip``."""
+    """``graph_break``, ``recompile``, ``fallback``, ``cudagraph_skip``, or ``switch``: compiled code took over."""
     reason: str
     """The compiler's own words."""
     location: str | None = None

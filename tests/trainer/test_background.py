@@ -1,0 +1,272 @@
+"""Background: training begins in eager, compiled regions take over later, and a helper that fails costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies import Background, Optimizer, Regional
+from strategies.base import Program, Region
+from strategies.regions import compile_in_place
+from tests.trainer.guarded import as_it_is, backend
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer import background as engine
+from trainer.background.takeover import Trial
+from trainer.background.wire import Call, call_of, dumps
+from trainer.callback import Compile
+
+REGIONS = ["layers.0", "layers.1", "layers.2"]
+ANSWERS = f"""
+import sys
+sys.stdin.readline()
+for path in {REGIONS!r}:
+    print('noise of a library')
+    print('{{"ready": "%s", "seconds": 1.0}}' % path, flush=True)
+print('{{"done": true}}', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a script in the place of the helper."""
+
+    def put(script: str) -> None:
+        popen = subprocess.Popen
+
+        def start(command: list[str], **options: Any) -> Any:
+            if "trainer.background.helper" in command:
+                command = [sys.executable, "-c", script]
+            return popen(command, **options)
+
+        monkeypatch.setattr(engine.subprocess, "Popen", start)
+
+    return put
+
+
+def train(folder: Path, *strategies: Any, steps: int = 30, **options: Any) -> tuple[Compile, list[float]]:
+    torch._dynamo.reset()
+    callback = Compile(strategies, verbose=False, save=False, warmup_steps=1, **options)
+    losses = fit(Blocks(), folder, [callback], max_steps=steps, max_epochs=-1)
+    return callback, losses
+
+
+def regional(**options: Any) -> Regional:
+    return Regional(**{"backend": "aot_eager", "blocks": ["layers"], "parts": [], **options})
+
+
+def facts(callback: Compile) -> dict[str, Any]:
+    found: dict[str, Any] = callback.record.report["background"]
+    return found
+
+
+def test_regions_take_over_one_a_step_and_the_losses_are_eagers(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+    _, eager = train(tmp_path)
+    callback, losses = train(tmp_path, regional(), Background(force=True, at_step=5))
+    assert facts(callback)["switched_at_step"] == {"layers.0": 5, "layers.1": 6, "layers.2": 7}
+    torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
+    assert losses[:3] == eager[:3], "the first steps are eager's own"
+    switches = [event.step for event in callback.record.events if event.kind == "switch"]
+    assert switches == [5, 6, 7]
+    assert callback.record.ended_in_eager is False
+    assert callback.record.audits is not None
+    assert callback.record.audits.verdict == "clean"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import sys; sys.exit(3)", "ended with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
+        ("import sys; sys.stdin.readline(); sys.exit('no memory')", "no memory"),
+        ("import time; time.sleep(600)", "took longer than"),
+        ("print('[1]'); print('{', flush=True); raise MemoryError", "MemoryError"),
+    ],
+)
+def test_a_helper_that_fails_leaves_the_run_in_eager(script: str, reason: str, tmp_path: Path, helper: Any) -> None:
+    helper(script)
+    _, eager = train(tmp_path)
+    with pytest.warns(UserWarning, match="the run continues in eager") as warned:
+        callback, losses = train(
+            tmp_path, regional(), Background(force=True, at_step=2, timeout_seconds=3.0 if "sleep" in script else 60.0)
+        )
+    assert losses == eager
+    assert reason in callback.record.eager_parts["layers.0"]
+    assert callback.record.ended_in_eager
+    assert sum("continues in eager" in str(one.message) for one in warned) == 1
+
+
+def test_a_full_disk_leaves_the_run_in_eager(tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper(ANSWERS)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        callback, losses = train(tmp_path, regional(), Background(force=True, at_step=2), steps=4)
+    assert callback.record.ended_in_eager
+    assert losses == train(tmp_path, steps=4)[1]
+
+
+def test_what_the_helper_cannot_compile_stays_eager_alone(tmp_path: Path, helper: Any) -> None:
+    refusal = """print('{"refused": "layers.1", "reason": "odd"}')"""
+    helper(ANSWERS.replace("'layers.1', ", "").replace("sys.stdin.readline()", f"sys.stdin.readline(); {refusal}"))
+    with pytest.warns(UserWarning, match="odd"):
+        callback, _ = train(tmp_path, regional(), Background(force=True, at_step=2), steps=8)
+    assert callback.record.eager_parts == {"layers.1": "odd"}
+    assert list(facts(callback)["switched_at_step"]) == ["layers.0", "layers.2"]
+
+
+def test_code_that_computes_something_else_is_not_used(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+
+    def wrong(run: Any) -> Any:
+        return [one * 1.01 if torch.is_tensor(one) and one.is_floating_point() else one for one in run()]
+
+    with backend("wrong_in_background", wrong, as_it_is) as name, pytest.warns(UserWarning, match="else than eager"):
+        callback, losses = train(tmp_path, regional(backend=name), Background(force=True, at_step=2))
+    assert facts(callback)["switched_at_step"] == {}
+    assert losses == train(tmp_path)[1]
+
+
+def test_wrong_gradients_are_not_used(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+
+    def wrong(run: Any) -> Any:
+        return [one * 1.01 if torch.is_tensor(one) and one.is_floating_point() else one for one in run()]
+
+    with backend("wrong_backward", as_it_is, wrong) as name, pytest.warns(UserWarning, match="else than eager"):
+        callback, losses = train(tmp_path, regional(backend=name), Background(force=True, at_step=2))
+    assert facts(callback)["switched_at_step"] == {}
+    assert losses == train(tmp_path)[1]
+
+
+def test_code_that_fails_is_not_used(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("out of registers")
+
+    with backend("fails_in_background", as_it_is, fails) as name, pytest.warns(UserWarning, match="out of registers"):
+        callback, losses = train(tmp_path, regional(backend=name), Background(force=True, at_step=2))
+    assert losses == train(tmp_path)[1]
+    assert callback.record.ended_in_eager
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    def block() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+    module, eager, x_BD = block(), block(), torch.randn(6, 8, requires_grad=True)
+    program = Program(module=nn.ModuleDict({"block": module}), outlined=True)
+    region = compile_in_place(program, "block", {"backend": "aot_eager", "fullgraph": True})
+    trial = Trial(program=program, region=region, parity="on")
+    module._compiled_call_impl = trial
+    with torch.no_grad():
+        module(x_BD), eager(x_BD)
+    assert not trial.over, "what does not train is no trial"
+    torch.manual_seed(1)
+    expected = eager(x_BD)
+    torch.manual_seed(1)
+    torch.testing.assert_close(module(x_BD), expected, rtol=0, atol=0)
+    assert trial.passed
+    assert trial.vague, "of dropout a compiler draws other numbers"
+    for one, other in zip(module.state_dict().values(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert x_BD.grad is None
+    assert all(one.grad is None for one in module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["lambda", "sparse"])
+def test_a_region_that_cannot_be_sent_stays_eager(kind: str, tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+
+    class Odd(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1].extra = (lambda: 1) if kind == "lambda" else torch.eye(2).to_sparse()
+
+    callback = Compile([regional(), Background(force=True, at_step=2)], verbose=False, save=False)
+    with pytest.warns(UserWarning, match="cannot be described"):
+        fit(Odd(), tmp_path, [callback], max_steps=8, max_epochs=-1)
+    assert list(facts(callback)["switched_at_step"]) == ["layers.0", "layers.2"]
+
+
+def test_tensors_are_sent_without_their_values() -> None:
+    import pickle
+
+    big = torch.zeros(1 << 20)
+    view = big[3:1027].view(32, 32).t()
+    sent = dumps((view, torch.arange(5), nn.Linear(4, 2)))
+    assert len(sent) < 4000
+    there, table, linear = pickle.loads(sent)
+    assert (there.shape, there.stride(), there.storage_offset()) == (view.shape, view.stride(), 3)
+    assert there.untyped_storage().nbytes() == big.untyped_storage().nbytes()
+    assert table.tolist() == [0, 1, 2, 3, 4]
+    assert isinstance(linear.weight, nn.Parameter)
+
+
+def test_few_cores_compile_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.background.usable_cores", lambda: 3)
+    callback, _ = train(tmp_path, regional(), Background(), steps=2)
+    assert any("3 cores are too few" in note for note in callback.record.notes)
+    assert callback.record.regions_compiled == 3
+
+
+def test_what_it_cannot_go_with_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'background' does not go with 'optimizer'"):
+        train(tmp_path, regional(), Optimizer(backend="aot_eager"), Background(force=True))
+    with pytest.raises(ValueError, match="nothing to compile"):
+        train(tmp_path, Background(force=True))
+    with pytest.raises(ValueError, match=r"compile.background.niceness=40 must be between 0 and 19"):
+        Background(niceness=40)
+
+
+def test_a_script_without_a_guard_is_never_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('trains')\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    with pytest.raises(ValueError, match="has no `if __name__"):
+        engine.main_script()
+    script.write_text("if __name__ == '__main__':\n    print('trains')\n")
+    assert engine.main_script() == str(script)
+
+
+def test_the_helper_ends_with_the_training(tmp_path: Path) -> None:
+    program = Program(module=nn.Linear(2, 2))
+    program.regions.append(Region(path="", kind="Linear"))
+    helper = engine.Background(Background(force=True), program)
+    helper.start()
+    process = helper._process
+    assert process is not None
+    helper.close()
+    assert process.wait(60) is not None
+
+
+@pytest.mark.slow
+def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Inductor and a helper of its own: every graph of the training comes from the cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    callback, _ = train(tmp_path, regional(backend="inductor"), Background(force=True, at_step=2, workers=1), steps=12)
+    assert facts(callback)["helper_failed"] is None
+    assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
+    assert facts(callback)["cache_misses"] == 0
+    assert facts(callback)["cache_hits"] > 0
+
+
+def test_a_call_is_recorded_with_its_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        call = call_of("", nn.Linear(2, 2), {}, (torch.ones(1, 2),), {})
+    assert isinstance(call, Call)
+    assert call.autocast["cpu"] == (True, torch.bfloat16)
+    assert not call.needs_main

@@ -1,0 +1,241 @@
+"""Background: a helper process that compiles the regions of a program while the training goes on without them.
+
+The training side: records what each region is called with, starts the helper, asks without waiting what is ready.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from strategies.background import Background as Options
+from strategies.base import Program, Region
+from strategies.errors import one_line
+from strategies.regions import outermost, switch_off
+from trainer.background.wire import Call, Request, call_of
+
+ENDING_SECONDS = 5.0
+"""How long a helper is waited for once it was told to end."""
+
+
+class Background:
+    """The helper of one training, from ``start`` to ``close``; whatever happens to it is told in ``failed``.
+
+    Args:
+        options: What it may use.
+        program: Whose ``regions`` are named and run eager.
+    """
+
+    def __init__(self, options: Options, program: Program) -> None:
+        self._options, self._program = options, program
+        self._calls: dict[str, Call] = {}
+        self._missing: set[str] = set()
+        self._ready: dict[str, dict[str, Any]] = {}
+        self.failed: str | None = None
+        """Why nothing more will become ready, if so."""
+        self.refused: dict[str, str] = {}
+        """Regions that the helper cannot compile, with the reason."""
+        self.done = False
+        """Whether the helper has said something about every region, or has failed."""
+        self.seconds: float | None = None
+        """From the start of the helper until it was done."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._unread = b""
+        self._sent = False
+        self._began = 0.0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of each region that is ready: seconds that the helper took for it."""
+        return {path: facts["seconds"] for path, facts in self._ready.items()}
+
+    def start(self) -> None:
+        """Start the helper, which first imports what it needs, and record what the regions are called with next."""
+        self._began = time.perf_counter()
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="crucible-helper-"))
+            self._process = self._spawn(self._folder)
+        except OSError as error:
+            self._fail(f"no helper could be started: {error}")
+            return
+        for region in outermost(self._program):
+            self._missing.add(region.path)
+            switch_off(self._program, region, self._recorder(region))
+
+    def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self._options.worker_count))
+        environment["CRUCIBLE_HELPER"] = "1"
+        options = [str(self._options.niceness), str(self._options.max_host_gib)]
+        with (folder / "errors.txt").open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.background.helper", *options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,  # the keyboard's interrupt is for the training, which ends its helper
+            )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        return process
+
+    def _recorder(self, region: Region) -> Callable[..., Any]:
+        module = self._program.module.get_submodule(region.path)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if region.path in self._missing and module.training:
+                self._missing.discard(region.path)
+                module._compiled_call_impl = None
+                try:
+                    self._calls[region.path] = call_of(region.path, module, region.arguments, args, kwargs)
+                except Exception as error:  # anything that a user's object raises when it is pickled
+                    self.refused[region.path] = f"it cannot be described to the helper: {one_line(error)}"
+            return module._call_impl(*args, **kwargs)
+
+        return call
+
+    # ---- between two steps -----------------------------------------------------------------------------------------
+
+    def ready(self) -> set[str]:
+        """Paths of the regions whose code lies in torch's cache by now. Between two steps; never waits."""
+        if not self.done:
+            if not self._sent and self._calls:
+                self._send()
+            self._read()
+        return set(self._ready)
+
+    def wait(self) -> None:
+        """Return once the helper is done."""
+        while self.ready() is not None and not self.done:
+            time.sleep(0.02)
+
+    def _send(self) -> None:
+        """One step has been taken: what was not called in it is left eager."""
+        for region in outermost(self._program):
+            if region.path in self._missing:
+                switch_off(self._program, region)
+                self.refused[region.path] = "it was not called in the first step"
+        self._missing.clear()
+        self._sent = True
+        try:
+            calls = [self._calls[one.path] for one in outermost(self._program) if one.path in self._calls]
+            main = main_script() if any(call.needs_main for call in calls) else None
+            assert self._program.device is not None
+            request = Request(
+                calls=calls,
+                settings=self._program.settings,
+                eager_embeddings=self._program.eager_embeddings,
+                device=self._program.device,
+                main=main,
+                max_device_gib=self._options.max_device_gib,
+            )
+            assert self._folder is not None
+            file = self._folder / "request.pickle"
+            file.write_bytes(pickle.dumps(request))
+            assert self._process is not None
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{file}\n".encode())  # far less than a pipe holds
+            self._process.stdin.flush()
+        except Exception as error:
+            self._fail(f"the helper could not be asked: {one_line(error)}")
+
+    def _read(self) -> None:
+        if self._process is None or self._process.stdout is None:
+            return
+        ended = self._process.poll() is not None  # asked first: what it wrote before is then all there
+        with contextlib.suppress(OSError):
+            while chunk := self._process.stdout.read(1 << 16):
+                self._unread += chunk
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):  # what else some library prints
+                self._told(json.loads(line))
+        if self.done:
+            return
+        if ended:
+            self._fail(f"the helper ended with code {self._process.returncode}{self._last_words()}")
+        elif time.perf_counter() - self._began > self._options.timeout_seconds:
+            self._fail(f"the helper took longer than {self._options.timeout_seconds:.0f} s")
+
+    def _told(self, message: Any) -> None:
+        if not isinstance(message, dict):
+            return
+        if "ready" in message:
+            self._ready[message["ready"]] = message
+        elif "refused" in message:
+            self.refused[message["refused"]] = message["reason"]
+        elif "done" in message:
+            self.done, self.seconds = True, time.perf_counter() - self._began
+            self._end()
+
+    def _last_words(self) -> str:
+        assert self._folder is not None
+        with contextlib.suppress(OSError, IndexError):
+            return f": {(self._folder / 'errors.txt').read_text(errors='replace').strip().splitlines()[-1][:200]}"
+        return ""
+
+    def _fail(self, reason: str) -> None:
+        self.failed, self.done = reason, True
+        self.close()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the helper and stop recording; what was ready stays so. May be called twice."""
+        self.done = True
+        for region in outermost(self._program):
+            if region.path in self._missing:
+                switch_off(self._program, region)
+        self._missing.clear()
+        self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(OSError):
+                    pipe.close()  # of the first one, the helper sees the end, and ends its workers and itself
+            _REAPED.append(process)
+        for each in [one for one in _REAPED if one.poll() is not None]:
+            _REAPED.remove(each)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+_REAPED: list[subprocess.Popen[bytes]] = []
+"""Helpers that were told to end, until they have."""
+
+
+def main_script() -> str | None:
+    """The script that defines ``__main__``; None under ``python -m``. Raises ValueError where running it again, as
+    multiprocessing does, would train."""
+    main: Any = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None:
+        raise ValueError("a region's class is defined in no file")
+    guarded = any(
+        isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        for node in ast.parse(Path(file).read_text()).body
+    )
+    if not guarded:
+        raise ValueError(
+            f"{file} defines a region's class and has no `if __name__ == '__main__':`, without which the helper would "
+            "run the training again to find the class; add it, or move the class to a module"
+        )
+    return str(Path(file).resolve())

@@ -1,0 +1,140 @@
+"""``python -m trainer.background.helper``: compiles regions for a training that does not wait; started by it.
+
+Reads the path of a pickled ``Request`` from its standard input, writes a line of JSON for each region, and ends when
+its standard input does: when the training closes it, or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+WATCH_SECONDS = 1.0
+
+
+def main(niceness: int, max_host_gib: float) -> None:
+    """Compile what one request names."""
+    with contextlib.suppress(OSError):
+        os.nice(niceness)
+    # What libraries print goes to the file of errors; the training reads lines of ours alone.
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    first = threading.Event()
+    asked: list[str] = []
+    threading.Thread(target=_watch, args=(max_host_gib, asked, first), daemon=True).start()
+    import torch  # noqa: F401
+
+    from strategies.prepare import Preparation
+
+    Preparation().wait()
+    first.wait()
+    from trainer.background.wire import Request
+
+    with open(asked[0], "rb") as file:
+        request = pickle.load(file)
+    assert isinstance(request, Request)
+    _compile(request, told)
+    _tell(told, done=True)
+
+
+def _watch(max_host_gib: float, asked: list[str], first: threading.Event) -> None:
+    """End this process when the training is gone, or memory is."""
+    text = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], WATCH_SECONDS)
+        if readable:
+            chunk = os.read(0, 1 << 16)
+            if not chunk:
+                _end("the training is over", 0)
+            text += chunk
+            if b"\n" in text and not asked:
+                asked.append(text.split(b"\n")[0].decode())
+                first.set()
+        with contextlib.suppress(OSError, ValueError):
+            with open("/proc/self/statm") as file:
+                gib = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+            if gib > max_host_gib:
+                _end(f"{gib:.1f} GiB of host memory are more than compile.background.max_host_gib={max_host_gib}", 3)
+
+
+def _end(reason: str, code: int) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    with contextlib.suppress(BaseException):
+        if "strategies.prepare" in sys.modules:
+            sys.modules["strategies.prepare"].stop_compiling()
+    os._exit(code)
+
+
+def _tell(told: TextIO, **message: Any) -> None:
+    told.write(json.dumps(message) + "\n")
+    told.flush()
+
+
+def _compile(request: Any, told: TextIO) -> None:
+    import torch
+
+    from strategies.compose import compiler_settings
+    from strategies.errors import one_line
+    from trainer.background import wire
+
+    wire.set_torch_state(request.torch_state)
+    for name, saved in request.configurations.items():
+        __import__(name)
+        sys.modules[name].load_config(saved)
+    torch.set_num_threads(request.threads)  # Inductor writes it into the code for a processor
+    if request.device.type == "cuda":
+        torch.cuda.set_device(request.device)
+        total = torch.cuda.get_device_properties(request.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, request.max_device_gib * 2**30 / total))
+    if request.main is not None:
+        import multiprocessing.spawn
+
+        multiprocessing.spawn.prepare({"init_main_from_path": request.main})
+    with compiler_settings(request.settings, eager_embeddings=request.eager_embeddings):
+        for call in request.calls:
+            began = time.perf_counter()
+            try:
+                _compile_call(call)
+            except Exception as error:
+                _tell(told, refused=call.path, reason=f"the helper could not compile it: {one_line(error)}")
+            else:
+                _tell(told, ready=call.path, seconds=round(time.perf_counter() - began, 3))
+
+
+def _compile_call(call: Any) -> None:
+    """Forward and backward of one region, as the training is going to call it."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from strategies.base import Program
+    from strategies.regions import compile_in_place
+
+    module, args, kwargs = pickle.loads(call.pickled)
+    compile_in_place(Program(module=module), "", call.arguments)
+    with contextlib.ExitStack() as stack:
+        for kind, (enabled, dtype) in call.autocast.items():
+            if enabled:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+        stack.enter_context(torch.set_grad_enabled(call.grad))
+        results = module(*args, **kwargs)
+        outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor) and one.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # what the kernels' tuning and the code itself do wrong, they do here
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))
+    sys.stdin.close()
+    from strategies.prepare import stop_compiling
+
+    stop_compiling()
+    os._exit(0)
