@@ -9,9 +9,8 @@ from strategies.checkpointing import Checkpointing
 from strategies.cuda_graph import CudaGraph
 from strategies.dynamic import Dynamic
 from strategies.modular import Modular, Part
+from strategies.modules import Regional, Whole
 from strategies.optimizer import Optimizer
-from strategies.regional import Regional
-from strategies.whole import Whole
 
 STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy

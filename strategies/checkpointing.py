@@ -36,14 +36,9 @@ class Checkpointing(Strategy):
         return f"compile={self.name}"
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import expand_blocks, find_containers, recompute, require_submodules
+        from strategies.regions import containers_for, expand_blocks, recompute
 
-        containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
-        if not containers and self.blocks is None:
-            containers = [found.path for found in find_containers(program.module)]
-            if containers:
-                program.notes.append(f"checkpointing: found repeated blocks in {', '.join(containers)}")
-        require_submodules(program.module, "compile.checkpointing.blocks", containers)
+        containers = containers_for(program, self.name, self.blocks)
         found = [expand_blocks(program.module, [container]) for container in containers]
         chosen = [path for blocks in found for path in blocks[:: self.every]]
         if not chosen:

@@ -38,14 +38,9 @@ class Dynamic(Strategy):
                 raise ValueError(f"compile.dynamic.{name}={value} must be at least 1")
 
     def apply(self, program: Program) -> None:
-        from strategies.padding import Padding
+        from strategies.padding import Marks, Padding, require_ragged
 
-        if not program.ragged:
-            raise ValueError(
-                "compile.dynamic: no tensor of the batch is declared ragged; a task names them in "
-                "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
-                "and dimension that holds positions"
-            )
+        require_ragged(program.ragged, self.name)
         program.padding = Padding(
             name=self.name, ragged=program.ragged, multiple=self.multiple, limit=self.limit, choose_edges=None
         )
@@ -53,8 +48,6 @@ class Dynamic(Strategy):
         if self.how == "always":
             program.padding.dynamic = True
         elif self.how == "mark":
-            from strategies.padding import Marks
-
             marks = Marks(program.ragged)
             program.padding.observe = marks.observe
             program.padding.around_region = marks.around

@@ -70,6 +70,16 @@ class Padding:
         return to_edge(batch if rows == before else _resize(batch, before, rows), self.ragged, edge)
 
 
+def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> None:
+    """Raise ValueError, ending with ``instead``, where strategy ``name`` has no ragged tensor to work on."""
+    if not ragged:
+        raise ValueError(
+            f"compile.{name}: no tensor of the batch is declared ragged; a task names them in "
+            "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
+            f"and dimension that holds positions{instead}"
+        )
+
+
 def edge_of(length: int, edges: Sequence[int], multiple: int, limit: int | None = None) -> int:
     """The first of ``edges`` that is at least ``length``; beyond the last one, the next multiple."""
     place = bisect_left(edges, length)

@@ -283,6 +283,18 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
             )
 
 
+def containers_for(program: Program, name: str, blocks: Sequence[str] | None) -> list[str]:
+    """The ``blocks`` that strategy ``name`` was given, else those that the task declares, else those found, with a
+    note. Raises ValueError as ``require_submodules`` does."""
+    containers = list(program.blocks if blocks is None else blocks)
+    if not containers and blocks is None:
+        containers = [found.path for found in find_containers(program.module)]
+        if containers:
+            program.notes.append(f"{name}: found repeated blocks in {', '.join(containers)}")
+    require_submodules(program.module, f"compile.{name}.blocks", containers)
+    return containers
+
+
 # ---- blocks that compute their activations again --------------------------------------------------------------------
 # The module gets a ``forward`` of its own that calls its class's under ``torch.utils.checkpoint`` (the non-reentrant
 # kind, https://docs.pytorch.org/docs/stable/checkpoint.html). Hooks, state-dict keys and class stay what they were, and

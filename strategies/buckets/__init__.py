@@ -11,7 +11,7 @@ one edge. Attention has to mask what is padded, and the loss to ignore it: that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -54,10 +54,10 @@ class Buckets(Strategy):
     note."""
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("multiple", 1), ("limit", 1), ("tokens_per_batch", 1)):
+        for name in ("count", "multiple", "limit", "tokens_per_batch"):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"compile.buckets.{name}={value} must be at least {least}")
+            if value is not None and value < 1:
+                raise ValueError(f"compile.buckets.{name}={value} must be at least 1")
         if self.on_recompile not in ON_RECOMPILE:
             raise ValueError(f"compile.buckets.on_recompile={self.on_recompile!r} is not one of {ON_RECOMPILE}")
         if self.edges is not None:
@@ -70,23 +70,17 @@ class Buckets(Strategy):
     def apply(self, program: Program) -> None:
         """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged, unless the
         strategy may be left out."""
-        from strategies.padding import Padding
+        from strategies.padding import Padding, require_ragged
 
         if not program.ragged and not self.required:
             program.notes.append("buckets: left out, no tensor of the batch is declared ragged")
             return
-        if not program.ragged:
-            raise ValueError(
-                "compile.buckets: no tensor of the batch is declared ragged; a task names them in "
-                "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
-                "and dimension that holds positions; compile.buckets.required=false leaves buckets out instead"
-            )
-        choose = partial(_given, edges=tuple(self.edges)) if self.edges is not None else self._fitted
+        require_ragged(program.ragged, self.name, "; compile.buckets.required=false leaves buckets out instead")
         program.padding = Padding(
             name=self.name,
             ragged=program.ragged,
             multiple=self.multiple,
-            choose_edges=partial(self._clear, choose=choose, program=program) if _cudnn_fails(program) else choose,
+            choose_edges=partial(self._clear, program=program) if _cudnn_fails(program) else self._edges,
             limit=self.limit,
             tokens_per_batch=self.tokens_per_batch,
             warm=self.warm,
@@ -108,13 +102,11 @@ class Buckets(Strategy):
                     "its own"
                 )
 
-    def _clear(
-        self, lengths: Sequence[int], *, choose: Callable[[Sequence[int]], tuple[int, ...]], program: Program
-    ) -> tuple[int, ...]:
+    def _clear(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
         """Edges at which cuDNN's attention is right; those that were given stay, with a note."""
         from strategies.buckets.batches import clear_of_64
 
-        edges = choose(lengths)
+        edges = self._edges(lengths)
         clear = clear_of_64(edges, multiple=self.multiple, limit=self.limit)
         kept = edges if self.edges is not None else clear
         if moved := sorted(set(edges) - set(kept)):
@@ -126,9 +118,11 @@ class Buckets(Strategy):
             )
         return kept
 
-    def _fitted(self, lengths: Sequence[int]) -> tuple[int, ...]:
+    def _edges(self, lengths: Sequence[int]) -> tuple[int, ...]:
         from strategies.buckets.batches import fitted
 
+        if self.edges is not None:
+            return tuple(self.edges)
         return fitted(lengths, count=self.count, multiple=self.multiple, limit=self.limit)
 
 
@@ -142,7 +136,3 @@ def _cudnn_fails(program: Program) -> bool:
     if device is None or device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return cudnn_attention_fails(torch.__version__, torch.cuda.get_device_capability(device))
-
-
-def _given(_: Sequence[int], *, edges: tuple[int, ...]) -> tuple[int, ...]:
-    return edges

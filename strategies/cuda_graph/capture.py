@@ -123,41 +123,29 @@ class Shape:
 
 
 class StepGraphs:
-    """Runs steps, from a graph where there is one for the batch and the state at hand.
+    """Runs steps, from a graph where there is one for the batch and the state at hand; see ``WholeSteps``.
 
-    Args:
-        engine: Captures and replays.
-        eager_steps: Steps of each kind of batch that run before its capture; of every shape of it until ``warmed``.
-        max_graphs: Most graphs.
+    Of each kind of batch ``eager_steps`` run before its capture, of every shape of it until it is ``warmed``.
     """
 
     def __init__(self, engine: Engine, *, eager_steps: int, max_graphs: int) -> None:
-        self._engine = engine
-        self._eager_steps = eager_steps
-        self._max_graphs = max_graphs
+        self._engine, self._eager_steps, self._max_graphs = engine, eager_steps, max_graphs
         self._shapes: dict[Hashable, Shape] = {}
         self._kinds: set[Hashable] = set()
         self.warmed = False
-        """Whether every shape has been through forward and backward already: the first one of a kind still runs before
-        its capture, the others do not, for which there might be no memory beside the graphs."""
-        self.captures = 0
-        """Graphs captured so far."""
-        self.replays = 0
-        """Steps replayed so far."""
+        """Then the first shape of a kind still runs before its capture; the others do not, for which there might be no
+        memory beside the graphs."""
+        self.captures = self.replays = 0
         self.changes = 0
         """Times that a step's state on the host was a new one."""
         self.eager_count = 0
         """Steps run without a graph so far."""
-        self.given_up = False
-        """Whether no step will be captured any more."""
-        self.settled = True
-        """Whether the last step was what steps of its kind will go on being: a replay, or eager for good."""
+        self.given_up, self.settled = False, True
         self.warmup_steps = 0
         """Steps that run without a graph before the first capture, whatever their shapes."""
         self.agree: Callable[[int], int] | None = None
         """Several processes: returns the smallest of their numbers; each of them calls it."""
         self.verifier: Verifier | None = None
-        """Set by whoever wants graphs compared with the steps that they were captured from."""
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
 

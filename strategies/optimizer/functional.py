@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from strategies.optimizer.formulas import Formula, Group, fresh_function, numbers_of
-from strategies.optimizer.step import DeviceScalar
+from strategies.optimizer.step import DeviceScalar, Update
 
 MAX_CHUNK = 32
 """Tensors of a chunk; a step launches about one kernel for each, and compiling it takes time in proportion."""
@@ -29,7 +29,7 @@ _dtype_of = operator.attrgetter("dtype")
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-class FunctionalUpdate:
+class FunctionalUpdate(Update):
     """Updates ``optimizer``'s parameters and states in place, exactly where torch's own step would.
 
     Args:
@@ -51,8 +51,6 @@ class FunctionalUpdate:
         compiler: Compiler,
     ) -> None:
         self.optimizer = optimizer
-        self.max_norm: float | None = None
-        """Set before a step that is to clip: largest norm of all gradients together."""
         self._formula = formula
         self._planner = Planner(optimizer, formula, places, compiler)
         self._plan: Plan | None = None

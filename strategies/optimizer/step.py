@@ -11,7 +11,7 @@ import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +29,36 @@ class NothingCompiled(RuntimeError):
     """The step was handed to the compiler and was not compiled."""
 
 
-class Update(Protocol):
-    """What stands in for the step."""
+class Update:
+    """What stands in for the step of ``optimizer``."""
 
+    optimizer: torch.optim.Optimizer
     form: str
-    exact: bool
+    exact = False
     """Whether it computes torch's formulas in the precision of the weights and draws no random numbers."""
-    clips: bool
+    clips = False
     """Whether it clips by norm itself, in a step before which ``max_norm`` was set."""
-    max_norm: float | None
+    max_norm: float | None = None
+    """Largest norm of all gradients together, in the next step."""
 
     def __call__(self) -> None:
         """Update parameters and state from the gradients."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Figures for the record."""
+        raise NotImplementedError
 
     def release(self) -> None:
         """Leave the optimizer as torch's own step expects it."""
 
-    def facts(self) -> dict[str, Any]:
-        """Figures for the record."""
-
     def scale_on(self, device: torch.device) -> Tensor | float:
         """What the last step multiplied gradients by to clip them, ``()``; 1 where it did not."""
+        return 1.0
 
     def take(self) -> Callable[[], None]:
         """See ``Strategy.take``."""
+        return lambda: None
 
 
 def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Callable[[], None]) -> None:
@@ -107,7 +113,7 @@ def uninstall(optimizer: torch.optim.Optimizer) -> None:
         update.release()
 
 
-def _call_first(update: Any) -> None:
+def _call_first(update: Update) -> None:
     graphs = counters["stats"]["unique_graphs"]
     update()
     compiled = update.form == "eager" or counters["stats"]["unique_graphs"] > graphs
@@ -192,7 +198,7 @@ class DeviceScalar:
             self._value = float(value)
 
 
-class GenericUpdate:
+class GenericUpdate(Update):
     """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
 
     A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
@@ -205,9 +211,6 @@ class GenericUpdate:
         compiler: Compiles one function.
         report: Is given a line for the user when the step turns out to run eager.
     """
-
-    clips = exact = False
-    max_norm: float | None = None
 
     def __init__(
         self,
@@ -237,19 +240,7 @@ class GenericUpdate:
             self._next_form(error)
             self()
 
-    def release(self) -> None:
-        """There is nothing to take off."""
-
-    def scale_on(self, device: torch.device) -> float:
-        """It does not clip."""
-        return 1.0
-
-    def take(self) -> Callable[[], None]:
-        """Nothing is kept on the host."""
-        return lambda: None
-
     def facts(self) -> dict[str, Any]:
-        """Figures for the record."""
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
         return {"form": self.form, "tensors": count, "chunks": 1, "graphs": None}
 

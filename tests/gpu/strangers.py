@@ -92,8 +92,7 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     from strategies import Strategy
     from strategies.auto import Auto
     from strategies.cuda_graph import CudaGraph
-    from strategies.regional import Regional
-    from strategies.whole import Whole
+    from strategies.modules import Regional, Whole
     from tests.strangers import loader, make
     from trainer.callback import Compile
 

@@ -34,12 +34,18 @@ def applied(name: str, module: nn.Module, declared: Declaration) -> Program:
 
 
 @pytest.mark.parametrize("name", MODULE_STRATEGIES)
-def test_names_classes_and_state_dict_stay_as_they_were(
+def test_a_compiled_module_stays_what_it_was_and_goes_back_to_eager(
     name: str, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
 ) -> None:
     submodules = {path: (type(child), id(child)) for path, child in module.named_modules()}
     parameters = {path: id(parameter) for path, parameter in module.named_parameters()}
     keys = list(module.state_dict())
+    eager, _ = loss_and_gradients(module, batch)
+    program = applied(name, module, declared)
+    uncompile(program)
+    assert program.regions == []
+    assert torch.equal(loss_and_gradients(module, batch)[0], eager)
+    assert graphs == []
     program = applied(name, module, declared)
     loss_and_gradients(module, batch)
     assert graphs
@@ -47,19 +53,6 @@ def test_names_classes_and_state_dict_stay_as_they_were(
     assert {path: (type(child), id(child)) for path, child in module.named_modules()} == submodules
     assert {path: id(parameter) for path, parameter in module.named_parameters()} == parameters
     assert list(module.state_dict()) == keys
-
-
-@pytest.mark.parametrize("name", MODULE_STRATEGIES)
-def test_uncompile_goes_back_to_eager(
-    name: str, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
-) -> None:
-    eager, _ = loss_and_gradients(module, batch)
-    program = applied(name, module, declared)
-    uncompile(program)
-    loss, _ = loss_and_gradients(module, batch)
-    assert graphs == []
-    assert program.regions == []
-    assert torch.equal(loss, eager)
 
 
 TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {

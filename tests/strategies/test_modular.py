@@ -225,14 +225,14 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))) for _ in "lr"
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))) for _ in "lr"
         )
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return self.right(self.left(x_BD))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_part_keeps_its_own_activation_memory_budget(backend: str) -> None:
     import torch._functorch.config as functorch_config
 

@@ -75,7 +75,10 @@ OF_THE_COMPILER = (
 
 
 def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
-    """Every pair of task and arm that fit each other, or, ``refused``, that do not; all but one task's are slow."""
+    """Every pair of task and arm that fit each other, or, ``refused``, that do not; all but one task's are slow.
+
+    How strategies combine does not depend on the task: of the lists, one ragged task's and the smallest's are enough.
+    """
     arms = ["eager", *sorted(STRATEGIES), *sorted(COMBINATIONS)]
     return pytest.mark.parametrize(
         ("task", "arm"),
@@ -85,7 +88,7 @@ def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
             )
             for task in sorted(TASKS)
             for arm in arms
-            if bool(refusal(task, arm)) is refused
+            if bool(refusal(task, arm)) is refused and (task in ("captioning", "micro") or not arm.startswith("["))
         ],
     )
 

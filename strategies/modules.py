@@ -1,4 +1,4 @@
-"""``compile=regional``: each kind of repeated block compiled once and shared, the rest that matters beside them."""
+"""``compile=whole`` and ``compile=regional``: modules compiled in one graph each, or block by repeated block."""
 
 from __future__ import annotations
 
@@ -7,6 +7,41 @@ from typing import ClassVar
 
 from strategies.base import Program, Stage
 from strategies.options import ModuleOptions
+
+
+@dataclass(kw_only=True, slots=True)
+class Whole(ModuleOptions):
+    """Compile everything that the task declares as its forward and loss, one graph for each declared module.
+
+    The most speed that one compile gives, for the longest wait. A module that declares nothing has each of its
+    children that own parameters compiled; its loss then stays eager, and a note says so.
+    """
+
+    name: ClassVar[str] = "whole"
+    stage: ClassVar[Stage] = Stage.MODULE
+
+    fullgraph: bool = False
+    """Stop with the reason at a graph break instead of splitting the graph."""
+
+    def apply(self, program: Program) -> None:
+        from strategies.regions import compile_in_place, expand_blocks, never_called
+
+        program.eager_embeddings &= self.embedding_gradient == "eager"
+        paths = program.whole
+        if not paths:
+            paths = tuple(
+                path for path, child in program.module.named_children() if any(True for _ in child.parameters())
+            )
+            program.notes.append(
+                f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(paths)}, "
+                "the loss outside them stays eager"
+            )
+        if not paths:
+            raise ValueError("compile.whole: the module has no child with parameters to compile")
+        for path in paths:
+            held = expand_blocks(program.module, [path]) if never_called(program.module.get_submodule(path)) else [path]
+            for each in held:
+                compile_in_place(program, each, self.compile_arguments(), strict=self.on_recompile_limit == "fail")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,15 +61,10 @@ class Regional(ModuleOptions):
     """Paths of other submodules to compile, each a region of its own; null = what the task declares."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import compile_in_place, expand_blocks, find_containers, fixed_sizes, require_submodules
+        from strategies.regions import compile_in_place, containers_for, expand_blocks, fixed_sizes, require_submodules
 
-        containers = list(self.blocks) if self.blocks is not None else list(program.blocks)
-        if not containers and self.blocks is None:
-            containers = [found.path for found in find_containers(program.module)]
-            if containers:
-                program.notes.append(f"regional: found repeated blocks in {', '.join(containers)}")
+        containers = containers_for(program, self.name, self.blocks)
         parts = list(self.parts) if self.parts is not None else list(program.parts)
-        require_submodules(program.module, "compile.regional.blocks", containers)
         require_submodules(program.module, "compile.regional.parts", parts)
         paths = expand_blocks(program.module, containers)
         if not paths and not parts:
