@@ -75,12 +75,13 @@ class HostState:
         read = [each for each in names if each.expected]
         self._read = read
         self._mappings = [each.mapping for each in read]
-        self._getters = [_getter(each.expected) for each in read]
-        self._expected = [value for each in read for value in _expected(each.expected)]
-        absent = [each for each in names if each.absent]
-        self._absent = absent
-        self._disjoint = [each.mapping.keys().isdisjoint for each in absent]
-        self._absent_names = [frozenset(each.absent) for each in absent]
+        # With one name alone, itemgetter returns no tuple.
+        keys = [[*each.expected] if len(each.expected) > 1 else [*each.expected] * 2 for each in read]
+        self._getters = [itemgetter(*own) for own in keys]
+        self._expected = [each.expected[key] for each, own in zip(read, keys, strict=True) for key in own]
+        self._absent = [each for each in names if each.absent]
+        self._disjoint = [each.mapping.keys().isdisjoint for each in self._absent]
+        self._absent_names = [frozenset(each.absent) for each in self._absent]
         self._empty = [container for container, _, entries in contents if not entries]
         self._labels = {id(container): label for container, label, _ in contents}
         self._contents = [entry for entry in contents if entry[2]]
@@ -242,16 +243,6 @@ def environment() -> int:
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 """Containers, and their subclasses, whose entries are compared."""
-
-
-def _getter(names: dict[str, Any]) -> Callable[[Any], Any]:
-    # With one name alone, itemgetter returns no tuple.
-    return itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names)
-
-
-def _expected(names: dict[str, Any]) -> tuple[Any, ...]:
-    values = tuple(names.values())
-    return values if len(values) > 1 else values * 2
 
 
 def _short(value: Any) -> str:
