@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies import Regional
+from strategies import Optimizer, Regional
 from tests.strategies.modules import Block
 from tests.trainer import guarded
+from tests.trainer.audited import Captured
 from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
 from trainer.guards.slowdown import STEADY_STEPS, Sample
 
@@ -121,3 +123,41 @@ def test_without_parity_and_rollback_eager_is_not_timed(slow_backend: str, tmp_p
 )
 def test_only_what_is_beyond_the_spread_is_slower(eager: list[float], compiled: list[float], slower: bool) -> None:
     assert Sample(eager_seconds=eager, compiled_seconds=compiled).slower is slower
+
+
+class Decaying(Blocks):
+    """Its rate changes in every step, and AdamW counts steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_timing_eager_beside_graphs_leaves_the_optimizer_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Eager's own step counts in the optimizer's state, which a compiled one takes for another plan.
+    capturing = False
+    capture = RecordingEngine.capture
+
+    def flagged(self: RecordingEngine, call: Any) -> Any:
+        def captured() -> Any:
+            nonlocal capturing
+            capturing = True
+            try:
+                return call()
+            finally:
+                capturing = False
+
+        return capture(self, captured)
+
+    monkeypatch.setattr(RecordingEngine, "capture", flagged)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    compile_ = Compile([Regional(backend="eager"), Optimizer(backend="eager"), Captured()])
+    fit(Decaying(), tmp_path, [compile_], max_steps=STEADY_STEPS + 20, max_epochs=-1)
+    facts, steps = compile_.record.report["captured"], STEADY_STEPS + 20
+    assert compile_.record.report["slowdown"]["on_later_batches"]
+    assert facts["captured"] == ["whole step on 4x8 4x1"]
+    assert (facts["refused"], facts["replayed_steps"] + facts["eager_steps"]) == ([], steps)

@@ -174,6 +174,8 @@ class Preflight:
 
         with eager(self._program):
             step()
+        if between is not None:
+            between()
         (own or step)()
         if between is not None:
             between()

@@ -80,7 +80,7 @@ def take_sample(
         step: A step apart from the training.
         steps: How many optimizer steps it takes, under manual optimization; the seconds are of one.
         own: The run's own step, where that is another than ``step``.
-        between: Called after each pair.
+        between: Called after each of them.
     """
     sample = Sample(replayed=own is not None)
     repeats = REPEATS
@@ -91,8 +91,8 @@ def take_sample(
                     sample.eager_seconds.append(seconds_of(loop.device, step) / steps)
             else:
                 sample.compiled_seconds.append(seconds_of(loop.device, own or step) / steps)
-        if between is not None:
-            between()
+            if between is not None:
+                between()
         if len(sample.eager_seconds) == 1:
             both = sample.eager_seconds[0] + sample.compiled_seconds[0]
             repeats = loop.broadcast(max(1, min(REPEATS, int(MAX_SECONDS / max(both * steps, 1e-9)))))
