@@ -93,7 +93,7 @@ def compared(options: argparse.Namespace) -> int:
     texts = {"markdown": tables.markdown, "csv": tables.as_csv, "json": tables.as_json}
     targets = {kind: target for kind in texts if (target := getattr(options, kind)) is not None}
     for kind, target in targets.items():
-        write(target, texts[kind](comparisons) + (scaling.markdown(scaled) if kind == "markdown" else ""))
+        write(target, texts[kind](comparisons) + "".join(one.markdown() for one in scaled if kind == "markdown"))
     if options.tensorboard is not None:
         write_for_tensorboard(comparisons, options.tensorboard)
     alone = "-" in targets.values()
@@ -101,7 +101,7 @@ def compared(options: argparse.Namespace) -> int:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(width=WIDTH, highlight=False)
         tables.show(comparisons, console)
-        for line in (line for found in scaled for line in scaling.lines(found, console.width)):
+        for line in (line for found in scaled for line in found.lines(console.width)):
             console.print(line, markup=False, soft_wrap=True)
     if options.against is None:
         return 0

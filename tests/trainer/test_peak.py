@@ -72,7 +72,7 @@ def test_a_measured_peak_is_a_rate_and_draws_none_of_the_runs_random_numbers() -
 
 
 def test_without_a_wish_only_a_gpu_is_measured() -> None:
-    assert find_peak(CPU, "32-true", measure=None).measured is None
+    assert find_peak(CPU, "32-true", measure=None).peak_teraflops_measured is None
 
 
 def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import events_of
 from trainer.callback import Compile
-from trainer.telemetry import ranks
+from trainer.telemetry import curves as ranks
 from trainer.telemetry.facts import communication_line
 from trainer.telemetry.record import RankFigures, RunRecord, communication_of
 

@@ -9,12 +9,12 @@ from typing import Any, get_type_hints
 import pytest
 
 from trainer.telemetry.compiler import CompilerFigures
-from trainer.telemetry.hardware import PeakFigures
+from trainer.telemetry.hardware import Peak
 from trainer.telemetry.meter import Meter, Rates, StepTimes
 from trainer.telemetry.record import Event, RunRecord
 
 
-@pytest.mark.parametrize("facts", [CompilerFigures, PeakFigures, Rates, StepTimes], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("facts", [CompilerFigures, Peak, Rates, StepTimes], ids=lambda each: each.__name__)
 def test_facts_have_names_and_types_of_the_record(facts: type[Any]) -> None:
     fields = get_type_hints(RunRecord)
     for name, kind in get_type_hints(facts).items():

@@ -14,7 +14,7 @@ from importlib import resources
 
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, Picture, arm_colours, style
-from trainer.report.scaling import Scaling, table_of
+from trainer.report.scaling import Scaling
 from trainer.report.statistics import FASTER, rounded
 from trainer.report.tables import NOT_SURE, TEXT_COLUMNS, footnotes, tables_of
 from trainer.telemetry.record import Event, RunRecord
@@ -195,7 +195,7 @@ def _scaling(found: Scaling, place: int) -> str:
     return f"""<section id="scaling-{place + 1}">
 <h2>Scaling: {_breakable(found.name)}</h2>
 <p>{_text(_sentence(found.kind))}</p>
-{unlike}{_figures(table_of(found))}
+{unlike}{_figures(found.table)}
 </section>"""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.report.flags import step_seconds, unlike_conditions
 from trainer.report.runs import Run, fixed_settings, set_parameters
-from trainer.report.statistics import Estimate, estimate
+from trainer.report.statistics import estimate
 from trainer.report.tables import ABSENT, estimated, kept, number, piped, plain_lines
 from trainer.telemetry.record import RunRecord
 
@@ -23,45 +23,29 @@ SAME = 0.01
 
 
 @dataclass(kw_only=True, slots=True)
-class Row:
-    """The runs on one number of devices, which train together in one way."""
-
-    devices: int
-    how: str
-    """``trainer.strategy``; empty on one device."""
-    runs: list[Run]
-    samples_per_second: Estimate
-    """Of all devices."""
-    batch: float
-    """Samples of a step, of all devices."""
-    efficiency: Estimate | None
-    """Samples a second over ``devices`` times those of one device, of each run: of the same seed and round where there
-    is one; None without a run on one device."""
-
-
-@dataclass(kw_only=True, slots=True)
 class Scaling:
     """One training on several numbers of devices."""
 
     name: str
-    rows: list[Row]
-    """By number of devices."""
+    kind: str
+    """What stays the same as devices are added: weak and strong scaling are not to be mixed up."""
+    table: dict[str, list[str]]
+    """A row for each number of devices and way to train together, as columns by heading."""
     unlike: list[str]
     """What differs beside them and decides speed."""
 
-    @property
-    def kind(self) -> str:
-        """What stays the same as devices are added: weak and strong scaling are not to be mixed up."""
-        shares = {row.devices: row.batch / row.devices for row in self.rows}
-        first = self.rows[0]
-        if _alike(list(shares.values())):
-            return (
-                f"weak scaling: each device keeps its batch of {number(first.batch)} samples, a step has more of them"
-            )
-        if _alike([row.batch for row in self.rows]):
-            return f"strong scaling: a step keeps its {number(first.batch)} samples, each device has fewer"
-        each = ", ".join(f"{number(share)} on {devices}" for devices, share in shares.items())
-        return f"neither weak nor strong scaling: samples of a device in a step differ ({each})"
+    def lines(self, width: int) -> Iterator[str]:
+        """The table with its heading as lines of text."""
+        yield f"scaling: {self.name}"
+        yield f"  {self.kind}"
+        yield from (f"  unlike: {line}" for line in self.unlike)
+        yield from (f"  {line}" for line in plain_lines(self.table, width - 2))
+        yield ""
+
+    def markdown(self) -> str:
+        """The same as Markdown, after a blank line."""
+        unlike = "".join(f"Unlike: {line}.\n\n" for line in self.unlike)
+        return "\n".join([f"\n## Scaling: {self.name}\n\n{self.kind}.\n\n{unlike}", *piped(self.table), ""])
 
 
 def scalings(runs: Sequence[Run]) -> list[Scaling]:
@@ -75,42 +59,58 @@ def scalings(runs: Sequence[Run]) -> list[Scaling]:
         said = [f"{name}={value}" for name, value in settings.items() if not name.endswith("batch_size")]
         options = [f"{name}={value}" for name, value in sorted(set_parameters(record).items())]
         alike.setdefault((record.task, record.label, *options, *sorted(said)), []).append(run)
-    found = [members for members in alike.values() if len({run.record.world_size for run in members}) > 1]
-    return [_scaling(members) for members in found]
+    return [_scaling(members) for members in alike.values() if len({run.record.world_size for run in members}) > 1]
 
 
 def _scaling(members: Sequence[Run]) -> Scaling:
-    groups: dict[tuple[Any, ...], list[Run]] = {}
-    for run in members:
-        batch = [value for name, value in fixed_settings(run.record).items() if name.endswith("batch_size")]
-        groups.setdefault((run.record.world_size, _how(run.record), *batch), []).append(run)
-    base = next((runs for key, runs in sorted(groups.items(), key=lambda item: item[0][0]) if key[0] == 1), [])
+    groups: dict[tuple[Any, ...], list[RunRecord]] = {}
+    for record in (run.record for run in members):
+        batch = [value for name, value in fixed_settings(record).items() if name.endswith("batch_size")]
+        groups.setdefault((record.world_size, _how(record), *batch), []).append(record)
+    rows = dict(sorted(groups.items(), key=lambda item: item[0][:2]))
+    devices = [int(key[0]) for key in rows]
+    base = next((records for key, records in rows.items() if key[0] == 1), [])
+    batches = [
+        statistics.median((one.samples_per_second or 0.0) * (step_seconds(one) or 0.0) for one in records)
+        for records in rows.values()
+    ]
+    rates = [estimate([one.samples_per_second for one in records]) for records in rows.values()]
+    medians = [0.0 if rate is None else rate.median for rate in rates]
     first = members[0].record
     options = [f"{name}={value}" for name, value in set_parameters(first).items()]
     return Scaling(
         name=" · ".join([first.task, " ".join([first.label, *options])]),
-        rows=[_row(runs, base) for _, runs in sorted(groups.items(), key=lambda item: item[0][:2])],
+        kind=_kind(devices, batches),
+        table=kept(
+            {
+                "arm": [f"{key[0]} device{'s' if key[0] > 1 else ''} {key[1]}".strip() for key in rows],
+                "runs": [str(len(records)) for records in rows.values()],
+                "samples of a step": [number(batch) for batch in batches],
+                "samples/s": [estimated(rate) for rate in rates],
+                "times one device": [f"{rate / medians[0]:.2f}x" if base else ABSENT for rate in medians],
+                "efficiency": [
+                    estimated(estimate([_efficiency(one, base) for one in records])) for records in rows.values()
+                ],
+            }
+        ),
         unlike=[line for line in unlike_conditions(members) if not line.startswith("world size")],
     )
 
 
-def _row(runs: Sequence[Run], base: Sequence[Run]) -> Row:
-    devices = runs[0].record.world_size
-    return Row(
-        devices=devices,
-        how=_how(runs[0].record),
-        runs=list(runs),
-        samples_per_second=_known(estimate([run.record.samples_per_second for run in runs])),
-        batch=statistics.median(
-            (run.record.samples_per_second or 0.0) * (step_seconds(run.record) or 0.0) for run in runs
-        ),
-        efficiency=estimate([_efficiency(run.record, base) for run in runs]),
-    )
+def _kind(devices: Sequence[int], batches: Sequence[float]) -> str:
+    shares = {count: batch / count for count, batch in zip(devices, batches, strict=True)}
+    if _alike(list(shares.values())):
+        return f"weak scaling: each device keeps its batch of {number(batches[0])} samples, a step has more of them"
+    if _alike(batches):
+        return f"strong scaling: a step keeps its {number(batches[0])} samples, each device has fewer"
+    each = ", ".join(f"{number(share)} on {count}" for count, share in shares.items())
+    return f"neither weak nor strong scaling: samples of a device in a step differ ({each})"
 
 
-def _efficiency(record: RunRecord, base: Sequence[Run]) -> float | None:
-    same = [run for run in base if (run.record.seed, run.record.round) == (record.seed, record.round)] or base
-    rates = [rate for run in same if (rate := run.record.samples_per_second)]
+def _efficiency(record: RunRecord, base: Sequence[RunRecord]) -> float | None:
+    """Samples a second over as many times those of one device, of the same seed and round where there is one."""
+    same = [one for one in base if (one.seed, one.round) == (record.seed, record.round)] or base
+    rates = [rate for one in same if (rate := one.samples_per_second)]
     if not rates or not record.samples_per_second:
         return None
     return record.samples_per_second / record.world_size / statistics.median(rates)
@@ -121,48 +121,5 @@ def _how(record: RunRecord) -> str:
     return "" if record.world_size == 1 else str(settings.get("strategy", ""))
 
 
-def _known(value: Estimate | None) -> Estimate:
-    assert value is not None
-    return value
-
-
 def _alike(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= SAME * max(values)
-
-
-def lines(found: Scaling, width: int) -> Iterator[str]:
-    """The table with its heading as lines of text."""
-    yield f"scaling: {found.name}"
-    yield f"  {found.kind}"
-    yield from (f"  unlike: {line}" for line in found.unlike)
-    yield from (f"  {line}" for line in plain_lines(table_of(found), width - 2))
-    yield ""
-
-
-def markdown(every: Sequence[Scaling]) -> str:
-    """The same as Markdown, after a blank line; empty without any."""
-    texts = []
-    for found in every:
-        unlike = "".join(f"Unlike: {line}.\n\n" for line in found.unlike)
-        texts.append(
-            "\n".join([f"\n## Scaling: {found.name}\n\n{found.kind}.\n\n{unlike}", *piped(table_of(found)), ""])
-        )
-    return "".join(texts)
-
-
-def table_of(found: Scaling) -> dict[str, list[str]]:
-    """A row for each number of devices, as columns by heading."""
-    rows = found.rows
-    base = next((row.samples_per_second.median for row in rows if row.devices == 1), None)
-    return kept(
-        {
-            "arm": [f"{row.devices} device{'s' if row.devices > 1 else ''} {row.how}".strip() for row in rows],
-            "runs": [str(len(row.runs)) for row in rows],
-            "samples of a step": [number(row.batch) for row in rows],
-            "samples/s": [estimated(row.samples_per_second) for row in rows],
-            "times one device": [
-                ABSENT if base is None else f"{row.samples_per_second.median / base:.2f}x" for row in rows
-            ],
-            "efficiency": [estimated(row.efficiency) for row in rows],
-        }
-    )

@@ -135,34 +135,12 @@ def peak_process_gib() -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakFigures:
-    """Fields of the record about matrix products and what they could be at best."""
+class Peak:
+    """Fields of the record about the matrix rates of one device, TFLOP/s; None where unknown or not measured."""
 
     matrix_precision: str | None
     peak_teraflops_datasheet: float | None
     peak_teraflops_measured: float | None
-    model_flops_utilization: float | None
-    model_flops_utilization_measured_peak: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """Matrix rates of one device, TFLOP/s; None where unknown or not measured."""
-
-    kind: str | None
-    """What the run's matrix products compute in: ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp64``."""
-    datasheet: float | None
-    measured: float | None
-
-    def figures(self, teraflops: float | None) -> PeakFigures:
-        """For a run that reaches ``teraflops``."""
-        return PeakFigures(
-            matrix_precision=self.kind,
-            peak_teraflops_datasheet=self.datasheet,
-            peak_teraflops_measured=self.measured,
-            model_flops_utilization=_share(teraflops, self.datasheet),
-            model_flops_utilization_measured_peak=_share(teraflops, self.measured),
-        )
 
 
 def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> Peak:
@@ -170,9 +148,9 @@ def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> 
     kind = matrix_kind(device, precision)
     wanted = device.type == "cuda" if measure is None else measure
     return Peak(
-        kind=kind,
-        datasheet=datasheet_teraflops(device_name(device), kind),
-        measured=measured_teraflops(device, kind) if wanted else None,
+        matrix_precision=kind,
+        peak_teraflops_datasheet=datasheet_teraflops(device_name(device), kind),
+        peak_teraflops_measured=measured_teraflops(device, kind) if wanted else None,
     )
 
 
@@ -247,5 +225,6 @@ def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1)
     return (now() - began) / times
 
 
-def _share(teraflops: float | None, peak: float | None) -> float | None:
+def utilization(teraflops: float | None, peak: float | None) -> float | None:
+    """Share of the peak that a run reaches; None where one of them is not known."""
     return teraflops / peak if teraflops and peak else None

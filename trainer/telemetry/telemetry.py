@@ -13,14 +13,14 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
-from trainer.telemetry.curves import Curves
+from trainer.telemetry.curves import Curves, Ranks
 from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy, now
@@ -28,9 +28,6 @@ from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShape
 from trainer.telemetry.profile import StepProfiler
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
-
-if TYPE_CHECKING:
-    from trainer.telemetry.ranks import Ranks
 
 BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
@@ -84,7 +81,10 @@ class BaseTelemetry:
         them must call this: after an error on one of them that would hang."""
         if together:
             rates = added_up(rates, self._loop)
-        record.take(rates, self._peak.figures(rates.teraflops_per_second))
+        reached, peak = rates.teraflops_per_second, self._peak
+        record.take(rates, peak)
+        record.model_flops_utilization = hardware.utilization(reached, peak.peak_teraflops_datasheet)
+        record.model_flops_utilization_measured_peak = hardware.utilization(reached, peak.peak_teraflops_measured)
         record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
         record.peak_process_memory_gib = hardware.peak_process_gib()
         record.joules_per_sample = self._energy.joules_per_sample()
@@ -135,8 +135,6 @@ class Telemetry(BaseTelemetry):
         self._start(loop)
         self._pages = pages
         if loop.world_size > 1:
-            from trainer.telemetry.ranks import Ranks
-
             self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
