@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from trainer.config import compose
 from trainer.run import run
 from trainer.telemetry.record import RunRecord
 
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
+SCALARS = frozenset(re.findall(r"^\| `([a-z_]+/[a-z0-9_]+)` \|", REFERENCE, re.MULTILINE))
+PAGES = frozenset(re.findall(r"^- `((?:run|compile)/\w+)`:", REFERENCE, re.MULTILINE))
+"""Documented keys of TensorBoard's scalars and text pages."""
 SMALLEST: dict[str, tuple[str, ...]] = {
     "captioning": (
         "task.size.image_size=32",

@@ -38,11 +38,11 @@ from strategies import (
 )
 from strategies.compose import label
 from tests.conftest import ROOT
+from tests.trainer.runs import SCALARS
 from trainer.guards.compare import ParityError
 from trainer.loops.compile_trainer import compile_trainer
 from trainer.loops.huggingface import LOGGED
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.tensorboard import SCALARS
 
 EAGER: dict[str, Any] = {"backend": "eager"}
 LENGTH, WORDS = 8, 32
@@ -221,7 +221,7 @@ def test_two_runs_compare_like_two_of_the_command_line(
 
 
 def test_the_trainers_own_log_has_the_speed(tmp_path: Path) -> None:
-    assert set(LOGGED) <= set(SCALARS)
+    assert set(LOGGED) <= SCALARS
     trainer, record = trained(tmp_path, [Regional(**EAGER)])
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     assert logged["usage/samples_per_second"] > 0

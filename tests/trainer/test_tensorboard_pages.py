@@ -10,16 +10,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from tests.strategies import backends
-from tests.trainer.runs import MODULE_STRATEGIES, STEPS, events_of, train
+from tests.trainer.runs import PAGES, SCALARS, STEPS, events_of, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.report.run_verdict import run_verdict
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.tensorboard import FINAL, SCALARS, TEXTS, TensorBoardPages, events_table, strategies_table
+from trainer.telemetry.tensorboard import FINAL, TensorBoardPages, events_table, strategies_table
 
 OF_THE_TASK = ("val/",)
 
 
-@pytest.fixture(scope="module", params=["eager", *MODULE_STRATEGIES])
+@pytest.fixture(scope="module", params=["eager", "regional"])
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, private_cache: None
 ) -> tuple[RunRecord, EventAccumulator]:
@@ -62,7 +62,7 @@ def test_what_exists_on_a_cpu_is_written_and_what_does_not_is_not(
     if record.label == "eager":
         absent |= {key for key in SCALARS if key.startswith(("warmup/", "usage/audit_"))}
         absent -= {"warmup/seconds", "warmup/first_step_seconds"}
-    assert written & set(SCALARS) == set(SCALARS) - absent
+    assert written & SCALARS == SCALARS - absent
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
 
 
@@ -91,7 +91,7 @@ def test_the_text_pages_are_there(finished: tuple[RunRecord, EventAccumulator]) 
     assert f"| strategies | {record.label} |" in text(events, "run/summary")
     pages = {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")}
     pages = {page for page in pages if not page.startswith(OF_THE_TASK)}
-    expected = set(TEXTS) - {"run/profile"}
+    expected = PAGES - {"run/profile"}
     assert pages == (expected - {"compile/events", "run/strategies"} if record.label == "eager" else expected)
     if record.label != "eager":
         for event in record.events:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from trainer.report import statistics
 from trainer.report.flags import (
     BUSY,
     DECISIVE_VERSIONS,
@@ -20,21 +21,7 @@ from trainer.report.flags import (
     unlike_conditions,
 )
 from trainer.report.runs import PEER, Cell, Run, group
-from trainer.report.statistics import (
-    FASTER,
-    NOT_SHOWN,
-    Cost,
-    Crossing,
-    Estimate,
-    Ratio,
-    Sample,
-    break_even_steps,
-    envelope,
-    estimate,
-    overhead_seconds,
-    ratio,
-    verdict,
-)
+from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample
 from trainer.telemetry.record import RunRecord
 
 AT_STEPS = (500, 2000, 20000)
@@ -98,7 +85,7 @@ class Row:
         if cost is None:
             return None
         other = None if baseline is None or baseline is self else baseline.cost_warm if warm else baseline.cost
-        return self.start_seconds + overhead_seconds(cost, other) + steps * cost.step_seconds
+        return self.start_seconds + statistics.overhead_seconds(cost, other) + steps * cost.step_seconds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -197,7 +184,7 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     if busy and judged:
         found.verdict = f"no verdict, {busy[0]}"
         return found
-    found.verdict = verdict(
+    found.verdict = statistics.verdict(
         found.crossings,
         baseline=found.baseline,
         arms=len(judged),
@@ -295,9 +282,9 @@ def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
         row.warm_warmup_seconds = _over(warm, lambda record: record.warmup_seconds)
     if other is not None and row.ratio is not None and row.ratio.shown:
         if row.cost is not None and other.cost is not None:
-            row.break_even_steps = break_even_steps(row.cost, other.cost)
+            row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
         if row.cost_warm is not None and other.cost_warm is not None:
-            row.break_even_steps_warm = break_even_steps(row.cost_warm, other.cost_warm)
+            row.break_even_steps_warm = statistics.break_even_steps(row.cost_warm, other.cost_warm)
 
 
 def _cold(cell: Cell) -> list[Run]:
@@ -333,7 +320,7 @@ def _ratio(row: Row, base: Row, work: float) -> Ratio | None:
     ours, theirs = row.cell.finished, base.cell.finished
     # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
     starts = {run.record.start for run in ours} & {run.record.start for run in theirs}
-    found = ratio(_samples(ours, work, starts), _samples(theirs, 1.0, starts))
+    found = statistics.ratio(_samples(ours, work, starts), _samples(theirs, 1.0, starts))
     if found is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *base.flags)):
         return dataclasses.replace(found, verdict=NOT_SHOWN)  # the others may have made the difference
     return found
@@ -361,7 +348,7 @@ def _work(row: Row, base: Row) -> float:
 
 
 def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> Estimate | None:
-    return estimate([figure(run.record) for run in runs])
+    return statistics.estimate([figure(run.record) for run in runs])
 
 
 def _crossings(rows: Sequence[Row]) -> list[Crossing]:
@@ -376,7 +363,7 @@ def _crossings(rows: Sequence[Row]) -> list[Crossing]:
     ):
         known = {row.cell.arm: cost for row in candidates if (cost := costs[row.cell.arm]) is not None}
         if base.cell.arm in known and any(costs[row.cell.arm] is not None for row in rows[1:]):
-            crossings += envelope(known, known[base.cell.arm], start)
+            crossings += statistics.envelope(known, known[base.cell.arm], start)
     return crossings
 
 

@@ -12,18 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strategies import STRATEGIES
+from trainer.report import statistics
 from trainer.report.runs import set_parameters
-from trainer.report.statistics import (
-    FASTER,
-    NOT_SHOWN,
-    SLOWER,
-    Cost,
-    Sample,
-    break_even_steps,
-    overhead_seconds,
-    ratio,
-    rounded,
-)
+from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.facts import number
 from trainer.telemetry.record import RunRecord, RunVerdict
 
@@ -54,7 +45,7 @@ def _chose_eager(record: RunRecord) -> bool:
 
 def _compare(record: RunRecord, verdict: RunVerdict) -> None:
     timed = _timed(record)
-    found = ratio(*(_samples(timed, side) for side in ("compiled_seconds", "eager_seconds")))
+    found = statistics.ratio(*(_samples(timed, side) for side in ("compiled_seconds", "eager_seconds")))
     if found is None:
         verdict.outcome, verdict.reason = NOT_COMPARED, _why_not(record)
         return
@@ -76,9 +67,9 @@ def _compare(record: RunRecord, verdict: RunVerdict) -> None:
     # Eager's own warm-up is not known here, and taken for nothing: the wait is at most this.
     warm = count * verdict.eager_step_seconds
     eager_cost = Cost(step_seconds=verdict.eager_step_seconds, warmup_seconds=warm, warmup_steps=count)
-    verdict.wait_seconds = overhead_seconds(cost, eager_cost)
+    verdict.wait_seconds = statistics.overhead_seconds(cost, eager_cost)
     if found.verdict == FASTER and not record.report["slowdown"].get("micro_batches"):
-        verdict.break_even_steps = break_even_steps(cost, eager_cost)
+        verdict.break_even_steps = statistics.break_even_steps(cost, eager_cost)
         verdict.paid = (verdict.steps or 0) >= verdict.break_even_steps
 
 
@@ -135,10 +126,10 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     if outcome == FASTER and verdict.paid is False and verdict.break_even_steps is not None:
         if record.cache in ("cold", None) and "cached" not in names:
             return command(record, _compile(["cached", *names])), "the next start takes its graphs from a store"
-        steps = LONGER * verdict.break_even_steps
+        steps = statistics.rounded(LONGER * verdict.break_even_steps).replace(",", "")
         if record.run == "inference":
             return None
-        return command(record, same, f"trainer.max_steps={rounded(steps).replace(',', '')}"), "long enough to pay"
+        return command(record, same, f"trainer.max_steps={steps}"), "long enough to pay"
     if "cuda_graph" not in names and _waits_for_host(record):
         return command(record, _compile([*names, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
     why = "rounds of whole runs may show one" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
@@ -233,7 +224,7 @@ def _wait(record: RunRecord, verdict: RunVerdict) -> str:
         return f"{text}, which never pays"
     if verdict.break_even_steps is None or verdict.steps is None:
         return text
-    pays = f"pays after {rounded(verdict.break_even_steps)} {units}"
+    pays = f"pays after {statistics.rounded(verdict.break_even_steps)} {units}"
     return f"{text}, {pays}; this run of {verdict.steps:,} was {'long enough' if verdict.paid else 'too short'}"
 
 

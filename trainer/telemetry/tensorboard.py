@@ -1,6 +1,7 @@
 """TensorBoard: the keys of every run, its row in the table of runs and its pages.
 
-Needs neither torch nor Lightning until a run writes.
+``docs/reference.md`` documents each key. TensorBoard sorts groups by name: speed, then loss. Needs neither torch nor
+Lightning until a run writes.
 """
 
 from __future__ import annotations
@@ -32,56 +33,6 @@ from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source import shown
 
-SCALARS: dict[str, tuple[str, str]] = {
-    "train/loss": ("task's own", "training loss, mean of the optimizer steps since the last point"),
-    "train/learning_rate": ("1", "learning rate of the first parameter group"),
-    "speed/steps_per_second": ("1/s", "steady optimizer steps since the last point"),
-    "usage/samples_per_second": ("1/s", "samples of those steps, this process"),
-    "usage/tokens_per_second": ("1/s", "token positions computed, padding included"),
-    "speed/useful_tokens_per_second": ("1/s", "token positions without padding"),
-    "usage/padded_share": ("1", "padding over all token positions"),
-    "usage/teraflops_per_second": ("TFLOP/s", "the task's forward and backward operations"),
-    "usage/model_flops_utilization": (
-        "1",
-        "the same over the datasheet's dense peak; absent when that is unknown",
-    ),
-    "usage/model_flops_utilization_measured_peak": ("1", "the same over the peak measured when the run began"),
-    "usage/data_wait_share": (
-        "1",
-        "share of those steps lost to waiting for the data loader; above 0.05 the summary says so",
-    ),
-    "usage/step_milliseconds_median": ("ms", "median steady step since the last point"),
-    "usage/step_milliseconds_p95": ("ms", "95th percentile of the same steps"),
-    "usage/batch_milliseconds_median": ("ms", "inference: median latency of a batch in one timed run, a point a run"),
-    "usage/batch_milliseconds_p95": ("ms", "inference: 95th percentile of the same batches"),
-    "warmup/first_step_seconds": ("s", "first optimizer step, compilation included"),
-    "warmup/seconds": ("s", "the preflight and all steps that are not steady, so far"),
-    "usage/slow_steps": ("count", "steps so far that took ten times the median or more, page `run/slow_steps`"),
-    "usage/audit_worst_of_tolerance": (
-        "1",
-        "largest difference from eager in an audited step over its tolerance; above 1 the run ends",
-    ),
-    "usage/audit_seconds": ("s", "time spent on audits so far, at most 0.5% of the run"),
-    "warmup/compile_seconds": ("s", "wall time inside the compiler so far"),
-    "warmup/graphs": ("count", "graphs compiled so far"),
-    "warmup/graph_breaks": ("count", "graph breaks so far"),
-    "warmup/recompiles": ("count", "recompiles so far, validation's own graphs included"),
-    "warmup/cache_hits": ("count", "graphs taken from Inductor's cache so far"),
-    "warmup/cache_misses": ("count", "graphs that were not there"),
-    "usage/peak_device_gib": ("GiB", "highest allocation on the accelerator so far; absent on a CPU"),
-    "usage/peak_process_gib": ("GiB", "highest resident memory of the process so far"),
-    "usage/joules_per_sample": ("J", "board energy over steady steps so far; absent without NVML"),
-    "ranks/skew_milliseconds": (
-        "ms",
-        "several processes: how much longer a rank waits for the slowest one in a step",
-    ),
-    "ranks/slowest": ("rank", "the one that the others wait for"),
-    "ranks/exposed_communication_share": ("1", "share of a step in collectives that no compute hides"),
-    "ranks/peak_device_gib": ("GiB", "highest allocation so far, of the fullest rank"),
-}
-"""Written every ``trainer.log_every_n_steps`` optimizer steps; a figure that does not exist is not written. TensorBoard
-sorts groups by name: speed, then loss."""
-
 FINAL: dict[str, tuple[str, str]] = {
     "whole_run/steps_per_second": ("steady_steps_per_second", "steps/s"),
     "whole_run/useful_tokens_per_second": ("useful_tokens_per_second", "useful tokens/s"),
@@ -99,16 +50,6 @@ FINAL: dict[str, tuple[str, str]] = {
 }
 """Metric columns of the HParams table, the record's field and the heading of each; written when a run finishes. At a
 width of 1500 pixels TensorBoard shows the first four."""
-
-TEXTS: dict[str, str] = {
-    "compile/events": "graph breaks, recompiles, fallbacks with reason and source line",
-    "run/strategies": "what each strategy found and did: bucket edges, graphs captured, artifacts loaded",
-    "run/slow_steps": "steps that took ten times the median or more, with their cause",
-    "run/profile": "profile=on: share of device idle time, top kernels or operators",
-    "run/config": "the whole configuration as YAML-like text",
-    "run/summary": "the summary table of the run",
-}
-"""Text summaries."""
 
 
 class TensorBoardPages:
