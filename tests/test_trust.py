@@ -163,10 +163,9 @@ def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_p
     ledger = Ledger.load(tmp_path)
     assert ledger is not None
     assert (ledger.arguments, ledger.working_directory) == (["seed=]0;title[2J31m"], "/x]0;title[2J31m")
-    (tmp_path / "kept.json").write_text(json.dumps([{"workload": f"H200{ESCAPES}", "rows": []}]))
-    with pytest.raises(ValueError, match="none of these runs is of an arm of"):
-        drift.against([], tmp_path / "kept.json", 0.03)
-    assert drift._loaded(tmp_path / "kept.json")[0]["workload"] == "H200]0;title[2J31m"
+    kept = {"workload": "mine", "device": f"H200{ESCAPES}", "processor": None, "versions": {}, "rows": []}
+    (tmp_path / "kept.json").write_text(json.dumps([kept | {"baseline": "eager", "task": "mine"}]))
+    assert drift._loaded(tmp_path / "kept.json")[0]["device"] == "H200]0;title[2J31m"
 
 
 def test_a_sweep_that_moves_folders_outside_its_own_is_refused(tmp_path: Path) -> None:
