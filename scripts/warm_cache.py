@@ -15,9 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from scripts.arguments import parser, positive
+from scripts.arguments import exit_code, parser, positive
 from strategies.cached.store import KEY_VARIABLE, ArtifactStore, Refused, read_key
 
 EXAMPLES = f"""\
@@ -37,37 +35,34 @@ GIB, MIB, DAY_SECONDS = 1 << 30, 1 << 20, 86400.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what ``arguments`` say; returns the exit code."""
-    options, console = parse(arguments), Console(soft_wrap=True, highlight=False)
+    options = parse(arguments)
+    return exit_code(lambda _: fill(options) if options.action == "fill" else kept(options))
+
+
+def kept(options: argparse.Namespace) -> int:
+    """Show or prune what a store holds."""
+    key = read_key("--key-file", options.key_file)
     try:
-        if options.action == "fill":
-            return fill(options.overrides, config_dir=options.config_dir, steps=options.steps, console=console)
-        key = read_key("--key-file", options.key_file)
         store = ArtifactStore(options.url, key=key, storage_options=dict(options.storage_option))
         if options.action == "prune":
-            return prune(store, max_gib=options.max_gib, older_than_days=options.older_than_days, console=console)
-        return show(store, whole=options.action == "verify", console=console)
-    except (ValueError, ImportError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
-    except Exception as error:  # the store: any error of any file system
-        if options.action == "fill":
-            raise
+            return prune(store, max_gib=options.max_gib, older_than_days=options.older_than_days)
+        return show(store, whole=options.action == "verify")
+    except ValueError:
+        raise
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # any error of any file system
         print(f"error: {options.url}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 
-def fill(overrides: list[str], *, config_dir: str | None = None, steps: int, console: Console) -> int:
-    """Train ``steps`` steps and validate one batch in a temporary directory, only to compile and store."""
-    from trainer import errors
+def fill(options: argparse.Namespace) -> int:
+    """Take a few steps and validate one batch in a temporary directory, only to compile and store."""
     from trainer.config import compose
     from trainer.run import run
 
-    try:
-        config = compose(overrides, config_dir=config_dir)
-    except errors.REFUSALS as error:
-        errors.report(error)
-        return 2
+    overrides, steps = options.overrides, options.steps
+    config = compose(overrides, config_dir=options.config_dir)
     if "cached" not in config.compile:
         raise ValueError("nothing to fill: add 'cached' to the strategies, compile=[regional,cached] for instance")
     if getattr(config.compile["cached"], "read_only", False):
@@ -88,17 +83,17 @@ def fill(overrides: list[str], *, config_dir: str | None = None, steps: int, con
         return 1
     facts = record.report["cached"]
     if "bytes_saved" in facts:
-        console.print(f"filled: {facts['artifacts_saved']} artifacts, {facts['bytes_saved'] / MIB:.1f} MiB")
+        print(f"filled: {facts['artifacts_saved']} artifacts, {facts['bytes_saved'] / MIB:.1f} MiB")
         return 0
     if facts["state"] == "warm":
-        console.print(f"already there: {facts['artifacts_loaded']} artifacts, nothing was compiled anew")
+        print(f"already there: {facts['artifacts_loaded']} artifacts, nothing was compiled anew")
         return 0
     problem = facts["save_error"] if "save_error" in facts else facts["reason"]
     print(f"error: nothing stored: {problem}", file=sys.stderr)
     return 1
 
 
-def show(store: ArtifactStore, *, whole: bool, console: Console) -> int:
+def show(store: ArtifactStore, *, whole: bool) -> int:
     """Print a line for each bundle; with ``whole``, read each one and fail when any would be refused."""
     refused, total = 0, 0
     bundles = store.bundles()
@@ -109,8 +104,8 @@ def show(store: ArtifactStore, *, whole: bool, console: Console) -> int:
             text = describe(store.load(stored.name).manifest if whole else store.manifest(stored.name))
         except Refused as reason:
             refused, text = refused + 1, f"refused: {reason}"
-        console.print(f"{stored.name[-12:]}  {stored.size / MIB:8.2f} MiB  last used {used}  {text}", markup=False)
-    console.print(f"{len(bundles)} bundles, {total / MIB:.1f} MiB" + (f", {refused} refused" if refused else ""))
+        print(f"{stored.name[-12:]}  {stored.size / MIB:8.2f} MiB  last used {used}  {text}")
+    print(f"{len(bundles)} bundles, {total / MIB:.1f} MiB" + (f", {refused} refused" if refused else ""))
     return 1 if whole and refused else 0
 
 
@@ -124,7 +119,7 @@ def describe(manifest: dict[str, Any]) -> str:
     return f"{len(manifest['artifacts'])} artifacts  torch {facts['torch'].split()[0]}  {where}  {names}  {signed}"
 
 
-def prune(store: ArtifactStore, *, max_gib: float | None, older_than_days: float | None, console: Console) -> int:
+def prune(store: ArtifactStore, *, max_gib: float | None, older_than_days: float | None) -> int:
     """Remove what was not used for ``older_than_days``, then the bundles used longest ago over ``max_gib``."""
     if max_gib is None and older_than_days is None:
         raise ValueError("prune: choose what to remove with --max-gib or --older-than-days")
@@ -132,7 +127,7 @@ def prune(store: ArtifactStore, *, max_gib: float | None, older_than_days: float
         max_bytes=float("inf") if max_gib is None else max_gib * GIB,
         before=0.0 if older_than_days is None else time.time() - older_than_days * DAY_SECONDS,
     )
-    console.print(f"removed {len(removed)} bundles, {sum(stored.size for stored in removed) / MIB:.1f} MiB")
+    print(f"removed {len(removed)} bundles, {sum(stored.size for stored in removed) / MIB:.1f} MiB")
     return 0
 
 

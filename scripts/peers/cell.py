@@ -70,7 +70,6 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 """Values of ``trainer.<name>`` under which all peers do the same work as we."""
 TOGETHER = ("auto", "ddp", "fsdp2")
 """Values of ``trainer.strategy`` with several devices; ``auto`` is DDP."""
-NO_PEERS = {"torchtitan": "it trains its own models alone, which are not this task's"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,8 +134,7 @@ def refuse(names: Sequence[str], config: Config) -> None:
     """Raise ValueError for peers that do not exist, whose library is not installed, or that do not train as
     ``trainer.strategy`` says."""
     if unknown := [name for name in names if name not in PEERS]:
-        why = f": {NO_PEERS[unknown[0]]}" if unknown[0] in NO_PEERS else ""
-        raise ValueError(f"{OVERRIDE}{unknown[0]} is not one of {tuple(PEERS)}{why}")
+        raise ValueError(f"{OVERRIDE}{unknown[0]} is not one of {tuple(PEERS)}")
     for name in names:
         if (reason := PEERS[name].not_under.get(config.trainer.strategy)) is not None:
             others = " ".join(other for other in PEERS if config.trainer.strategy not in PEERS[other].not_under)
