@@ -48,18 +48,18 @@ Piece = tuple[Place, float, float]
 
 
 def coverage(events: Sequence[Any]) -> Coverage | None:
-    """Coverage of the steps among ``events`` of a profile: trees with ``name``, ``thread``, ``time_range``,
-    ``cpu_children`` and times in microseconds. Means of the steps: medians of parts do not add up to that of all."""
-    steps = [event for event in events if event.name == STEP]
+    """Coverage of the median step among ``events`` of a profile: trees with ``name``, ``time_range``, ``cpu_children``
+    and times in microseconds. Its parts add up to it; those of a mean would hold whatever disturbed one step."""
+    steps = sorted((event for event in events if event.name == STEP), key=lambda event: event.cpu_time_total)
     if not steps:
         return None
     elsewhere = [event for event in events if event.cpu_parent is None and event.name.startswith(NODES)]
     host: dict[Place, float] = defaultdict(float)
     device: dict[Place, float] = defaultdict(float)
-    for step in steps:
-        for place, host_us, device_us in _of_step(step, elsewhere):
-            host[place] += host_us / len(steps) / 1e6
-            device[place] += device_us / len(steps) / 1e6
+    step = steps[len(steps) // 2]
+    for place, host_us, device_us in _of_step(step, elsewhere):
+        host[place] += host_us / 1e6
+        device[place] += device_us / 1e6
     whole, on_device = sum(host.values()) or 1.0, any(device.values())
     shares = [
         Share(
@@ -71,7 +71,7 @@ def coverage(events: Sequence[Any]) -> Coverage | None:
         for place, seconds in host.items()
     ]
     return Coverage(
-        step_seconds=sum(step.cpu_time_total for step in steps) / len(steps) / 1e6,
+        step_seconds=step.cpu_time_total / 1e6,
         compiled_share=sum(share.share for share in shares if share.compiled),
         steps=len(steps),
         shares=sorted(shares, key=lambda share: -share.seconds),

@@ -98,7 +98,7 @@ class Share:
     """``forward``, ``backward``, ``optimizer`` or ``host``."""
     what: str
     seconds: float
-    """Mean of the steps, on the host."""
+    """On the host."""
     share: float
     """Of the step's host time."""
     compiled: bool
@@ -111,7 +111,7 @@ class Coverage:
     """How much of the step compiled code is."""
 
     step_seconds: float
-    """Mean host time of a step; that of each share is a mean too, so that they add up to it."""
+    """Host time of the median step, to which the shares add up."""
     compiled_share: float
     """Share of the step's host time within compiled code, forward, backward and optimizer."""
     steps: int
@@ -271,7 +271,7 @@ def _coverage(measured: Coverage) -> Table:
         header_style="dim",
         title_justify="left",
         title=f"\n{measured.compiled_share:.0%} of the step's {measured.step_seconds * 1e3:.3g} ms (host time, "
-        f"mean of {measured.steps} steps) is compiled code",
+        f"median of {measured.steps} steps) is compiled code",
     )
     on_device = any(share.device_seconds is not None for share in measured.shares)
     for name in ("share", "ms", *(["device ms"] if on_device else [])):

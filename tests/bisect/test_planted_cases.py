@@ -12,7 +12,7 @@ from tests.bisect.planted import Breaking, BreaksBetween, Cosine, Counting, Midd
 
 
 def test_a_wrong_kernel_is_found_at_the_one_module_that_uses_it(searched: Searched) -> None:
-    report = searched(Net(Plain(), Middle(Sine()), Plain()), "planted_wrong_sine", "differs")
+    report = searched(Net(Plain(), Middle(Sine())), "planted_wrong_sine", "differs")
     assert report.symptom == "differs"
     assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner"]
     assert report.culprits[0].kind == "Sine"
@@ -23,7 +23,6 @@ def test_a_wrong_kernel_is_found_at_the_one_module_that_uses_it(searched: Search
         "net.blocks.0",
         "net.blocks.1.before",
         "net.blocks.1.after",
-        "net.blocks.2",
         "net.head",
     }
     assert {option.text: option.shows for option in report.options} == {
@@ -57,23 +56,20 @@ def test_what_cannot_be_traced_under_fullgraph(searched: Searched) -> None:
 
 
 def test_a_break_deep_in_the_tree(searched: Searched) -> None:
-    report = searched(Net(Plain(), Middle(Middle(Breaking()))))
-    assert report.symptom == "breaks"
-    assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner.inner"]
+    report = searched(Net(Plain(), Middle(Breaking())))
+    assert (report.symptom, report.searched_for) == ("breaks", ["fails", "breaks"])
+    assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner"]
     assert report.culprits[0].outcome.code == "torch._dynamo.graph_break()  # planted"
     assert "net.blocks.0" in report.rest
     assert report.rest_is_clean
 
 
 def test_a_block_that_compiles_again_at_every_step(searched: Searched) -> None:
-    for fullgraph in (False, True):
-        strategies = [Whole(backend="eager", fullgraph=fullgraph)]
-        report = searched(Net(Counting()), "eager", "recompiles", strategies=strategies)
-        assert report.symptom == "recompiles"
-        assert [blamed.path for blamed in report.culprits] == ["net.blocks.0"]
-        assert "self.calls" in (report.culprits[0].outcome.reason or "")
-        assert report.rest_is_clean
-        assert report.exit_code == 1
+    report = searched(Net(Counting()), "eager", "recompiles")
+    assert report.symptom == "recompiles"
+    assert [blamed.path for blamed in report.culprits] == ["net.blocks.0"]
+    assert "self.calls" in (report.culprits[0].outcome.reason or "")
+    assert report.rest_is_clean
 
 
 def test_copies_of_a_culprit_are_tried_together(searched: Searched) -> None:
