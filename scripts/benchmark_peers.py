@@ -28,7 +28,7 @@ from trainer.config import compose
 from trainer.process import keep_streams
 from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.ledger import Ledger, alone
-from trainer.sweep.plan import LocalOptions, PlannedCell, directory_name, name_by_difference, quoted, with_arms
+from trainer.sweep.plan import PlannedCell, SweepOptions, directory_name, name_by_difference, quoted, with_arms
 from trainer.sweep.processes import Signals, goes_on, run_queues, set_aside
 from trainer.sweep.sweep import Sweep, SweepView
 from trainer.telemetry.record import RunRecord
@@ -152,12 +152,12 @@ def run(cells: Sequence[PlannedCell], ledger: Ledger, signals: Signals, *, timeo
         place(cell, ledger)
     ledger.save()
     view = SweepView(cells, parallel=1)
-    sweep = Sweep(cells, ledger, LocalOptions(timeout_seconds=timeout_seconds), view)
+    sweep = Sweep(cells, ledger, SweepOptions(timeout_seconds=timeout_seconds), view)
     for cell in cells:
         if not sweep.is_done(cell) and goes_on(cell):
             set_aside(cell.directory)  # a measurement of two halves is none
     try:
-        run_queues([cells], sweep, signals, places=[{}], to_file=True)
+        run_queues([cells], sweep, signals, places=[{}])
     finally:
         view.close()
         sweep.close(stopped=signals.received is not None)

@@ -140,7 +140,6 @@ for module in sys.argv[1:]:
         "trainer.telemetry.record",
         "trainer.report.sweep",
         "trainer.sweep.environment",
-        "trainer.sweep.slurm",
         "trainer.sweep.ledger",
         "trainer.report.comparison",
         "trainer.settings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from trainer.sweep.environment import difference
 from trainer.sweep.ledger import Ledger, alone, expanded
 from trainer.sweep.plan import (
     PlannedCell,
+    SweepOptions,
     directory_name,
     in_order,
     name_by_difference,
@@ -109,22 +111,20 @@ def test_a_directory_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_the_command_of_a_sweep_is_taken_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = tmp_path / "sweep"
-    before = ["-m", "compile=eager,whole", "seed=0", "hydra.sweep.dir=elsewhere"]
-    Ledger(directory=sweep, arguments=before, working_directory=str(tmp_path)).save()
-    monkeypatch.chdir(Path("/"))
-    assert expanded(["-m", f"sweep={sweep}", "seed=0,1"]) == [
-        "-m",
-        "compile=eager,whole",
-        "seed=0,1",
-        "hydra.sweep.dir='sweep'",
-    ]
-    assert Path.cwd() == tmp_path
+def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_alone_names(tmp_path: Path) -> None:
+    sweep = tmp_path / "a sweep"
+    typed = ["-m", "compile=eager,whole", "--config-dir", "mine", f"sweep={sweep}"]
+    passed = expanded(typed)
+    assert passed == ["-m", "compile=eager,whole", "--config-dir", "mine", f"hydra.sweep.dir='{sweep}'"]
+    with pytest.raises(ValueError, match=r"no sweep\.json in it, and nothing else to run$"):
+        expanded(["-m", f"sweep={sweep}"])
+    ledger = Ledger(directory=sweep, arguments=passed, working_directory="/work")
+    ledger.save()
+    assert shlex.split(ledger.go_on_with()) == ["python", "-m", "trainer", *typed]
+    with pytest.raises(ValueError, match="give its whole command again, in /work: ") as refused:
+        expanded(["-m", f"sweep={sweep}"])
+    assert str(refused.value).endswith(ledger.go_on_with())
     assert expanded(["seed=1"]) == ["seed=1"]
-    assert expanded(["-m", "sweep=new", "seed=1"]) == ["-m", "seed=1", "hydra.sweep.dir='new'"]
-    with pytest.raises(ValueError, match=r"^sweep=none: no sweep\.json in it, and nothing else to run$"):
-        expanded(["-m", "sweep=none"])
     (sweep / "sweep.json").write_text("{}")
     with pytest.raises(ValueError, match="not a sweep of ours"):
         expanded([f"sweep={sweep}"])
@@ -147,19 +147,13 @@ def test_what_changed_in_the_code_is_named() -> None:
     assert difference(before, before | {"changes": "x"}) == "files that are not committed"
 
 
-def test_time_to_n_steps_is_start_warm_up_and_steady_steps() -> None:
-    record = RunRecord(
-        task="toy",
-        import_seconds=3.0,
-        setup_seconds=2.0,
-        warmup_seconds=20.0,
-        warmup_steps=10,
-        steps=110,
-        steady_steps_per_second=4.0,
-        useful_tokens_per_second=7.0,
-    )
-    assert value_of(record, "seconds_to_steps") == pytest.approx(3 + 2 + 20 + 100 / 4)
-    assert value_of(record, "seconds_to_steps", steps=2010) == pytest.approx(3 + 2 + 20 + 2000 / 4)
-    assert value_of(record, "useful_tokens_per_second") == 7.0
-    record.warmup_steps = None
-    assert value_of(record, "seconds_to_steps") is None
+def test_a_sweeper_gets_a_figure_of_the_record() -> None:
+    record = RunRecord(task="toy", useful_tokens_per_second=7.0, steps=9)
+    assert [value_of(record, name) for name in ("useful_tokens_per_second", "steps", "final_loss", "task")] == [
+        7.0,
+        9.0,
+        None,
+        None,
+    ]
+    with pytest.raises(ValueError, match=r"^hydra\.launcher\.objective='loss' is not a figure of a record$"):
+        SweepOptions(objective="loss")

@@ -46,7 +46,7 @@ examples:
   crucible train experiment=gpt2 compile=regional         # a named workload for a GPU; gpt2_smoke runs on a CPU
   crucible train -m compile=eager,regional,whole          # a sweep: each cell in a fresh process, a table at the end
   crucible train -m compile=eager,regional repeat=cold,warm    # from empty compile caches, then from filled ones
-  crucible train -m sweep=DIR                             # continue a sweep that was stopped
+  crucible train -m sweep=DIR compile=eager,regional,whole    # in this folder; the same again continues it
   crucible train compile=whole resume=RUN                 # continue from a run's directory or a checkpoint
   crucible train -m task=micro run=inference compile=eager,whole    # the forward alone: latency and throughput
   crucible train compile=regional profile=on              # a trace of a few steps: is the GPU idle, what takes longest?
@@ -152,7 +152,7 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
     if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
         raise ValueError(
             f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
-            "start it alone. hydra/launcher=submitit_slurm makes a job of each cell"
+            "start it alone, in one job"
         )
     follow = hosts.followed(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
     with read_write(cfg):

@@ -30,7 +30,7 @@ from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
 from trainer.cli import CONF
 from trainer.settings import RUN_MODES, Config
-from trainer.sweep.plan import LAUNCHERS
+from trainer.sweep.plan import SweepOptions
 
 
 def register() -> None:
@@ -47,9 +47,9 @@ def register() -> None:
         register_schema(f"compile/{name}", strategy)
     for path, schema in SCHEMAS.items():
         register_schema(path, schema)
-    for name, options in LAUNCHERS.items():  # as plain values: the launcher checks them, with messages of its own
-        node = {"_target_": MISSING} | dataclasses.asdict(options())
-        ConfigStore.instance().store(group="schema/hydra/launcher", name=name, node=node)
+    # As plain values: the launcher checks them, with messages of its own.
+    node = {"_target_": MISSING} | dataclasses.asdict(SweepOptions())
+    ConfigStore.instance().store(group="schema/hydra/launcher", name="isolated", node=node)
     OmegaConf.register_new_resolver("task_name", task_name, replace=True)
     OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
 

@@ -1,4 +1,4 @@
-"""Launchers: ``python -m trainer -m compile=eager,whole,regional`` runs every cell of the sweep in a fresh process.
+"""Launcher: ``python -m trainer -m compile=eager,whole,regional`` runs every cell of the sweep in a fresh process.
 
 In one process the second cell would find the first one's compiled code, memory and compiler state, and be measured
 with them. Each cell starts from compile caches of its own too, unless ``hydra.launcher.caches=shared``.
@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
@@ -35,10 +35,7 @@ from trainer.report.sweep import summarize, write_summary
 from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.ledger import Ledger, alone
 from trainer.sweep.plan import (
-    LAUNCHERS,
-    LocalOptions,
     PlannedCell,
-    SubmititOptions,
     SweepOptions,
     directory_name,
     in_order,
@@ -78,7 +75,7 @@ class CellReturn(JobReturn):
 
 
 def register() -> None:
-    """Make the launchers known to Hydra, under the one package name that Hydra 1.3 takes plug-ins from.
+    """Make the launcher known to Hydra, under the one package name that Hydra 1.3 takes plug-ins from.
 
     A real ``hydra_plugins`` directory would have to be a top-level package of ours; other plug-ins share that name.
     """
@@ -87,8 +84,7 @@ def register() -> None:
         package.__path__ = []
         sys.modules["hydra_plugins"] = package
     sys.modules[PLUGIN_MODULE] = sys.modules[__name__]
-    for plugin in (IsolatedLauncher, SubmititLauncher):
-        Plugins.instance().register(plugin)
+    Plugins.instance().register(IsolatedLauncher)
 
 
 class IsolatedLauncher(Launcher):
@@ -96,16 +92,17 @@ class IsolatedLauncher(Launcher):
 
     __module__ = PLUGIN_MODULE
 
-    kind: ClassVar[type[SweepOptions]] = LAUNCHERS["isolated"]
-
     def __init__(self, **options: object) -> None:
         self._given = options
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what Hydra hands over; the task function is left to the processes. Raises ValueError for bad options."""
-        self.options: Any = _options(self.kind, self._given)
+        options = self.options = _options(self._given)
         self._composer = Composer(hydra_context.config_loader, config)
-        self._prepare()
+        gpus = visible_gpus() if options.parallel != 1 else []
+        self._places = places(options.parallel, options.gpus_per_cell, gpus)
+        if len(self._places) > 1 and not self._places[0]:
+            self._print("cells that run at once share this machine's processors: their times are no measure")
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
@@ -115,15 +112,15 @@ class IsolatedLauncher(Launcher):
             ledger = Ledger.load(directory) or Ledger(directory=directory)
             ledger.arguments, ledger.working_directory = sys.argv[1:], str(Path.cwd())
             ledger.state = "running"
-            self._check(ledger)
             cells = self._composer.cells(job_overrides, self.options, ledger)
             ledger.save()
-            view = SweepView(cells, parallel=self._at_once, live=self._live)
+            view = SweepView(cells, parallel=len(self._places))
             sweep = Sweep(cells, ledger, self.options, view)
             for entry in ledger.unplanned(cells):
                 view.print(f"left alone, not part of this command: {entry.directory} ({entry.state})")
             try:
-                self._run(sweep, signals)
+                groups = queues(cells, interleaved=self.options.interleaved)
+                run_queues(groups, sweep, signals, places=self._places)
             finally:
                 view.close()
                 sweep.close(stopped=signals.received is not None)
@@ -137,21 +134,6 @@ class IsolatedLauncher(Launcher):
         if any(result.exit_code != 0 for result in sweep.results):
             self._print(f"run what failed again with: {ledger.go_on_with()}")
         return [self._job_return(job, cells, sweep) for job in range(len(job_overrides))]
-
-    def _prepare(self) -> None:
-        """Look for what the sweep needs, before anything runs. Raises ValueError when it is not there."""
-        options: LocalOptions = self.options
-        self._places = places(options.parallel, options.gpus_per_cell, visible_gpus() if options.parallel != 1 else [])
-        self._at_once, self._live = len(self._places), None if options.output == "file" else False
-        if len(self._places) > 1 and not self._places[0]:
-            self._print("cells that run at once share this machine's processors: their times are no measure")
-
-    def _check(self, ledger: Ledger) -> None:
-        """Whether the sweep can continue now. Raises ValueError when something else still runs its cells."""
-
-    def _run(self, sweep: Sweep, signals: Signals) -> None:
-        groups = queues(sweep.cells, interleaved=self.options.interleaved)
-        run_queues(groups, sweep, signals, places=self._places, to_file=self.options.output == "file")
 
     def _print(self, text: str) -> None:
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
@@ -172,47 +154,20 @@ class IsolatedLauncher(Launcher):
             result.status = JobStatus.FAILED
             result.return_value = CellFailed(f"{shlex.join(failed[0].overrides)}: {failed[0].outcome}")
             return result
-        objective, steps = self.options.objective, self.options.objective_steps
-        values = [value_of(end.record, objective, steps=steps) for end in ends if end.record is not None]
+        values = [value_of(end.record, self.options.objective) for end in ends if end.record is not None]
         known = [value for value in values if value is not None]
         result.status = JobStatus.COMPLETED
         result.return_value = statistics.median(known) if known else None
         return result
 
 
-class SubmititLauncher(IsolatedLauncher):
-    """Hydra launcher: a job of a SLURM cluster for each cell, or for each group of cells that belong together."""
-
-    __module__ = PLUGIN_MODULE
-
-    kind = LAUNCHERS["submitit_slurm"]
-
-    def _prepare(self) -> None:
-        if importlib.util.find_spec("submitit") is None:
-            raise ValueError("hydra/launcher=submitit_* needs submitit: pip install -e '.[slurm]'")
-        options: SubmititOptions = self.options
-        self._at_once, self._live = options.jobs_at_once, None
-        self._folder = self._composer.sweep_dir / "submitit"
-
-    def _check(self, ledger: Ledger) -> None:
-        from trainer.sweep.slurm import refuse_unfinished
-
-        refuse_unfinished(ledger, self.options, self._folder)
-
-    def _run(self, sweep: Sweep, signals: Signals) -> None:
-        from trainer.sweep.slurm import run_jobs
-
-        groups = queues(sweep.cells, interleaved=self.options.interleaved)
-        run_jobs(groups, sweep, signals, options=self.options, folder=self._folder)
-
-
-def _options(kind: type[SweepOptions], given: dict[str, object]) -> SweepOptions:
+def _options(given: dict[str, object]) -> SweepOptions:
     """The launcher's options with their types. Raises ValueError for a wrong one, a line each."""
     try:
-        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given))
+        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepOptions), given))
     except OmegaConfBaseException as error:
         raise ValueError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
-    assert isinstance(options, kind)
+    assert isinstance(options, SweepOptions)
     return options
 
 

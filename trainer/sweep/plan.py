@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 from trainer.telemetry.record import RunRecord
 
@@ -18,15 +17,7 @@ STARTS = (None, "cold", "warm")
 """In the order in which they run."""
 COMPILE = re.compile(r"^[+~]*compile\b")
 REPEAT = re.compile(r"^[+~]*repeat\b")
-OUTPUTS = ("file", "terminal")
 CACHES = ("own", "shared")
-OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
-    "final_loss": "minimize",
-    "seconds_to_steps": "minimize",
-    "useful_tokens_per_second": "maximize",
-}
-"""Figures that a sweeper can get of a cell, and which way is better."""
-
 Key = tuple[tuple[str, ...], int | None, int]
 """What makes a cell the same one when a sweep continues: overrides, round, and how many of its kind came before it."""
 
@@ -149,28 +140,15 @@ def directory_name(chosen: Sequence[str]) -> str:
     return re.sub(r"[^\w.=+,-]+", "_", text)[:MAX_NAME] or "run"
 
 
-def value_of(record: RunRecord, objective: str, *, steps: int | None = None) -> float | None:
-    """The figure named by ``objective``; None when the run has not measured it.
-
-    ``seconds_to_steps`` is the time from the start of the process to the end of ``steps`` optimizer steps, or batches
-    in inference (None = as many as the run took): start, warm-up with compiling, and steady steps for the rest.
-    Validation and checkpoints are left out: they are alike for all.
-    """
-    if objective != "seconds_to_steps":
-        figure: float | None = getattr(record, objective)
-        return figure
-    inference = record.run == "inference"
-    speed = record.batches_per_second if inference else record.steady_steps_per_second
-    count = steps if steps is not None else (record.batches if inference else record.steps)
-    if not speed or count is None or record.warmup_seconds is None or record.warmup_steps is None:
-        return None
-    starting = (record.import_seconds or 0.0) + (record.setup_seconds or 0.0)
-    return starting + record.warmup_seconds + max(0, count - record.warmup_steps) / speed
+def value_of(record: RunRecord, figure: str) -> float | None:
+    """The record's ``figure``; None where the run has not measured it, and where it is not a number."""
+    value = getattr(record, figure)
+    return float(value) if isinstance(value, int | float) else None
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepOptions:
-    """What every launcher understands."""
+    """``hydra.launcher.<option>=...``: how cells are started, and on what."""
 
     rounds: int = 1
     """Times that every cell runs; with more than one, arms are interleaved (A B A B) and the record has its round."""
@@ -180,10 +158,13 @@ class SweepOptions:
     arms: list[str] = field(default_factory=list)
     """Values of ``compile=`` with further overrides after blanks, for what a list of values cannot say:
     ``["eager","whole compile.whole.mode=reduce-overhead"]``."""
+    parallel: int = 1
+    """Cells at once, on a GPU each where there are GPUs; -1 = as many as there are GPUs. One is what timings are fair
+    with."""
+    gpus_per_cell: int = 1
+    """GPUs of each cell, for ``parallel`` above 1."""
     timeout_seconds: float | None = None
-    """Longest time of one cell; then it is stopped, and given up as failed. Null = no limit."""
-    grace_seconds: float = 30.0
-    """Time that a cell has to stop by itself when its time is up, before it is killed."""
+    """Longest time of one cell; then it is stopped, killed 30 s later, and given up as failed. Null = no limit."""
     caches: str = "own"
     """Compile caches of cells without ``repeat``: ``own`` = empty ones for each, so that none finds what the one before
     it compiled, though a store of ``compile=cached`` stays; ``shared`` = the machine's, as they are: compile times then
@@ -191,116 +172,32 @@ class SweepOptions:
     keep_caches: bool = False
     """Whether a cell's own compile caches are kept when its pair has finished; they can take gigabytes."""
     objective: str = "final_loss"
-    """What a sweeper of the user's gets from a cell: ``final_loss``, ``seconds_to_steps`` (see the next) or
-    ``useful_tokens_per_second``."""
-    objective_steps: int | None = None
-    """Optimizer steps of ``seconds_to_steps``; null = as many as the cell trains."""
+    """The figure of a cell's record that a sweeper of the user's gets: ``total_seconds``, ``useful_tokens_per_second``,
+    ..."""
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        if complaints := self.complaints():
-            raise ValueError("\n".join(f"hydra.launcher.{complaint}" for complaint in complaints))
-
-    def complaints(self) -> list[str]:
-        """What is wrong with the options, from the option's name on."""
-        found = self._below_one("rounds")
-        for name in ("timeout_seconds", "grace_seconds", "objective_steps"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                found.append(f"{name}={value} must be above 0" + (", or null for none" * (name[0] == "t")))
-        found += self._not_one_of("objective", tuple(OBJECTIVES)) + self._not_one_of("caches", CACHES)
-        if any(not arm.strip() for arm in self.arms):
-            found.append(f"arms={self.arms} holds an arm without a value for compile=")
-        return found
-
-    @property
-    def interleaved(self) -> bool:
-        return self.rounds > 1 if self.interleave is None else self.interleave
-
-    def _below_one(self, *names: str) -> list[str]:
-        return [f"{name}={getattr(self, name)} must be at least 1" for name in names if getattr(self, name) < 1]
-
-    def _not_one_of(self, name: str, choices: tuple[str, ...]) -> list[str]:
-        value = getattr(self, name)
-        return [] if value in choices else [f"{name}={value!r} is not one of {choices}"]
-
-
-@dataclass(kw_only=True, slots=True)
-class LocalOptions(SweepOptions):
-    """Options of ``hydra/launcher=isolated`` and ``joblib``: cells on this machine."""
-
-    parallel: int = 1
-    """Cells at once, on a GPU each where there are GPUs; -1 = as many as there are GPUs. One is what timings are fair
-    with."""
-    gpus_per_cell: int = 1
-    """GPUs of each cell, for ``parallel`` above 1."""
-    output: str = "file"
-    """Where a cell's output goes: ``file`` (``output.txt`` in its directory) or ``terminal``."""
-
-    def complaints(self) -> list[str]:
-        # slots=True makes a new class, which a bare super() does not know.
-        found = super(LocalOptions, self).complaints()
+        found = [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in ("rounds", "gpus_per_cell")
+            if getattr(self, name) < 1
+        ]
         if self.parallel < 1 and self.parallel != -1:
             found.append(f"parallel={self.parallel} must be at least 1, or -1 for the number of GPUs")
-        found += self._below_one("gpus_per_cell") + self._not_one_of("output", OUTPUTS)
-        if self.output == "terminal" and self.parallel != 1:
-            found.append(f"parallel={self.parallel} needs hydra.launcher.output=file: outputs would mix")
-        return found
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            found.append(f"timeout_seconds={self.timeout_seconds} must be above 0, or null for none")
+        if self.caches not in CACHES:
+            found.append(f"caches={self.caches!r} is not one of {CACHES}")
+        if self.objective not in {each.name for each in fields(RunRecord)}:
+            found.append(f"objective={self.objective!r} is not a figure of a record")
+        if any(not arm.strip() for arm in self.arms):
+            found.append(f"arms={self.arms} holds an arm without a value for compile=")
+        if found:
+            raise ValueError("\n".join(f"hydra.launcher.{complaint}" for complaint in found))
 
     @property
     def interleaved(self) -> bool:
         """Whether arms are interleaved: side by side on several devices only where rounds are asked for."""
-        if self.interleave is None and self.rounds == 1:
-            return self.parallel == 1
-        return super(LocalOptions, self).interleaved
-
-
-@dataclass(kw_only=True, slots=True)
-class SubmititOptions(SweepOptions):
-    """Options of ``hydra/launcher=submitit_slurm`` and ``submitit_local``; null = what the cluster does by itself."""
-
-    executor: str = "slurm"
-    """``slurm``, or ``local`` for processes on this machine, to try things out."""
-    timeout_min: int = 60
-    """Minutes of one job: one cell, or the cells that must come one after the other (``repeat``, rounds)."""
-    cpus_per_task: int | None = None
-    gpus_per_node: int | None = None
-    tasks_per_node: int = 1
-    """One: a cell starts the processes of ``trainer.devices`` by itself."""
-    nodes: int = 1
-    mem_gb: float | None = None
-    stderr_to_stdout: bool = True
-    slurm_partition: str | None = None
-    slurm_qos: str | None = None
-    slurm_account: str | None = None
-    slurm_constraint: str | None = None
-    slurm_gres: str | None = None
-    slurm_time: str | None = None
-    """As sbatch takes it; null = ``timeout_min``."""
-    jobs_at_once: int = 256
-    """Jobs that wait in the queue or run; the next ones are submitted as these end."""
-    slurm_setup: list[str] = field(default_factory=list)
-    """Shell commands before each job, ``module load cuda`` for instance."""
-    slurm_additional_parameters: dict[str, str] = field(default_factory=dict)
-    """Further options of sbatch."""
-    slurm_signal_delay_s: int = 120
-    """Seconds between the warning that a job's time is up or that it is preempted, and its end."""
-    max_num_timeout: int = 3
-    """Times that a job whose time is up is put into the queue again, to continue from its checkpoint."""
-
-    def complaints(self) -> list[str]:
-        found = super(SubmititOptions, self).complaints()
-        found += self._not_one_of("executor", ("slurm", "local")) + self._below_one("timeout_min", "jobs_at_once")
-        if self.tasks_per_node != 1 or self.nodes != 1:
-            found.append("nodes and tasks_per_node must be 1: a cell is one process that starts its own")
-        return found
-
-    def parameters(self) -> dict[str, object]:
-        """What submitit gets: everything that is set and is its own."""
-        ours = {option.name for option in fields(SweepOptions)} | {"executor", "jobs_at_once", "max_num_timeout"}
-        named = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in ours}
-        return {name: value for name, value in named.items() if value not in (None, [], {})}
-
-
-LAUNCHERS: dict[str, type[SweepOptions]] = {"isolated": LocalOptions, "submitit_slurm": SubmititOptions}
-"""Values of ``hydra/launcher=`` that have options of their own."""
+        if self.interleave is not None:
+            return self.interleave
+        return self.rounds > 1 or self.parallel == 1

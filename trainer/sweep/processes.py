@@ -1,7 +1,4 @@
-"""Processes of a sweep: start its cells, watch their time, and see to it that each leaves a record.
-
-Everything here can be pickled or runs in the process that starts the cell: this one, or a job's on a cluster.
-"""
+"""Processes of a sweep: start its cells, watch their time, and see to it that each leaves a record."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from trainer.process import present_handlers
 from trainer.sweep.environment import CELL_VARIABLE, CellEnvironment, cache_variables
@@ -32,6 +29,8 @@ CHECKPOINT = Path("checkpoints") / "last.ckpt"
 """Where a run leaves its checkpoint."""
 REFUSED = 2
 """Exit code of a command that was refused before any work."""
+GRACE_SECONDS = 30.0
+"""Time that a cell has to stop by itself when its time is up, before it is killed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,12 +49,9 @@ class CellProcess:
 
     cell: PlannedCell
     timeout_seconds: float | None
-    grace_seconds: float
-    to_file: bool = True
     variables: dict[str, str] = field(default_factory=dict)
     """Further environment variables: which GPUs it sees."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _output: IO[bytes] | None = field(default=None, init=False)
     _began: float = field(default=0.0, init=False)
     _stopped: float | None = field(default=None, init=False)
     """When its time was up."""
@@ -83,18 +79,18 @@ class CellProcess:
             **CellEnvironment(parent=os.getpid(), round=cell.round, start=cell.start).variables(),
         }
         command = [*cell.command, *([f"resume={quoted(cell.directory.resolve())}"] if self._resumed else [])]
-        self._output = (cell.directory / OUTPUT_NAME).open("ab") if self.to_file else None
         self._began, self._stopped = time.monotonic(), None
-        # A process group of its own: Ctrl-C in the terminal reaches it once, through the sweep, and what it leaves
-        # behind when it is killed can be killed with it.
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT if self._output else None,
-            process_group=0,
-        )
+        with (cell.directory / OUTPUT_NAME).open("ab") as output:
+            # A process group of its own: Ctrl-C in the terminal reaches it once, through the sweep, and what it leaves
+            # behind when it is killed can be killed with it.
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
         return self.process.pid
 
     def send(self, number: int) -> None:
@@ -113,8 +109,6 @@ class CellProcess:
             return None
         if exit_code != 0:
             _kill_group(self.process.pid)  # processes that it started, other ranks for instance
-        if self._output is not None:
-            self._output.close()
         if exit_code == REFUSED and self._resumed:  # a checkpoint that leaves nothing to do, or is not whole
             self._resumed = False
             set_aside(self.cell.directory)
@@ -134,7 +128,7 @@ class CellProcess:
         if self._stopped is None:
             self._stopped = seconds
             self.process.terminate()
-        elif seconds - self._stopped > self.grace_seconds:
+        elif seconds - self._stopped > GRACE_SECONDS:
             _kill_group(self.process.pid)
 
     def _settled(self, exit_code: int) -> RunRecord:
@@ -252,7 +246,6 @@ def run_queues(
     signals: Signals,
     *,
     places: Sequence[dict[str, str]],
-    to_file: bool,
 ) -> None:
     """Run every cell; each queue stays in one place, from its first cell to its last.
 
@@ -261,7 +254,6 @@ def run_queues(
         sweep: Decides what is left to do, and keeps how it ended.
         signals: A signal ends the running cells, and the sweep with them.
         places: Environment variables for each of the cells that run at once.
-        to_file: Whether output goes to a file in the cell's directory instead of to the terminal.
     """
     waiting = [list(queue) for queue in queues]
     workers = [_Worker(variables=variables) for variables in places]
@@ -275,7 +267,7 @@ def run_queues(
     try:
         while True:
             for worker in workers:
-                _advance(worker, waiting, sweep, signals, to_file=to_file)
+                _advance(worker, waiting, sweep, signals)
             running = [worker.process for worker in workers if worker.process is not None]
             if not running:
                 return
@@ -287,9 +279,7 @@ def run_queues(
                 worker.process.send(signal.SIGTERM)
 
 
-def _advance(
-    worker: _Worker, waiting: list[list[PlannedCell]], sweep: Sweep, signals: Signals, *, to_file: bool
-) -> None:
+def _advance(worker: _Worker, waiting: list[list[PlannedCell]], sweep: Sweep, signals: Signals) -> None:
     """See whether the worker's cell has ended, and start its next one."""
     if worker.process is not None:
         end = worker.process.poll()
@@ -303,7 +293,7 @@ def _advance(
         cell = worker.queue.pop(0)
         if not sweep.wants(cell):
             continue
-        process = sweep.process_of(cell, variables=worker.variables, to_file=to_file)
+        process = sweep.process_of(cell, variables=worker.variables)
         sweep.starts(cell)
         pid = process.start()
         worker.process = process

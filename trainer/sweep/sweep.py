@@ -65,14 +65,8 @@ class Sweep:
         self.ended(cell, CellEnd(exit_code=1, record=record, seconds=0.0))
         return False
 
-    def process_of(self, cell: PlannedCell, *, variables: dict[str, str], to_file: bool) -> CellProcess:
-        return CellProcess(
-            cell=cell,
-            timeout_seconds=self._options.timeout_seconds,
-            grace_seconds=self._options.grace_seconds,
-            to_file=to_file,
-            variables=variables,
-        )
+    def process_of(self, cell: PlannedCell, *, variables: dict[str, str]) -> CellProcess:
+        return CellProcess(cell=cell, timeout_seconds=self._options.timeout_seconds, variables=variables)
 
     def starts(self, cell: PlannedCell) -> None:
         self.note(cell, state="running", host=host(), code=self._code, exit_code=None, reason=None)
@@ -91,7 +85,6 @@ class Sweep:
             reason=end.record.reason,
             seconds=round(end.seconds, 3),
             pid=None,
-            job_id=None,
         )
         result = self._ends[cell.number] = _result(cell, end.exit_code, end.record)
         self.view.ended(cell, result, end.seconds)
@@ -125,7 +118,7 @@ class Sweep:
         self._repeat_cold()
         for cell in self.cells:
             if cell.number in self._done:
-                self.note(cell, state="finished", exit_code=0, reason=None, pid=None, job_id=None)
+                self.note(cell, state="finished", exit_code=0, reason=None, pid=None)
         self.view.skipped(self._ends)
 
     def _repeat_cold(self) -> None:
@@ -166,16 +159,9 @@ class SweepView:
     Args:
         cells: All that are planned.
         parallel: How many of them run at once.
-        live: Whether lower lines are drawn; None = on a terminal.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[PlannedCell],
-        *,
-        parallel: int,
-        live: bool | None = None,
-    ) -> None:
+    def __init__(self, cells: Sequence[PlannedCell], *, parallel: int) -> None:
         self._console = Console(highlight=False)
         self._cells, self._parallel = {cell.number: cell for cell in cells}, parallel
         self._began = time.monotonic()
@@ -183,7 +169,7 @@ class SweepView:
         self._over: dict[int, Cell] = {}
         self._seconds: list[tuple[PlannedCell, float]] = []
         self._drawn = self._began
-        self._wide = live if live is not None else self._console.is_terminal
+        self._wide = self._console.is_terminal
         self._live: Live | None = None
 
     def close(self) -> None:
