@@ -8,7 +8,7 @@ from tasks.captioning.task import CaptionerSize, Captioning
 from tasks.image_classification.sources import ImageFolder, LabelledShapes, TorchvisionDataset
 from tasks.image_classification.task import ImageClassification
 from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork, TransformersNetwork
-from tasks.language.sources import JsonLines, Stdlib, TextFiles
+from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import LanguageModelling, MaskedLM
 from tasks.micro.task import Micro
 
@@ -37,7 +37,6 @@ SCHEMAS: dict[str, type] = {
     "task/data/torchvision": TorchvisionDataset,
     "task/data/stdlib": Stdlib,
     "task/data/text": TextFiles,
-    "task/data/json_lines": JsonLines,
     "task/network/bert": BertNetwork,
     "task/network/gpt2": Gpt2Network,
     "task/network/llama": LlamaNetwork,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,10 +31,11 @@ class ImageDataset(Dataset[Item]):
     Item ``i`` is the same in every run. A subclass has a length and reads an example.
     """
 
-    def __init__(self, place: str, *, images: int, skipped: dict[str, int]) -> None:
-        """``place``: where the examples come from, for messages; ``skipped``: items already left out, by reason."""
+    def __init__(self, place: str, *, images: int) -> None:
+        """``place``: where the examples come from, for messages."""
         self.place = place
-        self.left_out = dict(skipped)
+        self.left_out: dict[str, int] = {}
+        """Items left out before any image is read, by reason."""
         # In shared memory, so that the main process sees what worker processes found.
         self._undecodable = torch.zeros(images, dtype=torch.uint8).share_memory_()
 
@@ -104,23 +104,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
-
-
-@dataclass(slots=True)
-class FolderListing:
-    """Which files exist, found by listing each folder once: a stat for each of 100,000 files takes minutes on NFS."""
-
-    _names: dict[Path, frozenset[str]] = field(default_factory=dict)
-
-    def has(self, path: Path) -> bool:
-        names = self._names.get(path.parent)
-        if names is None:
-            try:
-                names = frozenset(os.listdir(path.parent))
-            except (OSError, ValueError):  # a name with a zero byte is a ValueError
-                names = frozenset()
-            self._names[path.parent] = names
-        return path.name in names
 
 
 class KeptImages:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.base import Loading
-from tasks.resources import require_memory, require_workers
+from tasks.resources import require_memory
 from tasks.tokenizer import PAD
 
 
@@ -92,7 +92,6 @@ class ResumableDataModule(L.LightningDataModule):
         """Open the sets, once, and read one example of each. Raises ValueError for unusable input."""
         if self._is_set_up:
             return
-        require_workers(f"{self.option}.num_workers={self._loading.num_workers}", self._loading.workers())
         place = self.open()
         replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
         if count < self._loading.batch_size * replicas:

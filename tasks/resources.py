@@ -6,7 +6,6 @@ Only what certainly cannot be had is refused. Where the system does not tell (no
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,10 +20,6 @@ CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 MIN_EXAMPLE_BYTES = 64
 """Bytes of an entry of a list in memory: the pointer and the smallest string or tensor."""
-MIN_WORKER_BYTES = 4 << 20
-"""Bytes of a forked loader process of its own: measured 9 MiB (pages that it writes, and page tables)."""
-MIN_WORKER_FILES = 3
-"""Files that a loader process keeps open in its parent: measured five."""
 
 
 def require_memory(what: str, needed: int, *, more: int | None = None, on: tuple[int, int] | None = None) -> None:
@@ -43,20 +38,6 @@ def require_memory(what: str, needed: int, *, more: int | None = None, on: tuple
     more = needed if more is None else more
     if free is not None and more > free:
         print(f"warning: {what}: needs at least {gib(more)} more memory, {place} has {gib(free)} free", file=sys.stderr)
-
-
-def require_workers(what: str, workers: int) -> None:
-    """Raise ValueError where so many loader processes cannot be started; torch itself warns of more than processors."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and workers * MIN_WORKER_FILES > files:
-        raise ValueError(
-            f"{what}: needs {workers * MIN_WORKER_FILES:,} open files, this process may have {files:,} (ulimit -n)"
-        )
-    for file in (PROC / "sys/kernel/pid_max", CGROUPS / "pids.max"):
-        most = "".join(words(file))
-        if most.isdecimal() and workers > int(most):
-            raise ValueError(f"{what}: this machine allows {int(most):,} processes ({file})")
-    require_memory(what, workers * MIN_WORKER_BYTES)
 
 
 def gib(size: int) -> str:
@@ -140,25 +121,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def load_or_make(
     name: str,
-    folder: Path,
     *,
     load: Callable[[Path], Made],
     make: Callable[[], Made],
     write: Callable[[IO[bytes], Made], object],
 ) -> Made:
-    """Load the file ``name`` of ``folder`` or of the user's cache; else make its content, and keep it there.
+    """Load the file ``name`` of the user's cache; else make its content, and keep it there.
 
-    A file that does not load (an older library's format, a full disk) is made again. A place that cannot be written is
-    passed over; without any, the content lives in memory only.
+    A file that does not load (an older library's format, a full disk) is made again. Where the cache cannot be written,
+    the content lives in memory only.
     """
-    paths = [folder / name, cache_folder() / name]
-    for path in paths:
-        with suppress(Exception):
-            if path.is_file():
-                return load(path)
+    path = cache_folder() / name
+    with suppress(Exception):
+        if path.is_file():
+            return load(path)
     made = make()
-    for path in paths:
-        with suppress(OSError):
-            write_atomically(path, lambda file: write(file, made))
-            break
+    with suppress(OSError):
+        write_atomically(path, lambda file: write(file, made))
     return made

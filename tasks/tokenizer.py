@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.resources import load_or_make
@@ -21,8 +20,8 @@ PAD, BEGIN, END = 0, 1, 2
 SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
 
 
-def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int, folder: Path) -> Tokenizer:
-    """Load the tokenizer of these texts from ``folder`` or from the user's cache, or train it and keep it there.
+def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
+    """Load the tokenizer of these texts from the user's cache, or train it and keep it there.
 
     The file's name carries the vocabulary size and a hash of the texts: changed texts train a new tokenizer.
     """
@@ -33,7 +32,6 @@ def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int, folder: Path) 
         digest.update(text.encode() + b"\0")
     return load_or_make(
         f"tokenizer-{vocabulary_size}-{digest.hexdigest()}.json",
-        folder,
         load=lambda path: Tokenizer.from_file(str(path)),
         make=lambda: train_tokenizer(texts, vocabulary_size=vocabulary_size),
         write=lambda file, tokenizer: file.write(tokenizer.to_str().encode()),

@@ -30,7 +30,6 @@ NEEDS = {
     "task/data/torchvision": [IMAGES, "task.data.dataset=CIFAR10", "task.data.root=."],
     "task/data/stdlib": [LANGUAGE],
     "task/data/text": [LANGUAGE, "task.data.path=x.txt"],
-    "task/data/json_lines": [LANGUAGE, "task.data.file=x.jsonl"],
     **{f"task/network/{name}": [LANGUAGE] for name in ("gpt2", "gpt2_tiny", "llama_tiny", "llama_small")},
     **{f"task/network/{name}": [LANGUAGE] for name in ("llama_7b", "llama_3_8b")},
     **{f"task/network/{name}": ["task=masked_lm"] for name in ("bert_base", "bert_tiny")},

@@ -63,7 +63,7 @@ class CaptionDataset(ImageDataset[tuple[Tensor, Tensor]]):
         Raises ValueError when no example is left.
         """
         count = len(examples.captions)
-        super().__init__(examples.place, images=count, skipped=examples.skipped)
+        super().__init__(examples.place, images=count)
         self._image = examples.image
         encodings = tokenizer.encode_batch_fast(examples.captions)
         lengths = np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
@@ -117,9 +117,7 @@ class CaptionDataModule(ResumableDataModule):
     def open(self) -> str:
         size, data = self._task.size, self._task.data
         train, val = data.splits(seed=self.seed, image_size=size.image_size)
-        self.tokenizer = load_tokenizer(
-            train.captions, vocabulary_size=size.vocabulary_size, folder=data.tokenizer_folder()
-        )
+        self.tokenizer = load_tokenizer(train.captions, vocabulary_size=size.vocabulary_size)
         most = size.max_tokens if data.pad_to is None else data.pad_to
         self.train_set, self.val_set = (
             CaptionDataset(split, self.tokenizer, max_positions=most) for split in (train, val)

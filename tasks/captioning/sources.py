@@ -8,13 +8,13 @@ import json
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tasks.base import Loading, held_out, require_at_least, require_fields, require_share
-from tasks.resources import MIN_EXAMPLE_BYTES, cache_folder, require_memory
+from tasks.resources import MIN_EXAMPLE_BYTES, require_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,6 @@ class Examples:
     """Where the examples come from, for messages: a folder or a file."""
     image_ids: list[int] | None = None
     """The image of each example, as a number below the number of examples; None: every example has its own."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Items already left out, by reason."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,10 +52,6 @@ class CaptionData(Loading):
         Raises ValueError, naming the file, for a source that cannot be used.
         """
         raise NotImplementedError
-
-    def tokenizer_folder(self) -> Path:
-        """Where the tokenizer trained on these captions is kept."""
-        return cache_folder()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,7 +167,7 @@ Listed = tuple[list[FileCaption], Path]
 
 @dataclass(kw_only=True, slots=True)
 class CaptionFiles(CaptionData):
-    """Base of the sources whose images are files; missing ones are left out and counted."""
+    """Base of the sources whose images are files."""
 
     val_share: float = 0.02
     """Share of the images held out for validation where no validation file is given; the same images in every run."""
@@ -201,18 +195,12 @@ class CaptionFiles(CaptionData):
 
 
 def _examples(items: list[FileCaption], place: Path, image_size: int) -> Examples:
-    from tasks.images import FolderListing
-
-    listing = FolderListing()
-    present = [item for item in items if listing.has(item.path)]
     first: dict[Path, int] = {}
-    missing = len(items) - len(present)
     return Examples(
-        captions=[" ".join(item.caption.split()) for item in present],
-        image=partial(_image, [item.path for item in present], image_size),
+        captions=[" ".join(item.caption.split()) for item in items],
+        image=partial(_image, [item.path for item in items], image_size),
         place=str(place),
-        image_ids=[first.setdefault(item.path, index) for index, item in enumerate(present)],
-        skipped={"image missing": missing} if missing else {},
+        image_ids=[first.setdefault(item.path, index) for index, item in enumerate(items)],
     )
 
 
@@ -224,163 +212,91 @@ def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class Coco(CaptionFiles):
-    """Captioned images of a COCO folder, or of annotation files and image folders named one by one."""
+    """Captioned images in COCO's layout: ``annotations/captions_train*.json`` and ``train*/``, the same with ``val``.
+
+    Of several years the latest is read. Without validation files some training images are held out.
+    """
 
     root: str = ""
-    """Folder with ``annotations/captions_train*.json`` and ``train*/``, and the same with ``val``. Empty: the fields
-    below name the files."""
-    annotations: str = ""
-    """JSON file of training captions; empty: found under ``root``."""
-    images: str = ""
-    """Folder of training images; empty: found under ``root``."""
-    val_annotations: str = ""
-    """JSON file of validation captions; empty: found under ``root``, else some training images are held out."""
-    val_images: str = ""
-    """Folder of validation images; empty: found under ``root``, else ``images``."""
+    """The folder."""
 
     def __post_init__(self) -> None:
         CaptionFiles.__post_init__(self)
-        if not self.root and not (self.annotations and self.images):
-            raise ValueError("task.data.root='' must name a folder, or task.data.annotations and task.data.images both")
+        if not self.root:
+            raise ValueError("task.data.root='' must name a folder")
 
     def read(self) -> tuple[Listed, Listed | None]:
-        train_file, train_folder = self._train_place()
-        val = None
-        # Explicit training files without a validation file mean: hold some out, whatever lies under the root.
-        if self.val_annotations or not self.annotations:
-            val = self._place("val", self.val_annotations, self.val_images, train_folder)
-        return (
-            (read_annotations(train_file, train_folder), train_file),
-            None if val is None else (read_annotations(*val), val[0]),
-        )
-
-    def tokenizer_folder(self) -> Path:
-        return self._train_place()[0].parent
-
-    def _train_place(self) -> tuple[Path, Path]:
-        if not (self.annotations and self.images) and not Path(self.root).is_dir():
-            raise ValueError(f"task.data.root={self.root!r} is not a folder")
-        place = self._place("train", self.annotations, self.images, None)
-        if place is None:
+        train = self._split("train")
+        if train is None:
             raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
-        return place
+        return train, self._split("val")
 
-    def _place(self, split: str, annotations: str, images: str, otherwise: Path | None) -> tuple[Path, Path] | None:
-        """File and image folder of a split, as named or as found under the root; None: there is no file."""
-        root = Path(self.root) if self.root else None
-        file: Path | None = Path(annotations) if annotations else None
-        folder: Path | None = Path(images) if images else None
-        if root is not None and file is None:
-            # The last name is the latest year: captions_train2017.json after captions_train2014.json.
-            file = max((root / "annotations").glob(f"captions_{split}*.json"), default=None)
+    def _split(self, name: str) -> Listed | None:
+        root = Path(self.root)
+        file = max((root / "annotations").glob(f"captions_{name}*.json"), default=None)
         if file is None:
             return None
-        if root is not None and folder is None:
-            # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
-            same_year = root / file.stem.removeprefix("captions_")
-            folders = (path for path in root.glob(f"{split}*") if path.is_dir())
-            folder = same_year if same_year.is_dir() else max(folders, default=None)
-        folder = folder or otherwise
-        if folder is None or not folder.is_dir():
-            raise ValueError(f"{folder or Path(self.root) / f'{split}*'} is not a folder of images")
-        return file, folder
+        # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
+        folder = root / file.stem.removeprefix("captions_")
+        if not folder.is_dir():
+            folder = max((path for path in root.glob(f"{name}*") if path.is_dir()), default=folder)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder of images")
+        return read_annotations(file, folder), file
 
 
 def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
     """Read a caption annotation file; raises ValueError, naming it, where it is missing or not of that format."""
-    content = _read_json(file)
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a COCO file: it holds no JSON object")
-    for key in ("images", "annotations"):
-        if not isinstance(content.get(key), list):
-            raise ValueError(f"{file} is not a COCO file: it has no list '{key}'")
-    paths: dict[int | str, Path] = {}
-    for number, image in enumerate(content["images"]):
-        place = f"{file} is not a COCO caption file: images[{number}]"
-        image_id = _take(image, "id", (int, str), place)
-        paths[image_id] = folder / _take(image, "file_name", str, place)
-    captions = []
-    for number, item in enumerate(content["annotations"]):
-        place = f"{file} is not a COCO caption file: annotations[{number}]"
-        image_id = _take(item, "image_id", (int, str), place)
-        # An annotation of an image that the file does not list is a missing image, not a broken file.
-        path = paths.get(image_id, folder / f"image {image_id}")
-        captions.append(FileCaption(path, _take(item, "caption", (str, type(None)), place) or ""))
-    return captions
-
-
-def _take(item: Any, key: str, kinds: type | tuple[type, ...], place: str) -> Any:
-    """``item[key]``. Raises ValueError, naming the entry ``place``, where it is missing or of another type."""
-    if not isinstance(item, dict) or key not in item:
-        raise ValueError(f"{place} has no {key!r}" if isinstance(item, dict) else f"{place} is not a JSON object")
-    if not isinstance(item[key], kinds) or isinstance(item[key], bool):
-        wanted = "text or a number" if kinds == (int, str) else "text"
-        raise ValueError(f"{place}: {key!r} is {json.dumps(item[key])[:40]}, not {wanted}")
-    return item[key]
-
-
-def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
+        paths = {image["id"]: folder / image["file_name"] for image in content["images"]}
+        # An annotation of an image that the file does not list is of a missing image, not of a broken file.
+        return [
+            FileCaption(paths.get(each["image_id"], folder / f"image {each['image_id']}"), str(each["caption"] or ""))
+            for each in content["annotations"]
+        ]
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror})") from None
-    except ValueError as error:  # JSON errors and bytes that are no text.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
-    except RecursionError:
-        raise ValueError(f"{file} is not JSON that can be read (nested too deeply)") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
 
 
 @dataclass(kw_only=True, slots=True)
 class Csv(CaptionFiles):
-    """Captioned images of a CSV file with a header line, UTF-8."""
+    """Captioned images of a CSV file, or of a TSV file by its name, with a header line, UTF-8."""
 
     file: str = ""
-    """CSV file of training captions."""
+    """File of training captions; relative image paths begin at its folder."""
     image_column: str = "image"
     """Column with the image's path."""
     caption_column: str = "caption"
     """Column with the caption; an image with several captions has several rows."""
-    image_root: str = ""
-    """Folder that relative image paths begin at; empty: the folder of the CSV file."""
-    delimiter: str = ","
-    """One character between columns; ``\\t`` for a tab."""
     val_file: str = ""
-    """CSV file of validation captions; empty: a share of the images is held out."""
+    """File of validation captions; empty: a share of the images is held out."""
 
     def __post_init__(self) -> None:
         CaptionFiles.__post_init__(self)
         if not self.file:
             raise ValueError("task.data.file='' must name a CSV file")
-        if len(self._delimiter()) != 1:
-            raise ValueError(f"task.data.delimiter={self.delimiter!r} must be one character")
 
     def read(self) -> tuple[Listed, Listed | None]:
         train, val = Path(self.file), Path(self.val_file)
         return (self._read(train), train), (self._read(val), val) if self.val_file else None
 
-    def tokenizer_folder(self) -> Path:
-        return Path(self.file).parent
-
-    def _delimiter(self) -> str:
-        return "\t" if self.delimiter == "\\t" else self.delimiter
-
     def _read(self, file: Path) -> list[FileCaption]:
-        if self.image_root and not Path(self.image_root).is_dir():
-            raise ValueError(f"task.data.image_root={self.image_root!r} is not a folder")
-        folder = Path(self.image_root) if self.image_root else file.parent
         try:
             # utf-8-sig: spreadsheets begin files with a byte order mark, which would join the first column's name.
             with file.open(encoding="utf-8-sig", newline="") as lines:
-                rows = csv.DictReader(lines, delimiter=self._delimiter())
+                rows = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
                 columns = list(rows.fieldnames or [])
                 for name in (self.image_column, self.caption_column):
                     if name not in columns:
-                        raise ValueError(
-                            f"{file} has no column {name!r}; it has {', '.join(map(repr, columns)) or 'none'}"
-                        )
-                return [
-                    FileCaption(folder / (row[self.image_column] or ""), row[self.caption_column] or "") for row in rows
-                ]
+                        has = ", ".join(map(repr, columns)) or "none"
+                        raise ValueError(f"{file} has no column {name!r}; it has {has}")
+                images, captions = self.image_column, self.caption_column
+                return [FileCaption(file.parent / (row[images] or ""), row[captions] or "") for row in rows]
         except OSError as error:
             raise ValueError(f"{file} cannot be read ({error.strerror})") from None
         except (csv.Error, UnicodeDecodeError) as error:

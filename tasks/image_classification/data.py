@@ -40,7 +40,7 @@ class LabelledDataset(ImageDataset[tuple[Tensor, int]]):
         """``classes``: labels are below it. Raises ValueError when there is no example."""
         if not examples.count:
             raise ValueError(f"{examples.place} holds no usable example")
-        super().__init__(examples.place, images=examples.count, skipped={})
+        super().__init__(examples.place, images=examples.count)
         self._count, self._item, self._classes = examples.count, examples.item, classes
 
     def __len__(self) -> int:

@@ -9,7 +9,6 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -75,7 +74,6 @@ class TextDataset(Dataset[Tensor]):
         packing: str,
         positions: int,
         extra: int,
-        folder: Path,
     ) -> None:
         """Tokenize all documents and lay out the rows.
 
@@ -87,16 +85,15 @@ class TextDataset(Dataset[Tensor]):
                 ``positions``.
             positions: Most positions that the model computes for a row.
             extra: Tokens of a row beyond its positions: 1 where the model predicts the next token.
-            folder: Where tokens are kept, see ``load_tokens``.
 
         Raises:
             ValueError: No row is left.
         """
-        self.skipped = dict(documents.skipped)
+        self.skipped: dict[str, int] = {}
         self._packed = packing == "packed"
         self._positions, self._extra = positions, extra
         # One flat array instead of a list of lists: forked workers share its pages, as no reference count changes.
-        self._ids = load_tokens(documents.texts, tokenizer, folder=folder)
+        self._ids = load_tokens(documents.texts, tokenizer)
         self._ends = np.flatnonzero(self._ids == END)
         tokens = np.diff(self._ends, prepend=-1) + 1  # begin and end included
         if self._packed:
@@ -132,18 +129,17 @@ AT_ONCE = 4096
 """Documents encoded at once: the library's own objects take some fifty times the memory of their numbers."""
 
 
-def load_tokens(texts: Sequence[str], tokenizer: Tokenizer, *, folder: Path) -> NDArray[np.integer]:
+def load_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
     """Token ids of all documents, one after the other, an ``END`` after each and nowhere else; read-only.
 
-    Loaded from ``folder`` or from the user's cache, or encoded and kept there. The file's name carries a hash of
-    tokenizer and texts. It is mapped into memory, which loader processes then share.
+    Loaded from the user's cache, or encoded and kept there. The file's name carries a hash of tokenizer and texts.
+    It is mapped into memory, which loader processes then share.
     """
     digest = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=8)
     for text in texts:
         digest.update(text.encode(errors="replace") + b"\0")
     return load_or_make(
         f"tokens-{digest.hexdigest()}.npy",
-        folder,
         load=lambda path: np.load(path, mmap_mode="r"),
         make=lambda: encode(texts, tokenizer),
         write=lambda file, ids: np.save(file, ids),
@@ -268,8 +264,7 @@ class TextDataModule(ResumableDataModule):
 
     def open(self) -> str:
         train, val = self._config.documents()
-        folder = self._config.tokenizer_folder()
-        self.tokenizer = load_tokenizer(train.texts, vocabulary_size=self._vocabulary_size, folder=folder)
+        self.tokenizer = load_tokenizer(train.texts, vocabulary_size=self._vocabulary_size)
         self.train_set, self.val_set = (
             TextDataset(
                 documents,
@@ -277,7 +272,6 @@ class TextDataModule(ResumableDataModule):
                 packing=self._config.packing,
                 positions=self._positions,
                 extra=self.extra,
-                folder=folder,
             )
             for documents in (train, val)
         )

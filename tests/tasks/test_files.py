@@ -80,7 +80,6 @@ def test_a_coco_folder_is_read_with_every_caption_of_an_image(
     assert (len(data.train_set), len(data.val_set)) == (8, 4)
     batch = next(iter(data.val_dataloader()))
     assert [data.decode(row) for row in batch.tokens.tolist()] == ["picture 0", "a grey area"]
-    assert len(list((tmp_path / "annotations").glob("tokenizer-384-*.json"))) == 1
     assert data.skipped == {}
 
 
@@ -102,8 +101,7 @@ def test_bad_items_are_left_out_and_counted(
     assert task.skipped_items(data) == {
         "empty caption": 1,
         "caption too long": 1,
-        "image missing": 2,
-        "image does not decode": 1,
+        "image does not decode": 2,
     }
     assert capfd.readouterr().err.count("3.png") == 1
 
@@ -122,18 +120,18 @@ def test_a_held_out_image_keeps_its_side_with_all_its_captions(tmp_path: Path, w
     assert train | val == set(names)
 
 
-def test_a_csv_file_is_read_with_its_own_columns_and_delimiter(
+def test_a_table_is_read_with_its_own_columns_and_the_delimiter_of_its_name(
     tmp_path: Path, write_image: Write, size: CaptionerSize
 ) -> None:
     for number in range(4):
         write_image(f"pictures/{number}.png")
-    file = tmp_path / "captions.csv"
-    rows = [f'pictures/{number}.png;"a ""grey"" area; {number}"' for number in range(4)]
-    file.write_text("\n".join(["path;text", *rows]), encoding="utf-8-sig")
-    config = Csv(file=str(file), image_column="path", caption_column="text", delimiter=";", batch_size=1, num_workers=0)
+    file = tmp_path / "captions.tsv"
+    rows = [f'pictures/{number}.png\t"a ""grey"" area, {number}"' for number in range(4)]
+    file.write_text("\n".join(["path\ttext", *rows]), encoding="utf-8-sig")
+    config = Csv(file=str(file), image_column="path", caption_column="text", batch_size=1, num_workers=0)
     data = load(size, config)
     assert len(data.train_set) + len(data.val_set) == 4
-    assert data.decode(next(iter(data.val_dataloader())).tokens[0].tolist()).startswith('a "grey" area; ')
+    assert data.decode(next(iter(data.val_dataloader())).tokens[0].tolist()).startswith('a "grey" area, ')
 
 
 def coco_with(tmp_path: Path, content: str) -> Coco:
@@ -147,24 +145,11 @@ def coco_with(tmp_path: Path, content: str) -> Coco:
     ("content", "message"),
     [
         ("{", "captions_train.json is not JSON"),
-        ("[]", "captions_train.json is not a COCO file: it holds no JSON object"),
-        ('{"annotations": []}', "captions_train.json is not a COCO file: it has no list 'images'"),
-        ('{"images": []}', "captions_train.json is not a COCO file: it has no list 'annotations'"),
-        (
-            '{"images": [{}], "annotations": []}',
-            "captions_train.json is not a COCO caption file: images[0] has no 'id'",
-        ),
-        ('{"images": [3], "annotations": []}', "images[0] is not a JSON object"),
-        (
-            '{"images": [{"id": [1], "file_name": "a"}], "annotations": []}',
-            "images[0]: 'id' is [1], not text or a number",
-        ),
-        ('{"images": [{"id": 1, "file_name": null}], "annotations": []}', "images[0]: 'file_name' is null, not text"),
-        (
-            '{"images": [], "annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": 7}]}',
-            "annotations[1]: 'caption' is 7, not text",
-        ),
-        ("[" * 100_000, "captions_train.json is not JSON that can be read (nested too deeply)"),
+        ("[]", "captions_train.json is not a COCO caption file (TypeError: "),
+        ('{"images": []}', "captions_train.json is not a COCO caption file (KeyError: 'annotations')"),
+        ('{"images": [{}], "annotations": []}', "captions_train.json is not a COCO caption file (KeyError: 'id')"),
+        ('{"images": [{"id": 1, "file_name": null}], "annotations": []}', "is not a COCO caption file (TypeError: "),
+        ("[" * 100_000, "captions_train.json is not JSON"),
         ("\udcff", "captions_train.json is not JSON"),
         ('{"images": [], "annotations": []}', "captions_train.json holds no usable example"),
     ],
@@ -178,16 +163,10 @@ def test_a_broken_annotation_file_is_named(tmp_path: Path, size: CaptionerSize, 
 def test_missing_folders_and_files_are_named(tmp_path: Path, size: CaptionerSize) -> None:
     with pytest.raises(ValueError, match="must name a folder"):
         Coco()
-    with pytest.raises(ValueError, match=r"task\.data\.root='/nowhere' is not a folder"):
-        load(size, Coco(root="/nowhere"))
     with pytest.raises(ValueError, match=r"has no annotations/captions_train\*\.json"):
         load(size, Coco(root=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"a\.json cannot be read \(No such file"):
-        load(size, Coco(annotations=str(tmp_path / "a.json"), images=str(tmp_path)))
     with pytest.raises(ValueError, match=r"b\.csv cannot be read \(No such file"):
         load(size, Csv(file=str(tmp_path / "b.csv")))
-    with pytest.raises(ValueError, match="must be one character"):
-        Csv(file="x", delimiter=";;")
 
 
 def test_a_csv_file_without_the_column_names_those_it_has(tmp_path: Path, size: CaptionerSize) -> None:

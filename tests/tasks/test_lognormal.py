@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tasks.captioning.sources import Lognormal
-from tasks.tokenizer import load_tokenizer
+from tasks.tokenizer import train_tokenizer
 
 
 def test_lengths_in_tokens_are_lognormal(tmp_path: Path) -> None:
     train, _ = Lognormal(train_images=4000, median=60, sigma=0.5, longest=1000).splits(seed=0, image_size=8)
-    tokenizer = load_tokenizer(train.captions, vocabulary_size=4000, folder=tmp_path)
+    tokenizer = train_tokenizer(train.captions, vocabulary_size=4000)
     logarithms = [math.log(len(encoding.ids) + 1) for encoding in tokenizer.encode_batch_fast(train.captions)]
     assert math.exp(statistics.median(logarithms)) == pytest.approx(60, rel=0.05)
     assert statistics.stdev(logarithms) == pytest.approx(0.5, rel=0.05)

@@ -101,18 +101,17 @@ def test_definitions_are_the_files_in_pieces() -> None:
 def test_tokens_are_kept_for_the_next_start(folder: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = TextFiles(path=str(folder), batch_size=2)
     first = load(data)
-    kept = sorted(folder.glob("tokens-*.npy"))
+    kept = sorted(private_cache.rglob("tokens-*.npy"))
     assert len(kept) == 2
-    assert not private_cache.exists(), "beside the data, where that can be written"
-    monkeypatch.setattr("tasks.language.data.encode", lambda *_: pytest.fail("encoded again"))
-    again = load(data)
+    with monkeypatch.context() as patched:
+        patched.setattr("tasks.language.data.encode", lambda *_: pytest.fail("encoded again"))
+        again = load(data)
     assert all(torch.equal(first.train_set[index], again.train_set[index]) for index in range(len(first.train_set)))
-    monkeypatch.undo()
     kept[0].write_bytes(b"half a file")
     assert len(load(data).train_set) == len(first.train_set)
     (folder / "00.txt").write_text("other text")
     load(data)
-    assert len(list(folder.glob("tokens-*.npy"))) == 4
+    assert len(list(private_cache.rglob("tokens-*.npy"))) == 4
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     ):
         load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
     (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(ValueError, match=r"a\.txt holds too little text to train on .*blank document: 1"):
+    with pytest.raises(ValueError, match=r"a\.txt holds too little text to train on"):
         load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
 
 
