@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.base import BatchCounts, Declaration, Task
 from tasks.captioning.sources import Coco, Csv, Lognormal, Shapes
 from tasks.captioning.task import CaptionerSize, Captioning
-from tasks.image_classification.sources import ImageFolder, LabelledShapes, TorchvisionDataset
+from tasks.image_classification.sources import LabelledShapes, TorchvisionDataset
 from tasks.image_classification.task import ImageClassification
 from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork, TransformersNetwork
 from tasks.language.sources import Stdlib, TextFiles
@@ -33,7 +33,6 @@ SCHEMAS: dict[str, type] = {
     "task/data/coco": Coco,
     "task/data/csv": Csv,
     "task/data/labelled_shapes": LabelledShapes,
-    "task/data/image_folder": ImageFolder,
     "task/data/torchvision": TorchvisionDataset,
     "task/data/stdlib": Stdlib,
     "task/data/text": TextFiles,

@@ -96,7 +96,7 @@ def test_the_records_exit_code_is_the_processs(
         (["--config-dir", "nowhere"], ["error: Additional config directory"]),
         (
             ["task=image_classification", "task/data=coco", "task.data.root=."],
-            ["error: task/data=coco belongs to another task; this one takes image_folder, "],
+            ["error: task/data=coco belongs to another task; this one takes labelled_shapes, "],
         ),
     ],
 )

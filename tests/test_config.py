@@ -26,7 +26,6 @@ NEEDS = {
     "task/data/coco": ["task.data.root=."],
     "task/data/csv": ["task.data.file=x.csv"],
     "task/data/labelled_shapes": [IMAGES],
-    "task/data/image_folder": [IMAGES, "task.data.root=."],
     "task/data/torchvision": [IMAGES, "task.data.dataset=CIFAR10", "task.data.root=."],
     "task/data/stdlib": [LANGUAGE],
     "task/data/text": [LANGUAGE, "task.data.path=x.txt"],

@@ -23,7 +23,7 @@ NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Confi
 FOREIGN = re.compile(
     r"In 'schema/(?P<group>[\w/]+)/(?P<name>\w+)'.*Merge error: \w+ is not a subclass of (?P<base>\w+)", re.S
 )
-"""What they say when an option belongs to another task: ``task=captioning task/data=image_folder``."""
+"""What they say when an option belongs to another task: ``task=captioning task/data=torchvision``."""
 
 
 def explain(error: BaseException) -> list[str]:
