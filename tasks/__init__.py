@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from tasks.base import BatchCounts, Declaration, Task
-from tasks.captioning.sources import Coco, Csv, Lognormal, Shapes
-from tasks.captioning.task import CaptionerSize, Captioning
-from tasks.image_classification.sources import LabelledShapes, TorchvisionDataset
-from tasks.image_classification.task import ImageClassification
+from tasks.captioning.task import CaptionerSize, Captioning, Coco, Csv, Lognormal, Shapes
+from tasks.image_classification.task import ImageClassification, LabelledShapes, TorchvisionDataset
 from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork, TransformersNetwork
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import LanguageModelling, MaskedLM

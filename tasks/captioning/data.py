@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.captioning.sources import Examples
+from tasks.captioning.task import Examples
 from tasks.images import ImageDataset
 from tasks.loading import ResumableDataModule, pad_rows
 from tasks.tokenizer import BEGIN, END, decode, load_tokenizer

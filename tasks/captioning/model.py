@@ -12,16 +12,14 @@ E image width, S text positions, D text width, V vocabulary.
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
+from torchvision.utils import make_grid
 
 from tasks.captioning.data import CaptionBatch, CaptionDataModule
 from tasks.layers import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
@@ -31,15 +29,8 @@ from tasks.tokenizer import BEGIN, END, PAD
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize
 
-STRIP_IMAGES = 4
-"""Validation images drawn with their captions: as many as can be read in TensorBoard's default size."""
-IMAGE_PIXELS = 224
-"""Edge of an image in the strip; smaller ones are enlarged."""
-COLUMNS = 2
-LINE_LETTERS = 29
-MAX_LINES = 9
-LINE_PIXELS = 18
-MARGIN_PIXELS = 8
+CAPTIONED_IMAGES = 4
+"""Validation images shown with their captions."""
 
 
 class CaptionNet(nn.Module):
@@ -221,7 +212,7 @@ class LanguageTail(nn.Module):
 
 
 class Captioner(ScoredModule):
-    """Trains a CaptionNet; every validation draws captions."""
+    """Trains a CaptionNet; every validation captions a few images."""
 
     accuracy: ClassVar[str] = "val/token_accuracy"
 
@@ -229,7 +220,7 @@ class Captioner(ScoredModule):
 
     def __init__(self, build: Callable[[], CaptionNet], recipe: Recipe, *, initialise: str) -> None:
         super().__init__(build, recipe, initialise=initialise)
-        self._strip: tuple[Tensor, Tensor] | None = None
+        self._captioned: tuple[Tensor, Tensor] | None = None
 
     def scores(self, batch: CaptionBatch) -> Scores:
         """Loss in nats a target; the network takes the targets from the tokens."""
@@ -243,67 +234,38 @@ class Captioner(ScoredModule):
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self._strip = None
+        self._captioned = None
 
     def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         if batch_idx == 0:
-            self._strip = (batch.images[:STRIP_IMAGES], batch.tokens[:STRIP_IMAGES])
+            self._captioned = (batch.images[:CAPTIONED_IMAGES], batch.tokens[:CAPTIONED_IMAGES])
 
     def on_validation_epoch_end(self) -> None:
-        """Log ``val/loss`` and ``val/token_accuracy`` over all ranks; draw captions where there is a TensorBoard."""
+        """Log ``val/loss`` and ``val/token_accuracy`` over all ranks; captions where there is a TensorBoard."""
         super().on_validation_epoch_end()
         self._write_captions()
-        self._strip = None
+        self._captioned = None
 
     def _write_captions(self) -> None:
         data = getattr(self.trainer, "datamodule", None)
         logger = next((logger for logger in self.loggers if isinstance(logger, TensorBoardLogger)), None)
-        if logger is None or self._strip is None or not isinstance(data, CaptionDataModule):
+        if logger is None or self._captioned is None or not isinstance(data, CaptionDataModule):
             return
         # One rank alone may not run sharded parameters: it would wait for the others' shards.
         sharded = any(hasattr(parameter, "device_mesh") for parameter in self.net.parameters())
         if sharded or not self.trainer.is_global_zero or self.trainer.sanity_checking:
             return
-        images, tokens = self._strip
+        images, tokens = self._captioned
         with self.trainer.precision_plugin.forward_context():
             generated = self.net.generate(images, begin=BEGIN, end=END, max_new_tokens=tokens.shape[1])
         true_texts = [data.decode(row) for row in tokens.tolist()]
         texts = [data.decode(row) for row in generated.tolist()]
-        strip = draw_strip(images.cpu(), true_texts, texts)
-        logger.experiment.add_image("val/captions", strip, self.global_step, dataformats="HWC")
-        logger.experiment.add_text("val/captions", caption_table(true_texts, texts), self.global_step)
-
-
-def draw_strip(images_BCHW: Tensor, true_texts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
-    """Draw uint8 images [B, 3, H, W] two to a row, captions beneath; returns uint8 [height, width, 3]."""
-    lines = [_wrap("true: ", true) + _wrap("generated: ", text) for true, text in zip(true_texts, texts, strict=True)]
-    cell_width = IMAGE_PIXELS + MARGIN_PIXELS
-    cell_height = IMAGE_PIXELS + 2 * MARGIN_PIXELS + LINE_PIXELS * max(len(wrapped) for wrapped in lines)
-    rows = -(-len(lines) // COLUMNS)
-    strip = Image.new("RGB", (cell_width * min(COLUMNS, len(lines)) + MARGIN_PIXELS, cell_height * rows), "white")
-    pen = ImageDraw.Draw(strip)
-    font = ImageFont.load_default(15)
-    for index, (image_CHW, wrapped) in enumerate(zip(images_BCHW, lines, strict=True)):
-        x = MARGIN_PIXELS + cell_width * (index % COLUMNS)
-        y = MARGIN_PIXELS + cell_height * (index // COLUMNS)
-        picture = Image.fromarray(image_CHW.permute(1, 2, 0).numpy()).resize((IMAGE_PIXELS, IMAGE_PIXELS))
-        strip.paste(picture, (x, y))
-        for number, (line, colour) in enumerate(wrapped):
-            pen.text((x, y + IMAGE_PIXELS + 2 + number * LINE_PIXELS), line, fill=colour, font=font)
-    return np.array(strip)
-
-
-def caption_table(true_texts: Sequence[str], texts: Sequence[str]) -> str:
-    rows = [f"| {_cell(true)} | {_cell(text)} |" for true, text in zip(true_texts, texts, strict=True)]
-    return "\n".join(["| true | generated |", "|---|---|", *rows])
+        rows = [f"| {_cell(true)} | {_cell(text)} |" for true, text in zip(true_texts, texts, strict=True)]
+        table = "\n".join(["| true | generated |", "|---|---|", *rows])
+        logger.experiment.add_image("val/captions", make_grid(images.cpu()), self.global_step)
+        logger.experiment.add_text("val/captions", table, self.global_step)
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _wrap(label: str, text: str) -> list[tuple[str, str]]:
-    """Lines with their colour; a long caption ends in an ellipsis."""
-    lines = textwrap.wrap(label + text, LINE_LETTERS, max_lines=MAX_LINES, placeholder=" ...") or [label]
-    return [(line, "black" if label.startswith("true") else "blue") for line in lines]

@@ -1,18 +1,322 @@
-"""Captioning: describe an image in words, with a Vision Transformer and a text decoder with cross attention."""
+"""Captioning: describe an image in words, with a Vision Transformer and a text decoder with cross attention.
+
+Captioned images are drawn shapes, noise with captions of lognormal lengths, COCO's layout or a table of captions.
+"""
 
 from __future__ import annotations
 
+import csv
+import itertools
+import json
+import random
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from tasks.base import BatchCounts, Declaration, TrainedTask, require_fields, require_multiple, require_share
-from tasks.captioning.sources import CaptionData, Shapes
+from tasks.base import (
+    BatchCounts,
+    Declaration,
+    Loading,
+    TrainedTask,
+    held_out,
+    require_at_least,
+    require_fields,
+    require_multiple,
+    require_share,
+)
+from tasks.resources import MIN_EXAMPLE_BYTES, require_memory
 
 if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
     from tasks.module import ScoredModule
+
+
+@dataclass(kw_only=True, slots=True)
+class Examples:
+    """One split: caption ``i`` belongs to the image that ``image(i)`` returns."""
+
+    captions: list[str]
+    """One caption an example; an image with several captions is several examples."""
+    image: Callable[[int], Tensor]
+    """Index of an example to its uint8 image [3, H, W]; raises ``ImageError`` for a file that does not decode."""
+    place: str
+    """Where the examples come from, for messages: a folder or a file."""
+    image_ids: list[int] | None = None
+    """The image of each example, as a number below the number of examples; None: every example has its own."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptionData(Loading):
+    """Base of every source of captioned images."""
+
+    pad_to: int | None = None
+    """Text positions of every batch; None: as many as the longest caption of the batch needs. Longer captions are
+    left out and counted."""
+
+    def __post_init__(self) -> None:
+        Loading.__post_init__(self)
+        require_at_least("task.data.pad_to", self.pad_to, 2)
+
+    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
+        """List training and validation examples with images of ``image_size`` pixels square.
+
+        Raises ValueError, naming the file, for a source that cannot be used.
+        """
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratedCaptions(CaptionData):
+    """Base of the sources that need no files; example ``i`` depends on the seed and ``i`` alone."""
+
+    train_images: int = 16384
+    """Training examples."""
+    val_images: int = 256
+    """Validation examples; none of them is a training example."""
+
+    def __post_init__(self) -> None:
+        CaptionData.__post_init__(self)
+        require_fields("task.data", self, train_images=1, val_images=1)
+
+    def generate(self, key: str, count: int, image_size: int) -> Examples:
+        """``count`` examples of the split that ``key`` names."""
+        raise NotImplementedError
+
+    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
+        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
+        require_memory(given, MIN_EXAMPLE_BYTES * (self.train_images + self.val_images))
+        return (
+            self.generate(f"{seed}/train", self.train_images, image_size),
+            self.generate(f"{seed}/val", self.val_images, image_size),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Shapes(GeneratedCaptions):
+    """The embedded data set: coloured shapes drawn by code, with captions of very different lengths."""
+
+    max_objects: int = 9
+    """Most shapes in a scene, 1 to 9; more shapes make longer captions."""
+
+    def __post_init__(self) -> None:
+        GeneratedCaptions.__post_init__(self)
+        if not 1 <= self.max_objects <= 9:
+            raise ValueError(f"task.data.max_objects={self.max_objects} must be 1 to 9")
+
+    def generate(self, key: str, count: int, image_size: int) -> Examples:
+        from tasks.images import Scenes
+
+        scenes = Scenes(key=key, max_objects=self.max_objects, image_size=image_size)
+        captions = [scenes[index].caption() for index in range(count)]
+        return Examples(captions=captions, image=scenes.image, place="the embedded shapes")
+
+
+WORDS = ["".join(letters) for letters in itertools.product("bdfgklmn", "aeio", "rstvz", "uy")]
+"""Each becomes one token once the tokenizer has a few thousand."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Lognormal(GeneratedCaptions):
+    """Noise with captions of lognormal lengths, as the documents and sentences of real corpora have them.
+
+    What a model can learn from them is the order of words within a caption.
+    """
+
+    median: float = 60.0
+    """Median length in text positions."""
+    sigma: float = 0.6
+    """Standard deviation of the logarithm of the length; 0 = all of one length."""
+    shortest: int = 4
+    """Positions of the shortest caption; what would be shorter gets this length."""
+    longest: int = 256
+    """Positions of the longest caption; what would be longer gets this length."""
+
+    def __post_init__(self) -> None:
+        GeneratedCaptions.__post_init__(self)
+        require_fields("task.data", self, median=1, sigma=0, shortest=2, longest=self.shortest)
+
+    def generate(self, key: str, count: int, image_size: int) -> Examples:
+        captions = [self._caption(f"{key}/{index}") for index in range(count)]
+        return Examples(captions=captions, image=Noise(key, image_size), place="captions of lognormal lengths")
+
+    def _caption(self, key: str) -> str:
+        draw = random.Random(key)
+        positions = round(draw.lognormvariate(0.0, self.sigma) * self.median)
+        words = min(max(positions, self.shortest), self.longest) - 1  # and the end
+        start, stride = draw.randrange(len(WORDS)), draw.randrange(1, 8)
+        return " ".join(WORDS[(start + stride * index) % len(WORDS)] for index in range(words))
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Images of random pixels."""
+
+    key: str
+    size: int
+
+    def __call__(self, index: int) -> Tensor:
+        """uint8 [3, size, size], the same at every call with ``index``."""
+        import torch
+
+        # Not hash(): that differs from process to process.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.key}/{index}".encode()))
+        return torch.randint(0, 256, (3, self.size, self.size), dtype=torch.uint8, generator=generator)
+
+
+class FileCaption(NamedTuple):
+    """One caption of one image file."""
+
+    path: Path
+    """The image."""
+    caption: str
+    """Its caption, as written in the file."""
+
+
+Listed = tuple[list[FileCaption], Path]
+"""Captions, and the file that lists them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptionFiles(CaptionData):
+    """Base of the sources whose images are files."""
+
+    val_share: float = 0.02
+    """Share of the images held out for validation where no validation file is given; the same images in every run."""
+
+    def __post_init__(self) -> None:
+        CaptionData.__post_init__(self)
+        require_share("task.data.val_share", self.val_share, below_one=True)
+
+    def read(self) -> tuple[Listed, Listed | None]:
+        """Training and validation captions, each with the file that lists them; None: to be held out.
+
+        Raises ValueError, naming the file or folder, for one that cannot be used.
+        """
+        raise NotImplementedError
+
+    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
+        """List both splits. Raises ValueError, naming the file or folder, for one that cannot be used."""
+        (train, place), val = self.read()
+        if val is None:
+            # By a hash of the file's name: all captions of an image fall on one side.
+            held = held_out({item.path: item.path.name for item in train}, share=self.val_share)
+            val = [item for item in train if item.path in held], place
+            train = [item for item in train if item.path not in held]
+        return _examples(train, place, image_size), _examples(*val, image_size)
+
+
+def _examples(items: list[FileCaption], place: Path, image_size: int) -> Examples:
+    first: dict[Path, int] = {}
+    return Examples(
+        captions=[" ".join(item.caption.split()) for item in items],
+        image=partial(_image, [item.path for item in items], image_size),
+        place=str(place),
+        image_ids=[first.setdefault(item.path, index) for index, item in enumerate(items)],
+    )
+
+
+def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
+    from tasks.images import read_image
+
+    return read_image(paths[index], image_size=image_size)
+
+
+@dataclass(kw_only=True, slots=True)
+class Coco(CaptionFiles):
+    """Captioned images in COCO's layout: ``annotations/captions_train*.json`` and ``train*/``, the same with ``val``.
+
+    Of several years the latest is read. Without validation files some training images are held out.
+    """
+
+    root: str = ""
+    """The folder."""
+
+    def __post_init__(self) -> None:
+        CaptionFiles.__post_init__(self)
+        if not self.root:
+            raise ValueError("task.data.root='' must name a folder")
+
+    def read(self) -> tuple[Listed, Listed | None]:
+        train = self._split("train")
+        if train is None:
+            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
+        return train, self._split("val")
+
+    def _split(self, name: str) -> Listed | None:
+        root = Path(self.root)
+        file = max((root / "annotations").glob(f"captions_{name}*.json"), default=None)
+        if file is None:
+            return None
+        # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
+        folder = root / file.stem.removeprefix("captions_")
+        if not folder.is_dir():
+            folder = max((path for path in root.glob(f"{name}*") if path.is_dir()), default=folder)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder of images")
+        return read_annotations(file, folder), file
+
+
+def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
+    """Read a caption annotation file; raises ValueError, naming it, where it is missing or not of that format."""
+    try:
+        content = json.loads(file.read_bytes())
+        paths = {image["id"]: folder / image["file_name"] for image in content["images"]}
+        # An annotation of an image that the file does not list is of a missing image, not of a broken file.
+        return [
+            FileCaption(paths.get(each["image_id"], folder / f"image {each['image_id']}"), str(each["caption"] or ""))
+            for each in content["annotations"]
+        ]
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
+
+
+@dataclass(kw_only=True, slots=True)
+class Csv(CaptionFiles):
+    """Captioned images of a CSV file, or of a TSV file by its name, with a header line, UTF-8."""
+
+    file: str = ""
+    """File of training captions; relative image paths begin at its folder."""
+    image_column: str = "image"
+    """Column with the image's path."""
+    caption_column: str = "caption"
+    """Column with the caption; an image with several captions has several rows."""
+    val_file: str = ""
+    """File of validation captions; empty: a share of the images is held out."""
+
+    def __post_init__(self) -> None:
+        CaptionFiles.__post_init__(self)
+        if not self.file:
+            raise ValueError("task.data.file='' must name a CSV file")
+
+    def read(self) -> tuple[Listed, Listed | None]:
+        train, val = Path(self.file), Path(self.val_file)
+        return (self._read(train), train), (self._read(val), val) if self.val_file else None
+
+    def _read(self, file: Path) -> list[FileCaption]:
+        try:
+            # utf-8-sig: spreadsheets begin files with a byte order mark, which would join the first column's name.
+            with file.open(encoding="utf-8-sig", newline="") as lines:
+                rows = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+                columns = list(rows.fieldnames or [])
+                for name in (self.image_column, self.caption_column):
+                    if name not in columns:
+                        has = ", ".join(map(repr, columns)) or "none"
+                        raise ValueError(f"{file} has no column {name!r}; it has {has}")
+                images, captions = self.image_column, self.caption_column
+                return [FileCaption(file.parent / (row[images] or ""), row[captions] or "") for row in rows]
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read ({error.strerror})") from None
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is not a UTF-8 CSV file ({error})") from None
 
 
 @dataclass(kw_only=True, slots=True)

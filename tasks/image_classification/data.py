@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tasks.image_classification.sources import LabelledExamples
+from tasks.image_classification.task import LabelledExamples
 from tasks.images import ImageDataset
 from tasks.loading import ResumableDataModule
 

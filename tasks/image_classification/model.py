@@ -1,20 +1,227 @@
-"""Classifier network: any image classification model with normalisation before it and the loss behind it.
+"""Classification networks by name: every one of torchvision, two small Vision Transformers, and timm's; and the
+classifier around them, with normalisation before the network and the loss behind it.
 
 Shape letters: B batch, C colour channels, H height, W width, N image tokens, E token width, K classes.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+import importlib.util
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
+from torchvision.ops import StochasticDepth
 
-from tasks.image_classification.library import is_convolutional
+from tasks.base import suggest
 from tasks.layers import Scores, class_scores
 from tasks.module import ScoredModule
+
+TIMM = "timm/"
+"""Begins the names of timm's networks."""
+SMALL_TRANSFORMERS = {"vit_ti_16": (192, 3), "vit_s_16": (384, 6)}
+"""Width and heads of the Vision Transformers of 12 layers that torchvision lacks (Touvron et al. 2020,
+https://arxiv.org/abs/2012.12877, table 1)."""
+
+
+def build_model(name: str, *, classes: int, image_size: int) -> nn.Module:
+    """Build a network with random weights, drawn from torch's global generator, for square images.
+
+    Auxiliary heads (GoogLeNet, Inception) are off: they are no part of the network that predicts.
+
+    Raises ValueError for an unknown name, with a suggestion, and for a size that the network cannot be built for.
+    """
+    _require_known(name)
+    try:
+        if name.startswith(TIMM):
+            return _timm_model(name.removeprefix(TIMM), classes=classes, image_size=image_size)
+        if name in SMALL_TRANSFORMERS:
+            width, heads = SMALL_TRANSFORMERS[name]
+            return VisionTransformer(image_size, 16, 12, heads, width, 4 * width, num_classes=classes)
+        model: nn.Module = torchvision.models.get_model(
+            name, weights=None, num_classes=classes, **_torchvision_arguments(name, image_size)
+        )
+    except (AssertionError, ValueError) as error:  # torch._assert in constructors raises AssertionError
+        raise ValueError(f"task.image_size={image_size}: {name} cannot be built for it ({error})") from None
+    return share_stochastic_depth(model)
+
+
+@functools.lru_cache(maxsize=4)
+def skeleton(name: str, *, classes: int, image_size: int) -> nn.Module:
+    """The network of ``build_model`` without memory for its weights; draws no random numbers. Not to be changed."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return build_model(name, classes=classes, image_size=image_size)
+        except NotImplementedError:
+            # Constructors that compute with tensors (RegNet's widths) need real ones.
+            return build_model(name, classes=classes, image_size=image_size).to("meta")
+
+
+def _torchvision_arguments(name: str, image_size: int) -> dict[str, Any]:
+    if name.startswith("vit_"):
+        return {"image_size": image_size}
+    if name.startswith("maxvit_"):
+        return {"input_size": (image_size, image_size)}
+    if name in ("googlenet", "inception_v3"):
+        # Both would warn that their way to draw weights will change; this is the one they were published with.
+        return {"aux_logits": False, "init_weights": True}
+    return {}
+
+
+def _timm_model(name: str, *, classes: int, image_size: int) -> nn.Module:
+    import timm
+
+    # Networks for any size take no such argument.
+    published = timm.get_pretrained_cfg(name)
+    size: dict[str, Any] = {"img_size": image_size} if published is not None and published.fixed_input_size else {}
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, **size)
+    return model
+
+
+def _require_known(name: str) -> None:
+    if not name.startswith(TIMM):
+        _require_among(name, [*torchvision.models.list_models(module=torchvision.models), *SMALL_TRANSFORMERS])
+        return
+    if importlib.util.find_spec("timm") is None:
+        raise ValueError(f"task.model={name} needs timm: pip install -e '.[models]'")
+    import timm
+
+    _require_among(name, [TIMM + known for known in timm.list_models()])
+
+
+def _require_among(name: str, names: Iterable[str]) -> None:
+    known = sorted(names)
+    if name in known:
+        return
+    library = "timm has" if name.startswith(TIMM) else "torchvision has (timm's are written timm/<name>)"
+    raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
+
+
+class SharedStochasticDepth(nn.Module):
+    """Drop a residual branch of whole examples in training (Huang et al. 2016, https://arxiv.org/abs/1603.09382).
+
+    torchvision's keeps its rate as a Python number, which grows with depth: compiled code would be made anew for each
+    block of ConvNeXt, EfficientNet or Swin.
+    """
+
+    survival: Tensor
+
+    def __init__(self, rate: float) -> None:
+        """``rate``: share of examples whose branch is dropped, below 1."""
+        super().__init__()
+        # Not in checkpoints, whose names are those of torchvision's own network.
+        self.register_buffer("survival", torch.tensor(1.0 - rate), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop examples of ``x`` [B, ...]; the others are scaled up, so that the mean stays."""
+        if not self.training:
+            return x
+        survival = self.survival.to(x.dtype)
+        kept = torch.bernoulli(survival.expand(x.shape[0], *[1] * (x.dim() - 1)))
+        return x * (kept / survival)
+
+
+def share_stochastic_depth(model: nn.Module) -> nn.Module:
+    """Replace torchvision's modules within ``model`` in place; returns it."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, StochasticDepth) and child.mode == "row" and child.p < 1.0:
+                setattr(module, name, SharedStochasticDepth(child.p))
+    return model
+
+
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+Signature = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]
+"""Class, and name and shape of each weight: modules that have it in common share one compiled graph."""
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Paths of the outermost repeated blocks; of a container where all its children are blocks.
+
+    A class is one of blocks when two of its modules, side by side in a container, have weights of equal shapes: only
+    those share a compiled graph. All other modules of the class are blocks then too (the first one of a ResNet's
+    stage). Empty where nothing repeats: AlexNet, VGG, SqueezeNet, GoogLeNet, Inception, DenseNet.
+    """
+    kinds: set[type[nn.Module]] = set()
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        if _inside(path, paths):
+            continue
+        if type(module) in kinds:
+            paths.append(path)
+            continue
+        if isinstance(module, LISTS):
+            kinds |= _repeated(module)
+    # Once more: a class is known from its first pair on, and modules of it may have come before.
+    blocks: list[str] = []
+    for path, module in model.named_modules():
+        if type(module) in kinds and not _inside(path, blocks):
+            blocks.append(path)
+    return _by_container(model, blocks)
+
+
+def find_parts(model: nn.Module, blocks: list[str]) -> list[str]:
+    """Paths of the outermost submodules beside ``blocks`` that are called and have two layers or more."""
+    if isinstance(model, ResNet | VisionTransformer):
+        return []  # in the stem and the tail of ``ClassifierNet``
+    parts: list[str] = []
+    for path, module in model.named_modules():
+        if not path or _inside(path, [*blocks, *parts]) or any(_inside(block, [path]) for block in blocks):
+            continue
+        layers = [child for child in module.modules() if not any(True for _ in child.children())]
+        weighed = any(True for _ in module.parameters())
+        if len(layers) > 1 and weighed and type(module) not in (nn.ModuleList, nn.ModuleDict):
+            parts.append(path)
+    return parts
+
+
+def _repeated(container: nn.Module) -> set[type[nn.Module]]:
+    """Classes of which two children have weights of equal shapes; layers and plain lists are no blocks."""
+    counts: Counter[Signature] = Counter()
+    for child in container.children():
+        if type(child) not in LISTS and len(list(child.modules())) > 2:
+            weights = tuple((name, tuple(weight.shape)) for name, weight in child.named_parameters())
+            counts[type(child), weights] += 1
+    return {kind for (kind, weights), count in counts.items() if count > 1 and weights}
+
+
+def _by_container(model: nn.Module, blocks: list[str]) -> list[str]:
+    """Replace blocks by their container where it holds nothing else."""
+    named: dict[str, None] = {}
+    for path in blocks:
+        parent = path.rpartition(".")[0]
+        container = model.get_submodule(parent)
+        whole = isinstance(container, nn.Sequential | nn.ModuleList) and all(
+            child in blocks for child in _children(parent, container)
+        )
+        named[parent if whole else path] = None
+    return list(named)
+
+
+def _children(path: str, module: nn.Module) -> Iterator[str]:
+    return (f"{path}.{name}".lstrip(".") for name, _ in module.named_children())
+
+
+def _inside(path: str, others: list[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}.") for other in others)
+
+
+def is_convolutional(model: nn.Module) -> bool:
+    """Whether ``model`` convolves more than once: a transformer cuts its patches with its only convolution."""
+    return sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether activations are normalised over the batch."""
+    return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's pixels by channel, in [0, 1]: what published weights and recipes assume."""

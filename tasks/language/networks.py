@@ -174,7 +174,7 @@ class TransformersNetwork(LanguageNetwork):
 
     def build(self, *, loss_chunks: int) -> nn.Module:
         """Build a ``TransformersNet``. Raises ValueError, naming the option, for what the library refuses."""
-        from tasks.language.transformers_net import TransformersNet
+        from tasks.language.model import TransformersNet
 
         if loss_chunks != 1:
             raise ValueError(

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tasks.captioning.data import CaptionDataModule
-from tasks.captioning.sources import CaptionData, Coco, Csv
-from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Coco, Csv
 from tasks.images import ImageError, read_image
 
 Write = Callable[..., Path]

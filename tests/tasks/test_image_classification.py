@@ -9,8 +9,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.image_classification.sources import LabelledData, LabelledShapes
-from tasks.image_classification.task import ImageClassification
+from tasks.image_classification.task import ImageClassification, LabelledData, LabelledShapes
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
 

@@ -13,8 +13,7 @@ from torchvision.models import get_model, list_models
 from torchvision.transforms.functional import normalize
 
 from tasks import module as task_module
-from tasks.image_classification.library import SharedStochasticDepth, build_model, skeleton
-from tasks.image_classification.model import MEAN, STD, ClassifierNet
+from tasks.image_classification.model import MEAN, STD, ClassifierNet, SharedStochasticDepth, build_model, skeleton
 from tasks.image_classification.task import ImageClassification
 
 KINDS = ("resnet18", "vit_ti_16", "mobilenet_v3_small", "timm/test_vit")

@@ -13,8 +13,7 @@ import torch
 from torchvision import datasets
 
 from tasks.image_classification.data import LabelledDataModule
-from tasks.image_classification.sources import LabelledData, LabelledShapes, TorchvisionDataset
-from tasks.image_classification.task import ImageClassification
+from tasks.image_classification.task import ImageClassification, LabelledData, LabelledShapes, TorchvisionDataset
 
 Write = Callable[..., Path]
 

@@ -14,9 +14,8 @@ from scripts.peers.run import placed
 from strategies import Regional, Whole
 from strategies.cached.session import model_digest
 from tasks import TASKS, Task, module
-from tasks.captioning.sources import Shapes
-from tasks.captioning.task import CaptionerSize
-from tasks.image_classification.sources import LabelledShapes
+from tasks.captioning.task import CaptionerSize, Shapes
+from tasks.image_classification.task import LabelledShapes
 from tasks.language.networks import BertNetwork, Gpt2Network
 from tasks.language.sources import Stdlib
 from tasks.module import is_on_meta, on_meta, start

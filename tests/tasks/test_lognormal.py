@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.captioning.sources import Lognormal
+from tasks.captioning.task import Lognormal
 from tasks.tokenizer import train_tokenizer
 
 

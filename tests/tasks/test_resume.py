@@ -10,8 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tasks.captioning.sources import Shapes
-from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tasks.loading import ResumableSampler
 
 

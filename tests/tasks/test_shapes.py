@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.captioning.sources import Shapes
-from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tasks.tokenizer import decode, load_tokenizer, train_tokenizer
 
 

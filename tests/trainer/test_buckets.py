@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from strategies import Buckets
-from tasks.captioning.sources import Shapes
-from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tests.conftest import ROOT
 from tests.trainer.runs import curve, last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step

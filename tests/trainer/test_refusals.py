@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tasks import resources
-from tasks.captioning.sources import Shapes
-from tasks.captioning.task import Captioning
+from tasks.captioning.task import Captioning, Shapes
 from tasks.micro.task import Micro
 from trainer.config import compose
 from trainer.run import run

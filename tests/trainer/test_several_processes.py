@@ -166,7 +166,7 @@ import lightning as L
 import torch
 from tasks.captioning.task import CaptionerSize
 from tasks.captioning.task import Captioning
-from tasks.captioning.sources import Shapes
+from tasks.captioning.task import Shapes
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 torch.set_num_threads(1)
