@@ -84,9 +84,8 @@ def test_flops_of_experts_are_not_guessed() -> None:
     assert LanguageModelling(network=network).count_flops(rows=2, positions=12, training=True) is None
 
 
-@EACH
-def test_weights_drawn_on_a_device_are_complete(model_type: str, overrides: dict[str, Any]) -> None:
-    network = TransformersNetwork(model_type=model_type, overrides=overrides)
+def test_weights_drawn_on_a_device_are_complete() -> None:
+    network = TransformersNetwork(model_type="qwen2", overrides=SMALL)  # with a buffer that no state dict holds
     net = on_meta(lambda: network.build(loss_chunks=1))
     materialise(net, lambda: network.build(loss_chunks=1), device=torch.device("cpu"), seed=5)
     torch.manual_seed(5)

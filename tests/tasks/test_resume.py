@@ -56,30 +56,23 @@ def train(
     return recorder
 
 
-@pytest.mark.parametrize(("workers", "limit"), [(0, None), (1, None), (0, 3)])
+@pytest.mark.parametrize(
+    ("workers", "limit", "stops", "initialise"),
+    [(0, None, (2, 5), "host"), (1, None, (7,), "device"), (0, 3, (6,), "host")],
+    ids=["within and after an epoch", "a worker, weights drawn on the device", "after a short epoch"],
+)
 def test_a_resumed_run_continues_with_the_same_batches_and_losses(
-    size: CaptionerSize, tmp_path: Path, workers: int, limit: int | None
+    size: CaptionerSize, tmp_path: Path, workers: int, limit: int | None, stops: tuple[int, ...], initialise: str
 ) -> None:
-    whole = train(size, tmp_path / "a", workers=workers, limit=limit).steps
+    options: dict[str, Any] = {"workers": workers, "limit": limit, "initialise": initialise}
+    whole = train(size, tmp_path / "a", **options).steps
     assert len(whole) == 12
-    for stopped_after in (2, 5, 6, 7, 10) if workers == 0 else (5, 7):
-        resume = tmp_path / "a" / f"step={stopped_after}.ckpt"
-        resumed = train(size, tmp_path / f"b{stopped_after}", workers=workers, resume=resume, limit=limit).steps
-        assert [tokens for tokens, _ in resumed] == [tokens for tokens, _ in whole[stopped_after:]], stopped_after
-        assert [loss for _, loss in resumed] == [loss for _, loss in whole[stopped_after:]], stopped_after
-
-
-def test_a_run_resumed_twice_still_continues_exactly(size: CaptionerSize, tmp_path: Path) -> None:
-    whole = train(size, tmp_path / "a", workers=0).steps
-    train(size, tmp_path / "b", workers=0, resume=tmp_path / "a" / "step=5.ckpt")
-    resumed = train(size, tmp_path / "c", workers=0, resume=tmp_path / "b" / "step=8.ckpt").steps
-    assert resumed == whole[8:]
-
-
-def test_weights_drawn_on_the_device_give_way_to_those_of_the_checkpoint(size: CaptionerSize, tmp_path: Path) -> None:
-    whole = train(size, tmp_path / "a", workers=0, initialise="device").steps
-    resume = tmp_path / "a" / "step=7.ckpt"
-    assert train(size, tmp_path / "b", workers=0, resume=resume, initialise="device").steps == whole[7:]
+    for stop in stops:
+        resumed = train(size, tmp_path / f"b{stop}", resume=tmp_path / "a" / f"step={stop}.ckpt", **options).steps
+        assert resumed == whole[stop:], stop
+    if len(stops) > 1:
+        again = tmp_path / f"b{stops[-1]}" / "step=8.ckpt"
+        assert train(size, tmp_path / "c", resume=again, **options).steps == whole[8:], "a run that is resumed twice"
 
 
 def sampler(rank: int = 0, replicas: int = 1) -> ResumableSampler:
