@@ -27,8 +27,8 @@ class InstantCells:
         self.places: list[dict[str, str]] = []
         self.options: list[dict[str, Any]] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
-        self.code = {"commit": "0" * 40}
-        monkeypatch.setattr(sweep_module, "code_version", lambda: dict(self.code))
+        self.code = "commit 0000000000"
+        monkeypatch.setattr(sweep_module, "code_version", lambda: self.code)
         monkeypatch.setattr(sweep_module, "CellProcess", self._process)
         monkeypatch.setattr(launcher, "write_summary", lambda sweep_dir: None)  # pictures take seconds
         # Hydra composes each cell once to see whether it can be; the launcher does so again.

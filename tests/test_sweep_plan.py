@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trainer.sweep.environment import difference
 from trainer.sweep.ledger import Ledger, alone, expanded
 from trainer.sweep.plan import (
     PlannedCell,
@@ -136,15 +135,6 @@ def test_runs_beside_peers_are_no_sweep_and_their_own_command_is_said(tmp_path: 
     command = "python -m scripts.benchmark_peers --out peers --ours '[regional,cuda_graph]' -- experiment=gpt2"
     with pytest.raises(ValueError, match=re.escape(f"continue with: {command}")):
         expanded(["-m", f"sweep={tmp_path}"])
-
-
-def test_what_changed_in_the_code_is_named() -> None:
-    before = {"commit": "a" * 40, "torch": "2.11.0"}
-    assert difference(before, dict(before)) == ""
-    assert difference(before, {"commit": "b" * 40, "torch": "2.15.0"}) == (
-        "commit aaaaaaaaaa, now bbbbbbbbbb; torch 2.11.0, now 2.15.0"
-    )
-    assert difference(before, before | {"changes": "x"}) == "files that are not committed"
 
 
 def test_a_sweeper_gets_a_figure_of_the_record() -> None:

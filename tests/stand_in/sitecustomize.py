@@ -73,7 +73,7 @@ def wait_for_signal(record: Any, run_dir: Path) -> None:
 
 
 code_version.git_commit = lambda *_: os.environ.get("STAND_IN_COMMIT", "0" * 40)
-code_version.code_version = lambda: {"commit": str(code_version.git_commit())}
+code_version.code_version = lambda: f"commit {code_version.git_commit()}"
 module = types.ModuleType("trainer.run")
 module.run = run  # type: ignore[attr-defined]
 sys.modules["trainer.run"] = module

@@ -122,38 +122,17 @@ def git_commit(root: Path = ROOT) -> str | None:
         return None
 
 
-def code_version() -> dict[str, str]:
-    """Versions of the packages, the commit, and a hash of what differs from it in tracked files."""
-    found = {}
+def code_version() -> str:
+    """Versions of the packages, the commit, and a hash of what differs from it in tracked files, in one line."""
+    found = []
     for package in CODE_PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = git_commit()
-    if commit is not None:
-        found["commit"] = commit
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    if (commit := git_commit()) is not None:
+        found.append(f"commit {commit[:10]}")
         if commit.endswith("+dirty"):
-            found["changes"] = hashlib.sha256(_git("diff", "HEAD").encode()).hexdigest()[:12]
-    return found
-
-
-def difference(before: dict[str, str], now: dict[str, str]) -> str:
-    """What changed from one version to the other, in words; empty when nothing did."""
-    words = []
-    for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
-        if old == new:
-            continue
-        if name == "changes":
-            words.append("files that are not committed")
-        else:
-            words.append(f"{name} {_short(old)}, now {_short(new)}")
-    return "; ".join(words)
-
-
-def _short(version: str | None) -> str:
-    return "none" if version is None else version[:10] + ("+dirty" if version.endswith("+dirty") else "")
+            found.append(f"changes {hashlib.sha256(_git('diff', 'HEAD').encode()).hexdigest()[:12]}")
+    return ", ".join(found)
 
 
 def _git(*arguments: str, root: Path = ROOT) -> str:

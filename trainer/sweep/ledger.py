@@ -41,7 +41,7 @@ class Entry:
     exit_code: int | None = None
     reason: str | None = None
     seconds: float | None = None
-    code: dict[str, str] = field(default_factory=dict)
+    code: str = ""
     """Version of the code that ran it."""
     host: str | None = None
     pid: int | None = None

@@ -152,9 +152,6 @@ class SweepOptions:
 
     rounds: int = 1
     """Times that every cell runs; with more than one, arms are interleaved (A B A B) and the record has its round."""
-    interleave: bool | None = None
-    """Whether arms are interleaved within each workload and seed (``seed=0,1,2``), so that what changes on a machine
-    with time hits all of them alike; null = with more than one round, and where cells run one at a time."""
     arms: list[str] = field(default_factory=list)
     """Values of ``compile=`` with further overrides after blanks, for what a list of values cannot say:
     ``["eager","whole compile.whole.mode=reduce-overhead"]``."""
@@ -169,8 +166,6 @@ class SweepOptions:
     """Compile caches of cells without ``repeat``: ``own`` = empty ones for each, so that none finds what the one before
     it compiled, though a store of ``compile=cached`` stays; ``shared`` = the machine's, as they are: compile times then
     say little, and cells that repeat start sooner."""
-    keep_caches: bool = False
-    """Whether a cell's own compile caches are kept when its pair has finished; they can take gigabytes."""
     objective: str = "final_loss"
     """The figure of a cell's record that a sweeper of the user's gets: ``total_seconds``, ``useful_tokens_per_second``,
     ..."""
@@ -197,7 +192,6 @@ class SweepOptions:
 
     @property
     def interleaved(self) -> bool:
-        """Whether arms are interleaved: side by side on several devices only where rounds are asked for."""
-        if self.interleave is not None:
-            return self.interleave
+        """Whether all arms of a workload and seed run before those of the next, so that what changes on a machine with
+        time hits them alike. Cells side by side on several devices do so only where rounds are asked for."""
         return self.rounds > 1 or self.parallel == 1

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trainer.report.sweep import Cell
 from trainer.report.tables import NOT_SURE
-from trainer.sweep.environment import code_version, difference
+from trainer.sweep.environment import code_version
 from trainer.sweep.ledger import Ledger
 from trainer.sweep.plan import PlannedCell, SweepOptions
 from trainer.sweep.processes import CellEnd, CellProcess, goes_on, host, wait_for
@@ -88,7 +88,7 @@ class Sweep:
         )
         result = self._ends[cell.number] = _result(cell, end.exit_code, end.record)
         self.view.ended(cell, result, end.seconds)
-        if cell.caches is not None and not self._options.keep_caches:
+        if cell.caches is not None:
             ends = [self._ends.get(each.number) for each in self.cells if each.pair == cell.pair]
             if len(ends) == 1 or all(each is not None and each.exit_code == 0 for each in ends):
                 shutil.rmtree(cell.caches, ignore_errors=True)
@@ -105,13 +105,14 @@ class Sweep:
             if entry.state == "running":
                 wait_for(entry, self.view.print)
             record = _finished(cell)
-            changed = difference(entry.code, self._code)
+            changed = entry.code != self._code
+            versions = f"{cell.title} ({entry.code}; now {self._code})"
             if changed and record is None and goes_on(cell):
-                self.view.print(f"continues from a checkpoint of other code: {cell.title} ({changed})")
+                self.view.print(f"continues from a checkpoint of other code: {versions}")
             if record is None or entry.state == "planned":
                 continue
             if changed:
-                self.view.print(f"runs again, because the code has changed since: {cell.title} ({changed})")
+                self.view.print(f"runs again, because the code has changed since: {versions}")
                 continue
             self._done.add(cell.number)
             self._ends[cell.number] = _result(cell, 0, record)
