@@ -17,7 +17,7 @@ from tests.report.records import figures, ragged, record, save, static
 from trainer.report import pictures
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.pictures import style, total_time
+from trainer.report.pictures import progress, style, total_time
 from trainer.report.pictures.bars import Bar, draw, step_times, throughput
 from trainer.report.pictures.total_time import lines
 from trainer.report.runs import Run, find
@@ -178,3 +178,17 @@ def test_a_dollar_is_no_formula() -> None:
 )
 def test_durations_are_as_people_say_them(seconds: float, said: str) -> None:
     assert style.duration(seconds) == said
+
+
+def test_progress_is_drawn_as_recorded_of_one_run_of_each_start() -> None:
+    def began(arm: str, start: str, seconds: float, round: int) -> RunRecord:
+        return record(arm, start=start, round=round, warmup_seconds=1.0, progress=[[0, seconds], [200, 2 * seconds]])
+
+    runs = [began("whole", "cold", seconds, turn) for turn, seconds in enumerate((30.0, 20.0, 25.0), start=1)]
+    found = compared(began("eager", "cold", 5.0, 1), *runs, began("whole", "warm", 7.0, 1))
+    figure = progress.draw(found, palette=pictures.arm_colours([found]))
+    assert figure is not None
+    drawn = {(line.get_color(), *line.get_xdata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
+    eager, whole = style.BASELINE[0], style.ARMS[0][0]
+    assert drawn == {(eager, 5.0, 10.0), (whole, 25.0, 50.0), (whole, 7.0, 14.0)}
+    assert {"eager", "whole", "Optimizer steps done"} <= set(texts(figure))

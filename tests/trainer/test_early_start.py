@@ -1,4 +1,4 @@
-"""Further processes of a run: started before torch is imported, and what Lightning asks for afterwards."""
+"""The start of a run: further processes wait for Lightning before it is imported, and nothing is imported in vain."""
 
 from __future__ import annotations
 
@@ -43,8 +43,18 @@ class Popen(subprocess.Popen):
             print("started", early.PIPE in options["env"], options["env"]["LOCAL_RANK"], flush=True)
 subprocess.Popen = Popen
 from trainer.cli import main
-main()
+try:
+    main()
+finally:
+    print("in vain", *sorted(sys.modules.keys() & set(IN_VAIN)))
 """
+IN_VAIN = [
+    *("accelerate", "datasets", "diffusers", "optuna", "pandas", "peft", "scipy", "submitit", "timm"),
+    *("scripts", "torch._inductor.compile_fx", "trainer.auto", "trainer.guards.audits", "trainer.guards.parity"),
+    *("trainer.guards.preflight", "trainer.inference", "trainer.loops.huggingface", "trainer.report.page"),
+    *("trainer.report.pictures", "trainer.sweep.in_process", "trainer.sweep.slurm"),
+]
+"""What an eager training needs none of. (torchmetrics, below Lightning, takes transformers and matplotlib.)"""
 
 
 @pytest.fixture
@@ -135,13 +145,14 @@ def test_a_process_ends_with_the_one_that_started_it(program: list[str], tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("two_processes")
-def test_lightning_takes_the_process_that_waits(tmp_path: Path) -> None:
+def test_lightning_takes_the_process_that_waits_and_nothing_is_imported_in_vain(tmp_path: Path) -> None:
     program = tmp_path / "counted.py"
-    program.write_text(COUNTED)
+    program.write_text(f"IN_VAIN = {IN_VAIN}\n{COUNTED}")
     options = ["task=micro", "compile=eager", "trainer.max_steps=3", "trainer.accelerator=cpu", "trainer.devices=2"]
     command = [sys.executable, str(program), *options, "trainer.progress=none", f"hydra.run.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("started")] == ["started True 1"]
+    lines = [line.strip() for line in done.stdout.splitlines() if line.startswith(("started", "in vain"))]
+    assert lines == ["started True 1", "in vain", "in vain"]
     assert "of all 2 processes" in done.stdout

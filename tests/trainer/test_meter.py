@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.clock import Clock
-from trainer.telemetry.meter import Meter, Rates, Step, StepClock, Totals, percentile, quantiles
+from trainer.telemetry.meter import MAX_POINTS, Meter, Progress, Rates, Step, StepClock, Totals, percentile, quantiles
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
@@ -131,3 +131,30 @@ def test_a_lap_excludes_what_was_before_the_mark(clock: Clock) -> None:
     assert laps.take() == 0.0
     assert laps.take() == pytest.approx(0.05)
     assert laps.ready() == 0
+
+
+def test_the_time_between_laps_is_elapsed_too(clock: Clock) -> None:
+    laps = StepClock(torch.device("cpu"))
+    clock.sleep(0.2)
+    laps.mark()
+    clock.sleep(1.0)
+    laps.lap()
+    clock.sleep(0.5)  # a validation
+    laps.mark()
+    clock.sleep(1.0)
+    laps.lap()
+    assert [laps.take(), laps.elapsed_seconds] == pytest.approx([1.0, 1.0])
+    assert [laps.take(), laps.elapsed_seconds] == pytest.approx([1.0, 2.5])
+
+
+@pytest.mark.parametrize("steps", [0, 5, MAX_POINTS - 1, MAX_POINTS, 10 * MAX_POINTS + 3])
+def test_progress_holds_the_first_and_the_last_step_and_not_too_many(steps: int) -> None:
+    progress = Progress()
+    for step in range(steps):
+        progress.add(0.5 * (step + 1))
+    points = progress.points(7.0)
+    assert points[0] == [0, 7.0]
+    assert points[-1] == [steps, 7.0 + 0.5 * steps]
+    assert points == sorted(points)
+    assert min(steps, MAX_POINTS // 2) <= len(points) - 1 <= MAX_POINTS
+    assert all(seconds == 7.0 + 0.5 * done for done, seconds in points)

@@ -276,6 +276,7 @@ def read_clocks(steps: Iterable[Step], clock: StepClock, wait: DataWait, meter: 
     for step in steps:
         step.seconds = sum(clock.take() for _ in range(step.laps))
         step.waited_seconds = sum(wait.take() for _ in range(step.fetches))
+        meter.progress.add(clock.elapsed_seconds)
         if meter.add(step):
             totals.add(step)
             seconds.append(step.seconds)

@@ -24,6 +24,8 @@ from trainer.telemetry.machine import now
 
 QUANTILES = 21
 """Points of a distribution of step times that a record keeps: 0%, 5%, ... 100%."""
+MAX_POINTS = 256
+"""Of a run's progress; of more, every second is left out."""
 MAX_SHAPES = 10_000
 """Shapes remembered; a run with more has no shape that is worth a report."""
 FEW_SHAPES, MAX_NEW = 16, 4
@@ -177,6 +179,7 @@ class Meter:
         self.warmup_seconds = 0.0
         self.warmup_step_count = 0
         self.new_shape_steps = 0
+        self.progress = Progress()
         self.steady = Totals()
         self._steady_seconds = array("d")
 
@@ -283,6 +286,27 @@ class _Marks:
             self._pool.extend(marks)
 
 
+class Progress:
+    """When optimizer steps were done: each, in longer runs every second, every fourth, ..."""
+
+    def __init__(self) -> None:
+        self._every, self._steps, self._last = 1, 0, 0.0
+        self._points: list[tuple[int, float]] = []
+
+    def add(self, seconds: float) -> None:
+        """One more step was done, ``seconds`` after the first one began."""
+        self._steps, self._last = self._steps + 1, seconds
+        if self._steps % self._every == 0:
+            self._points.append((self._steps, seconds))
+        if len(self._points) == MAX_POINTS:
+            self._points, self._every = self._points[1::2], 2 * self._every
+
+    def points(self, began_seconds: float) -> list[list[float]]:
+        """Steps and seconds, the last step included, where the first step began at ``began_seconds``."""
+        last = [] if not self._steps or self._steps % self._every == 0 else [(self._steps, self._last)]
+        return [[steps, round(began_seconds + at, 4)] for steps, at in [(0, 0.0), *self._points, *last]]
+
+
 class StepClock:
     """Laps of ``device``, in order; only ``take`` may wait for it."""
 
@@ -290,6 +314,9 @@ class StepClock:
         self._marks = _Marks(device)
         self._laps: deque[tuple[Any, Any]] = deque()
         self._last = self._marks.now()
+        self._taken: Any = None
+        self.elapsed_seconds = 0.0
+        """From the first lap's begin to the end of the last one that was taken, what belongs to no lap included."""
 
     def mark(self) -> None:
         """Begin a lap here; what went on since the last one (validation, a checkpoint) belongs to no lap."""
@@ -308,6 +335,11 @@ class StepClock:
         """Seconds of the oldest lap not yet taken."""
         began, ended = self._laps.popleft()
         seconds = self._marks.seconds(began, ended)
+        self.elapsed_seconds += seconds
+        if self._taken is not None and self._taken is not began:
+            self.elapsed_seconds += self._marks.seconds(self._taken, began)
+            self._marks.reuse(self._taken)
+        self._taken = ended
         self._marks.reuse(began)  # laps are read in order, so no later lap begins with this mark
         return seconds
 

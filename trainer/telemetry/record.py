@@ -286,6 +286,9 @@ class RunRecord:
     # The ruler: steady state
     steps: int | None = None
     """Optimizer steps done, the resumed ones included."""
+    progress: list[list[float]] = field(default_factory=list)
+    """Pairs: optimizer steps done by this process, and seconds from its start until then, pauses included; begins with
+    the first step's begin. At most 256; empty where several runs share the process."""
     steady_steps: int | None = None
     """Optimizer steps that the steady figures are made of."""
     steady_step_seconds_mean: float | None = None

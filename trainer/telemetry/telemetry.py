@@ -118,6 +118,7 @@ class Telemetry(BaseTelemetry):
         self._curves: Curves | None = None
         self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
+        self._began_seconds: float | None = None
         self._running = False
         self._ranks: Ranks | None = None
 
@@ -196,6 +197,8 @@ class Telemetry(BaseTelemetry):
             self._paused = False
             if self.ready_seconds is None:
                 self.ready_seconds = hardware.process_age_seconds()
+            if self._began_seconds is None:
+                self._began_seconds = hardware.process_age_seconds()
             self._compiler_phase("training")
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += now() - self._paused_at
@@ -372,6 +375,8 @@ class Telemetry(BaseTelemetry):
                 peaks = [peak for one in record.ranks if (peak := getattr(one, name)) is not None]
                 setattr(record, name, max(peaks, default=None))
         record.steps = self.steps_done
+        if self._began_seconds is not None and record.import_seconds is not None:
+            record.progress = self.meter.progress.points(self._began_seconds)
         record.pause_seconds = self.pause_seconds
         record.joules_by_phase = self._phases.figures()
         if self._curves is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.report.comparison import WorkloadComparison
-from trainer.report.pictures import bars, style, total_time
+from trainer.report.pictures import bars, progress, style, total_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,6 +52,13 @@ PICTURES: tuple[Picture, ...] = (
         "which the band below names. Arms of which no difference from the baseline is shown are pale and not chosen.",
         "total time: not known without warm-up and step times",
         crossing,
+    ),
+    Picture(
+        "progress",
+        "Progress",
+        "As measured in one run of each arm, waiting, validation and checkpoints included.",
+        "progress: not recorded",
+        progress.draw,
     ),
     Picture(
         "throughput",

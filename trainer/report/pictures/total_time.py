@@ -107,7 +107,7 @@ def draw(comparison: WorkloadComparison, *, palette: Mapping[str, str], compact:
             _strip(last, comparison, start, label, palette, span, width - LEFT_INCHES - right)
         last.tick_params(labelbottom=True)
         last.set_xlabel("batches" if comparison.run == "inference" else "optimizer steps")
-        _legend(figure, listed, palette, warm=warm)
+        draw_legend(figure, listed, palette, warm=warm)
     return figure
 
 
@@ -258,7 +258,7 @@ def _strip(
             written = moved + half + 0.06
 
 
-def _legend(figure: Figure, arms: Sequence[str], palette: Mapping[str, str], *, warm: bool) -> None:
+def draw_legend(figure: Figure, arms: Sequence[str], palette: Mapping[str, str], *, warm: bool) -> None:
     """Below: ``arms``, where no line bears a name, and what solid and dashed lines are."""
     from matplotlib.lines import Line2D
 
