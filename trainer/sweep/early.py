@@ -61,9 +61,9 @@ class Child:
         return True
 
     def end(self) -> None:
-        os.close(self.pipe)
         self.process.kill()
         self.process.wait()
+        os.close(self.pipe)
 
 
 _waiting: list[Child] = []
