@@ -213,7 +213,7 @@ def _regions_within(program: Program, path: str, name: str) -> list[str]:
     module = program.module
     containers = [block for block in program.blocks if _holds(path, block)]
     if not containers:
-        containers = [_join(path, found.path) for found in find_containers(module.get_submodule(path))]
+        containers = [f"{path}.{found.path}".rstrip(".") for found in find_containers(module.get_submodule(path))]
         if containers:
             program.notes.append(f"modular: {name}: found repeated blocks in {', '.join(containers)}")
     if not containers:
@@ -257,7 +257,3 @@ def _parents(path: str) -> Iterable[str]:
 
 def _holds(outer: str, path: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
-
-
-def _join(path: str, below: str) -> str:
-    return f"{path}.{below}" if below else path

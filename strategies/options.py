@@ -87,7 +87,7 @@ class CompilerRequest:
                 if option not in names:
                     raise ValueError(f"{key}.options: Inductor has no option {option!r}{near(option, names)}")
             try:
-                torch.compile(_nothing, options=options)  # reads the options, compiles nothing yet
+                torch.compile(lambda: None, options=options)  # reads the options, compiles nothing yet
             except RuntimeError as error:  # a value of the wrong type
                 raise ValueError(f"{key}.options: {str(error).splitlines()[0]}") from error
 
@@ -223,10 +223,6 @@ def near(given: str, known: list[str]) -> str:
     return f"; near: {', '.join(matches)}" if matches else ""
 
 
-def _nothing() -> None:
-    """Stands for something to compile."""
-
-
 def file_of_backend(name: str) -> Path | None:
     """The file that defines the backend called ``name``; None for those that come with torch.
 
@@ -239,7 +235,9 @@ def file_of_backend(name: str) -> Path | None:
     while isinstance(found, functools.partial):
         found = found.func
     function = found if inspect.isroutine(found) else type(found)
-    for wanted in _functions(found, function):
+    # The backend itself, and what torch's aot_autograd helper was given to build it from.
+    parts = [part for part in getattr(found, "kwargs", {}).values() if inspect.isroutine(part)]
+    for wanted in (function, *parts):
         module = inspect.getmodule(wanted)
         file = getattr(module, "__file__", None)
         if file is not None and not Path(file).is_relative_to(Path(torch.__file__).parent):
@@ -247,9 +245,3 @@ def file_of_backend(name: str) -> Path | None:
     if inspect.getmodule(function) is None:
         raise ValueError(f"where backend {name!r} is defined is not known")
     return None
-
-
-def _functions(found: Any, function: Any) -> list[Any]:
-    """The backend itself, and what torch's ``aot_autograd`` helper was given to build it from."""
-    parts = getattr(found, "kwargs", {})
-    return [function, *(part for part in parts.values() if inspect.isroutine(part))]

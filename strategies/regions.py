@@ -244,23 +244,9 @@ def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
     return blocks
 
 
-def kinds_of_several_sizes(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Class names of the blocks at ``paths`` of which a weight has one shape in one block and another in the next."""
-    seen: dict[type[nn.Module], dict[str, tuple[int, ...]]] = {}
-    kinds: dict[str, None] = {}
-    for path in paths:
-        block = module.get_submodule(path)
-        shapes = seen.setdefault(type(block), {})
-        for name, weight in block.named_parameters():
-            if is_lazy(weight):  # of no shape before its first call
-                continue
-            if shapes.setdefault(name, tuple(weight.shape)) != tuple(weight.shape):
-                kinds[type(block).__name__] = None
-    return list(kinds)
-
-
 def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) -> list[str]:
-    """Kinds of blocks at ``paths`` because of which regions are to be compiled with ``dynamic=False``.
+    """Kinds of blocks at ``paths`` because of which regions are to be compiled with ``dynamic=False``: those of which a
+    weight has one shape in one block and another in the next.
 
     Torch takes the second size of a kind for one that changes from batch to batch, and makes symbolic code for all
     further ones (automatic dynamic shapes): most of the stages of a ResNet. Empty where the sizes are the user's or
@@ -268,7 +254,16 @@ def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) ->
     """
     if dynamic is not None or program.dynamic is not None or program.ragged:
         return []
-    return kinds_of_several_sizes(program.module, paths)
+    seen: dict[type[nn.Module], dict[str, tuple[int, ...]]] = {}
+    kinds: dict[str, None] = {}
+    for path in paths:
+        block = program.module.get_submodule(path)
+        shapes = seen.setdefault(type(block), {})
+        for name, weight in block.named_parameters():
+            # One that is lazy has no shape before its first call.
+            if not is_lazy(weight) and shapes.setdefault(name, tuple(weight.shape)) != tuple(weight.shape):
+                kinds[type(block).__name__] = None
+    return list(kinds)
 
 
 def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> None:

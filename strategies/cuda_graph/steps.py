@@ -134,7 +134,7 @@ class StepCapture:
             micro.batch,
             step,
             name="whole step" if whole else "forward and backward",
-            before_replay=_nothing if optimizer is None else optimizer.count,
+            before_replay=(lambda: None) if optimizer is None else optimizer.count,
             observe=lambda: self._observe(micro),
             after_capture=lambda: optimizer_state(self._loop.optimizers[0]) if whole else HostState(),
         )
@@ -294,7 +294,3 @@ radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivm
 xor rxor lshift rlshift rshift rrshift invert round trunc floor ceil reduce_ex"""
 for _name in _DUNDERS.split():
     setattr(Unused, f"__{_name}__", _use)
-
-
-def _nothing() -> None:
-    """What the host has to do for a replay without an optimizer."""

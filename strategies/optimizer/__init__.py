@@ -83,7 +83,7 @@ class Optimizer(CompileOptions):
                     "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
                 )
             update = self._update(optimizer, program)
-            install(optimizer, update, after_first=partial(self._report_first, program, update))
+            install(optimizer, update, after_first=partial(self._report, program))
         if self.clip:
             fold_clipping(program.module)
 
@@ -164,9 +164,6 @@ class Optimizer(CompileOptions):
     def _runs_eager(self, program: Program, line: str) -> None:
         program.notes.append(f"optimizer: {line}")
         program.eager_parts[self.name] = line
-
-    def _report_first(self, program: Program, update: Update) -> None:
-        self._report(program, update.facts())
 
     def _report(self, program: Program, facts: dict[str, Any]) -> None:
         """One optimizer's facts; of several, their forms side by side and their figures added up."""

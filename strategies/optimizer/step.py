@@ -61,8 +61,8 @@ class Update:
         return lambda: None
 
 
-def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Callable[[], None]) -> None:
-    """Let ``optimizer.step`` call ``update``; ``after_first`` runs once, after the first step."""
+def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Callable[[dict[str, Any]], None]) -> None:
+    """Let ``optimizer.step`` call ``update``; ``after_first`` is given its facts once, after the first step."""
     first = True
 
     def call(_: torch.optim.Optimizer) -> None:
@@ -70,7 +70,7 @@ def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Ca
         if first:
             first = False
             _call_first(update)
-            after_first()
+            after_first(update.facts())
         else:
             update()
 
