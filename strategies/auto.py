@@ -1,4 +1,4 @@
-"""``compile=auto``: the run measures, then chooses among strategies the one that takes the least total time."""
+"""``compile=auto``: the run tries strategies on its own steps and stays with the fastest that it can pay for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CANDIDATES = ("regional", "whole", "cuda_graph")
 
 @dataclass(kw_only=True, slots=True)
 class Auto(Strategy):
-    """Choose how modules are compiled, and whether steps are captured, when the first batch is there.
+    """Choose how modules are compiled, and whether steps are captured, while the run trains.
 
-    A few eager steps are timed; a candidate is compiled and timed as well where the steps to come could pay for that;
-    what loses is undone. Inductor is imported for the first trial that compiles with it, which a short run never comes
-    to. Everything happens before the first step and leaves no trace in the training. The decision,
-    with its table, is in the record, and is remembered: a second run of the same program decides at once.
-    ``trainer.auto`` does the work; other strategies (``buckets``, ``cached``, ``optimizer``) go with it as they are.
+    Eager first, timed on the training's own steps. A candidate is tried only where the steps to come could pay for it.
+    It takes over between two steps, is compared with eager as any strategy is, is timed on real steps, and stays if it
+    is faster; else what was best before trains on. The decision, with its table, is in the record, and is remembered: a
+    second run of the same program begins with what was best. ``trainer.auto`` does the work; other strategies
+    (``buckets``, ``cached``, ``optimizer``) go with it as they are.
     """
 
     name: ClassVar[str] = "auto"
@@ -33,11 +33,16 @@ class Auto(Strategy):
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""
     margin: float = 0.02
-    """Share of the total time that a candidate must save: less is not worth a surprise."""
+    """Share of a step's time that a candidate must save: less is not worth a surprise."""
     remember: bool = True
     """Whether what an earlier run of the same program, batch, machine and torch measured is used, and this one kept."""
     memory: str | None = None
     """Directory of remembered decisions; null = ``crucible/auto`` in the user's cache directory."""
+
+    @property
+    def compiles(self) -> bool:
+        """Not by itself: what it tries is compared with eager when it takes over."""
+        return False
 
     def __post_init__(self) -> None:
         """Raise one ValueError with a line for each value that cannot be."""

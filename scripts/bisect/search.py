@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from scripts.bisect.report import OPTIMIZER, SYMPTOMS, Culprit, Node, OptionTried, Outcome, Report, Site, Trial, named
 from strategies.base import Stage, Strategy
 from strategies.compose import label
-from trainer.auto.estimates import refuse_choice
+from trainer.auto.rule import refuse_choice
 
 MAX_CULPRITS = 8
 """Different ones that are looked for before the search gives the rest up as more of the same."""

@@ -27,7 +27,7 @@ from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
 from strategies.options import KNOBS
-from trainer.auto.estimates import refuse_choice
+from trainer.auto.rule import refuse_choice
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
 from trainer.guards.rollback import throwaway, throwaway_trainer

@@ -17,8 +17,7 @@ from strategies.auto import Auto
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
-from trainer.auto import chooser, trial
-from trainer.auto import trial as candidates
+from trainer.auto import chooser
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import Preflight
@@ -197,7 +196,7 @@ def test_lazy_layers_train_as_in_eager(
     strategies: list[Strategy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
-    monkeypatch.setattr(candidates, "STRATEGIES", {**STRATEGIES, **kinds})
+    monkeypatch.setattr(chooser, "STRATEGIES", {**STRATEGIES, **kinds})
     eager = fit(LazyBlocks(), tmp_path, [])
     compile_ = Compile(strategies)
     assert fit(LazyBlocks(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
@@ -283,39 +282,47 @@ def planted(*_: Any, **__: Any) -> Any:
     raise LookupError("planted")
 
 
+def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates compile for ``aot_eager`` and are tried within a few steps; all but eager take half its time."""
+    kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
+    monkeypatch.setattr(chooser, "STRATEGIES", {**STRATEGIES, **kinds})
+    for name, steps in {"SETTLE_STEPS": 1, "TIMED_STEPS": 2, "MAX_TIMED_STEPS": 2}.items():
+        monkeypatch.setattr(chooser, name, steps)
+    seconds = lambda self, arm, *_: (1.0 if arm.module == "eager" else 0.5, {})  # noqa: E731
+    monkeypatch.setattr(chooser.Chooser, "_measured", seconds)
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (candidates.Candidate, "_apply"),
-        (candidates.Candidate, "put_on"),
-        (chooser, "prepare"),
-        (trial.Trials, "_prepare"),
-        (trial, "step_seconds"),
-        (trial.Trials, "_first_steps"),
+        (chooser.Candidate, "_apply"),
+        (chooser.Candidate, "put_on"),
+        (Preflight, "run"),
+        (Preflight, "_compare"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_whatever_fails_in_a_trial_leaves_auto_with_eager(
     owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
-    monkeypatch.setattr(candidates, "STRATEGIES", {**STRATEGIES, **kinds})
-    eager = fit(Blocks(), tmp_path, [])
+    on_trial(monkeypatch)
+    eager = fit(Blocks(), tmp_path, [], max_steps=12)
     monkeypatch.setattr(owner, name, planted)
     compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
-    assert fit(Blocks(), tmp_path, [compile_]) == eager
+    assert fit(Blocks(), tmp_path, [compile_], max_steps=12) == eager
     decision = compile_.record.report["auto"]
     assert decision["chosen"] == "eager"
-    assert "planted" in str(decision)
+    assert "planted" in decision["table"]["regional"]["failed"]
 
 
 def test_a_key_that_is_pressed_in_a_trial_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed(*_: Any, **__: Any) -> Any:
         raise SystemExit(3)
 
-    monkeypatch.setattr(trial, "step_seconds", pressed)
+    on_trial(monkeypatch)
+    monkeypatch.setattr(Preflight, "run", pressed)
     with pytest.raises(SystemExit):
-        fit(Blocks(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])])
+        fit(Blocks(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])], max_steps=12)
 
 
 def test_a_mistake_of_the_users_is_raised_by_auto_as_it_is(tmp_path: Path) -> None:
@@ -327,12 +334,9 @@ def test_a_mistake_of_the_users_is_raised_by_auto_as_it_is(tmp_path: Path) -> No
         fit(Mistaken(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])])
 
 
-def test_what_auto_chose_and_is_not_eagers_model_runs_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {name: lambda kind=STRATEGIES[name]: kind(backend="aot_eager") for name in ("regional", "whole")}
-    monkeypatch.setattr(candidates, "STRATEGIES", {**STRATEGIES, **kinds})
-    monkeypatch.setattr(trial, "step_seconds", lambda *_, **__: next(seconds))
-    seconds = iter([1.0, 0.1, 0.1])
-    eager = fit(Blocks(), tmp_path, [])
+def test_what_auto_tries_and_is_not_eagers_model_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_trial(monkeypatch)
+    eager = fit(Blocks(), tmp_path, [], max_steps=12)
 
     def differs(*_: Any) -> Any:
         raise ParityError("planted difference", {"verdict": "failed"})
@@ -340,8 +344,9 @@ def test_what_auto_chose_and_is_not_eagers_model_runs_eager(tmp_path: Path, monk
     monkeypatch.setattr(Preflight, "_compare", differs)
     compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
     with pytest.warns(UserWarning, match="compile=auto: .*planted difference"):
-        assert fit(Blocks(), tmp_path, [compile_]) == eager
-    assert compile_.record.ended_in_eager
+        assert fit(Blocks(), tmp_path, [compile_], max_steps=12) == eager
+    assert "planted difference" in compile_.record.report["auto"]["table"]["regional"]["failed"]
+    assert compile_.record.report["auto"]["chosen"] == "eager"
 
 
 class Nested(Blocks):

@@ -183,10 +183,10 @@ def trained(arm: str, name: str) -> dict[str, Any]:
 def under_each(arm: str, folder: Path) -> dict[str, dict[str, Any]]:
     """One arm under each strategy of Lightning."""
     from strategies import STRATEGIES, Regional
-    from trainer.auto import trial
+    from trainer.auto import chooser
 
     os.environ["XDG_CACHE_HOME"] = str(folder / os.environ["RANK"])
-    trial.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="eager")}  # type: ignore[dict-item]
+    chooser.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="eager")}  # type: ignore[dict-item]
     return {name: trained(arm, name) for name in DEVICES}
 
 

@@ -1,186 +1,401 @@
-"""Chooser: times eager, tries what the steps to come could pay for, and names the strategies that take least time."""
+"""Chooser: tries strategies on the training's own steps, between two of which they take over, and keeps the fastest."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Strategy
 from strategies.auto import Auto
+from strategies.base import Region
 from strategies.cached.session import facts_of, fingerprint_of
+from strategies.compose import compiler_settings, ordered
 from strategies.errors import one_line
-from strategies.loop import Loop, SkippedStep
-from strategies.prepare import is_prepared
-from trainer.auto.estimates import EAGER, IMPORT_SECONDS, Estimates, Module, Row, best, decision_line, next_trial
+from strategies.loop import Loop
+from strategies.prepare import Preparation, is_prepared
+from strategies.regions import uncompile
 from trainer.auto.remembered import Remembered, directory, program_facts
-from trainer.auto.trial import Candidate, Trials, prepare
+from trainer.auto.rule import EAGER, Arm, Choice, Knowledge
 from trainer.guards.preflight import shapes_of
+from trainer.guards.rollback import raised_together
 from trainer.guards.slowdown import Sample
+from trainer.telemetry.hardware import process_age_seconds
+from trainer.telemetry.meter import Step, shape_of
 from trainer.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from trainer.guards.guards import Guards
 
 ENDLESS = 1_000_000
 """Steps that are planned for a run whose length nobody knows."""
+SETTLE_STEPS = 5
+"""First steps of an arm, which are not timed: kernels are loaded, memory is asked for, steps are captured."""
+TIMED_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = 10, 0.5, 50
+"""An arm is timed for as many steps, until they took as many seconds or are the most."""
+MAX_STEPS = 200
+"""Steps after which an arm is judged by the steady steps that it had, however few."""
+
+Switch = Callable[[Sequence[Strategy], "Guards | None"], "Guards | None"]
+"""Lets the training run under these strategies, whose regions are in place, from the step that begins; with new guards,
+or those given, which had them before. Returns the guards."""
 
 
 class Chooser:
-    """Chooses once, on the first batch of a training; everything is restored, and what was compiled is not lost.
+    """Called at the beginning and the end of every optimizer step until it has ``decided``.
 
     Args:
         auto: What is asked for.
         settings: Takes the compiler settings of what is compiled; closed when the run ends.
+        switch: See ``Switch``.
+        guards: Those of the other strategies.
     """
 
     def __init__(
-        self, auto: Auto, loop: Loop, program: Program, telemetry: Telemetry, settings: contextlib.ExitStack
+        self,
+        auto: Auto,
+        loop: Loop,
+        program: Program,
+        telemetry: Telemetry,
+        settings: contextlib.ExitStack,
+        switch: Switch,
+        guards: Guards | None,
     ) -> None:
-        self._auto, self._loop, self._program = auto, loop, program
-        self.sample: Sample | None = None
-        """Seconds of an eager step and of one as chosen, where modules were compiled and both were timed here."""
-        self._candidates: dict[str, Candidate] = {}
-        self._trials = Trials(self._candidates, loop, program, telemetry, settings)
-
-    def choose(self, batch: Any) -> list[Strategy]:
-        """The strategies to add, modules already compiled where one was tried; the decision is in the report.
-
-        Raises what eager raises; nothing that a candidate raises.
-        """
-        reason = self._loop.why_not_apart()
-        if reason is None and self._loop.manual:
-            # A step could be timed. What its seconds are multiplied with could not be known: each batch may count for
-            # several optimizer steps, or for none.
+        self._auto, self._loop, self._program, self._telemetry = auto, loop, program, telemetry
+        self._settings, self._switch = settings, switch
+        self.decided = False
+        self._others = [strategy for strategy in program.strategies if strategy is not auto]
+        self._base = Arm()
+        self._known = Knowledge(arms={(EAGER, False): self._base})
+        self._best = self._on = self._base
+        self._modules: dict[str, Candidate] = {}
+        self._guards: dict[str, Guards | None] = {EAGER: guards}
+        self._eager_parts: dict[str, str] = {}
+        self._begun = False
+        self._next: Arm | None = None
+        self._recalled: str | None = None
+        self._memory: Remembered | None = None
+        self._steps: list[tuple[Step, Any]] = []
+        self._shape: Any = None
+        self._check_at = SETTLE_STEPS + TIMED_STEPS
+        self._switching_seconds = 0.0
+        self._first = loop.steps_done
+        self._planned = self._steps_planned()
+        self.choice = Choice(chosen=EAGER, planned_steps=self._planned)
+        reason = loop.why_not_apart()
+        if reason is None and loop.manual:
             reason = "under manual optimization only the module knows how many steps are to come"
         if reason is not None:
-            return self._without_choice(reason)
-        remembered = self._remembered(batch)
-        estimates = self._estimates(batch)
-        known = None if remembered is None else remembered.recall(estimates)
-        # The first process decides: clocks and caches of the others may say something else.
-        estimates, known = self._loop.broadcast((estimates, known))
-        try:
-            with self._trials.restored():
-                while (module := self._next(estimates)) is not None:
-                    self._trials.run(module, estimates, batch)
-        except SkippedStep as skipped:
-            return self._without_choice(str(skipped))
-        except Exception as error:  # eager's: if it is the user's mistake, the first step raises it as it is
-            if self._loop.world_size > 1:
-                raise
-            return self._without_choice(f"it failed on trial: {one_line(error)}")
-        if all(module.failed for module in estimates.modules.values()):
-            # Eager did not fit beside the copies that a trial needs; without them it may.
-            failed = "; ".join(f"{module.name}: {module.failed}" for module in estimates.modules.values())
-            return self._without_choice(f"no candidate could train a step on trial ({failed})")
-        name = self._loop.broadcast(best(estimates, self._auto.margin).name)
-        row = next(row for row in estimates.rows() if row.name == name)
-        self._report(estimates, row, known)
-        if remembered is not None and self._trials.tried and self._loop.is_first_process:
-            not_kept = remembered.keep(estimates, chosen=row.name)
-            if not_kept is not None:
-                self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
-        self.sample = self._sample(estimates, row)
-        return self._put_on(row)
+            self.choice.reason = f"no candidate could be compared with eager and timed: {reason}"
+            self._decide()
 
-    def _next(self, estimates: Estimates) -> Module | None:
-        module = next_trial(estimates, self._auto.margin)
-        name = self._loop.broadcast(None if module is None else module.name)
-        return None if name is None else estimates.modules[name]
+    # ---- at the beginning of a step ------------------------------------------------------------------------------
 
-    def _remembered(self, batch: Any) -> Remembered | None:
-        if not self._auto.remember:
-            return None
-        facts = {
-            **facts_of(self._program, leave_out=self._auto.name),
-            **program_facts(self._program),
-            "batch": shapes_of(batch),
-            "processes": self._loop.world_size,
-            "micro_batches": self._loop.micro_batches,
-        }
-        return Remembered(directory(self._auto.memory), fingerprint_of(facts))
+    def before_step(self, batch: Any, guard: Callable[[], None]) -> None:
+        """``batch`` is the first of a step: let what is to be tried take over.
 
-    def _estimates(self, batch: Any) -> Estimates:
-        program = self._program
-        assert program.device is not None
-        estimates = Estimates(
-            steps=self._planned(),
-            device=program.device.type,
-            modules={EAGER: Module(name=EAGER)},
-            capture=self._capture(batch),
-            warm=bool(program.findings),
-            validates=self._loop.validates,
-        )
-        for name in ("regional", "whole"):
-            if name in self._auto.candidates:
-                estimates.modules[name] = self._module(name)
-        if any(candidate.needs_inductor for candidate in self._candidates.values()) and not is_prepared():
-            estimates.import_seconds = IMPORT_SECONDS
-        return estimates
+        ``guard`` runs the guards' checks of the program on this batch, once it is in place. Raises nothing that a
+        candidate raises, unless it does so on one of several processes alone.
+        """
+        self._shape = shape_of(batch)
+        if not self._begun:
+            if any(map(is_lazy, self._program.module.parameters())):  # of no shape before eager has run
+                return
+            self._begin(batch)
+        arm, self._next = self._next, None
+        if arm is self._best and arm is not self._on:
+            self._put_on(arm)
+            self._decide()
+        elif arm is not None:
+            self._try(arm, guard)
 
-    def _capture(self, batch: Any) -> str:
+    def _begin(self, batch: Any) -> None:
+        self._begun = True
+        capture = self._may_capture()
+        modules = [EAGER, *(name for name in ("regional", "whole") if name in self._auto.candidates)]
+        for captured in (False, True) if capture else (False,):
+            for name in modules:
+                self._known.arms.setdefault((name, captured), Arm(module=name, captured=captured))
+        if self._auto.remember:
+            facts = {
+                **facts_of(self._program, leave_out=self._auto.name),
+                **program_facts(self._program),
+                "batch": shapes_of(batch),
+                "processes": self._loop.world_size,
+                "micro_batches": self._loop.micro_batches,
+            }
+            self._memory = Remembered(directory(self._auto.memory), fingerprint_of(facts))
+            self._recalled = self._memory.recall(self._known)
+            # The first process decides: clocks and caches of the others may say something else.
+            self._known, self._recalled = self._loop.broadcast((self._known, self._recalled))
+            self._base = self._best = self._on = self._known.arms[EAGER, False]
+        self._base.switched_at_step = self._loop.steps_done
+        best = self._known.best_known(self._base, self._steps_left, self._auto.margin)
+        if best is not self._base:
+            self._next = best
+
+    def _may_capture(self) -> bool:
         loop, program = self._loop, self._program
         assert program.device is not None
-        if any(strategy.captures_step for strategy in program.strategies):
-            return "always"
         wanted = "cuda_graph" in self._auto.candidates and program.device.type == "cuda" and loop.world_size == 1
-        reasons = list(loop.why_not_capture()) if wanted else []
-        if wanted and not reasons:
-            reasons = self._trials.reasons_against_capture(batch)
-        if reasons:
-            program.notes.append(f"auto: no step is captured: {reasons[0]}")
-        return "maybe" if wanted and not reasons else "no"
+        if not wanted or any(strategy.captures_step for strategy in program.strategies):
+            return False
+        reason = next(iter(loop.why_not_capture()), None)
+        if reason is not None:
+            program.notes.append(f"auto: no step is captured: {reason}")
+        return reason is None
 
-    def _module(self, name: str) -> Module:
+    def _try(self, arm: Arm, guard: Callable[[], None]) -> None:
+        arm.before, arm.switched_at_step = self._best, self._loop.steps_done
+        self._eager_parts = dict(self._program.eager_parts)
+        began = time.perf_counter()
+        error: Exception | None = None
         try:
-            candidate = prepare(name, self._program)
-        except Exception as error:  # whatever it is, the run continues without this candidate
-            return Module(name=name, failed=one_line(error))
-        self._candidates[name] = candidate
-        padding = self._program.padding
-        shapes = len(padding.edges) if padding is not None and padding.warm and padding.edges else 1
-        return Module(name=name, graphs=len(candidate.kinds) * shapes, leaves=sum(candidate.kinds) * shapes)
+            self._put_on(arm)
+        except Exception as caught:  # whatever it is, the run continues without this candidate
+            error = caught
+        if self._loop.anywhere(error is not None):
+            self._fail(arm, "another process failed" if error is None else one_line(error))
+        else:
+            try:
+                guard()
+            except Exception as caught:
+                if self._loop.world_size > 1 and not raised_together(caught):
+                    raise
+                self._fail(arm, one_line(caught))
+            if arm.failed is None and (reason := self._gave_up(arm)) is not None:
+                self._fail(arm, reason)
+        self._switching_seconds = time.perf_counter() - began
+        if arm.failed is not None:
+            arm.setup_seconds = float(self._loop.broadcast(self._switching_seconds))
+            self._put_on(self._best)
+            self._look_for_next()
 
-    def _planned(self) -> int:
+    def _put_on(self, arm: Arm) -> None:
+        """Let ``arm`` train from the step that begins."""
+        program = self._program
+        uncompile(program)
+        added: list[Strategy] = []
+        if arm.module != EAGER:
+            candidate = self._modules.setdefault(arm.module, Candidate(strategy=STRATEGIES[arm.module]()))
+            candidate.put_on(program, self._settings)
+            added.append(candidate.strategy)
+        if arm.captured:
+            added.append(STRATEGIES["cuda_graph"]())
+        self._on, self._steps, self._check_at = arm, [], SETTLE_STEPS + TIMED_STEPS
+        self._guards[arm.name] = self._switch([*self._others, *added], self._guards.get(arm.name))
+
+    def _fail(self, arm: Arm, reason: str) -> None:
+        arm.failed, arm.remembered = reason, False
+        self._guards.pop(arm.name, None)
+        self._leave(arm)
+
+    def _leave(self, arm: Arm) -> None:
+        """``arm`` is not to stay: what became of its parts is no fact about the program that trains on."""
+        arm.stepped_back_at_step = self._loop.steps_done
+        self._program.eager_parts.clear()
+        self._program.eager_parts.update(self._eager_parts)
+
+    def _gave_up(self, arm: Arm) -> str | None:
+        """Why nothing of what ``arm`` adds is compiled or captured any more."""
+        program = self._program
+        reasons = [reason for part, reason in program.eager_parts.items() if part not in self._eager_parts]
+        lost = arm.module != EAGER and not program.regions
+        if arm.captured and not program.captures_steps:
+            lost = True
+        lost = self._loop.anywhere(lost)
+        return next(iter(reasons), "nothing of it could be compiled") if lost else None
+
+    # ---- at the end of a step ------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """An optimizer step is over: judge what has been timed long enough."""
+        if not self._begun:
+            return
+        self._steps.append((self._telemetry.last_step, self._shape))
+        if len(self._steps) < self._check_at:
+            return
+        self._check_at = len(self._steps) + TIMED_STEPS
+        arm = self._on
+        reason = None if arm is self._best else self._gave_up(arm)
+        if reason is not None:
+            self._fail(arm, reason)
+        elif not self._timed(arm):
+            return
+        elif arm is not self._best:
+            # What an earlier run chose was not measured against anything here: it stays.
+            chosen_before = self._recalled is not None and not self._best.steps_timed
+            if self._loop.broadcast(chosen_before or arm.over(self._best) < 1 - self._auto.margin):
+                self._best = arm
+            else:
+                self._leave(arm)
+        self._look_for_next()
+
+    def _timed(self, arm: Arm) -> bool:
+        """Fill in what ``arm`` takes; False where more steps have to be timed. The same on all processes."""
+        self._telemetry.flush(everything=True)  # which waits for the device, and reads the clock of each step
+        steady = [
+            (step, shape)
+            for step, shape in self._steps[SETTLE_STEPS:]
+            if not step.disturbed and not step.profiled and step.after is None
+        ]
+        seconds = [step.seconds for step, _ in steady]
+        enough = len(seconds) >= TIMED_STEPS and sum(seconds) >= TIMED_SECONDS
+        enough = enough or len(seconds) >= MAX_TIMED_STEPS or (bool(seconds) and len(self._steps) >= MAX_STEPS)
+        by_shape: dict[Any, list[float]] = {}
+        for step, shape in steady:
+            by_shape.setdefault(shape, []).append(step.seconds)
+        found = None
+        if enough:
+            medians = {shape: statistics.median(each) for shape, each in by_shape.items()}
+            found = self._measured(arm, statistics.median(seconds), medians)
+        found = self._loop.broadcast(found)
+        if found is None:
+            return False
+        arm.step_seconds, arm.by_shape = found
+        arm.seconds, arm.steps_timed, arm.remembered = seconds, len(seconds), False
+        settling = sum(max(0.0, step.seconds - arm.step_seconds) for step, _ in self._steps[:SETTLE_STEPS])
+        captures = sum(step.seconds - arm.step_seconds for step, _ in self._steps[SETTLE_STEPS:] if step.compiled)
+        spent = self._switching_seconds + settling + max(0.0, captures)
+        arm.setup_seconds = 0.0 if arm is self._base else float(self._loop.broadcast(spent))
+        return True
+
+    def _measured(self, arm: Arm, median: float, by_shape: dict[Any, float]) -> tuple[float, dict[Any, float]]:
+        """What real steps of ``arm`` took."""
+        return median, by_shape
+
+    # ---- the decision --------------------------------------------------------------------------------------------
+
+    def _look_for_next(self) -> None:
+        arm = self._known.next(self._best, self._steps_left, process_age_seconds() or 0.0)
+        key = self._loop.broadcast(None if arm is None else (arm.module, arm.captured))
+        self._next = None if key is None else self._known.arms[key]
+        if self._next is None and self._on is not self._best:
+            self._next = self._best
+        elif self._next is None:
+            self._decide()
+
+    def _decide(self) -> None:
+        self.decided = True
+        self.choice.decided_at_step = self._loop.steps_done
+        self._program.notes.append(self._line())
+
+    @property
+    def _steps_left(self) -> int:
+        return max(0, self._planned - (self._loop.steps_done - self._first))
+
+    def _steps_planned(self) -> int:
         if self._auto.planned_steps is not None:
             return self._auto.planned_steps
         steps = self._loop.steps_planned
         if steps is None or steps <= 0:
             self._program.notes.append(f"auto: the run has no end, taken to be {ENDLESS:,} steps long")
             return ENDLESS
-        return max(1, steps - self._loop.steps_done)
+        return max(1, steps - self._first)
 
-    def _put_on(self, row: Row) -> list[Strategy]:
-        self._trials.wear(row.module)
+    def _chosen(self) -> list[Strategy]:
+        """Strategies that train in the place of ``auto``: those of the best arm so far."""
         chosen: list[Strategy] = []
-        if row.module != EAGER:
-            candidate = self._candidates[row.module]
-            chosen.append(candidate.strategy)
-            self._program.notes.extend(candidate.notes)
-        if row.captured and not any(strategy.captures_step for strategy in self._program.strategies):
+        if self._best.module != EAGER:
+            chosen.append(self._modules[self._best.module].strategy)
+        if self._best.captured:
             chosen.append(STRATEGIES["cuda_graph"]())
-        return chosen
+        return ordered(chosen)
 
-    def _report(self, estimates: Estimates, row: Row, known: str | None) -> None:
-        trials = self._trials
-        self._program.report[self._auto.name] = {
-            "chosen": row.name,
-            "planned_steps": estimates.steps,
-            "probe_seconds": round(trials.seconds, 3),
-            "tried": trials.tried,
-            "remembered": known,
-            "table": [line.facts() for line in estimates.rows()],
-        }
-        source = (
-            f"by what a run of {known} measured" if known and not trials.tried else f"timed in {trials.seconds:.1f} s"
-        )
-        self._program.notes.append(f"{decision_line(estimates, row)} ({source})")
+    def restore(self) -> list[Strategy]:
+        """Leave the module as the best arm has it; returns all strategies of the run with it."""
+        if self._on is not self._best:
+            uncompile(self._program)
+            if self._best.module != EAGER:
+                self._modules[self._best.module].put_on(self._program, self._settings)
+        return ordered([*self._others, *self._chosen()])
 
-    def _sample(self, estimates: Estimates, row: Row) -> Sample | None:
-        eager, compiled = estimates.modules[EAGER].step_seconds, estimates.modules[row.module].step_seconds
-        if row.module == EAGER or row.module not in self._trials.tried or eager is None or compiled is None:
-            return None
-        return Sample(eager_seconds=[eager], compiled_seconds=[compiled])
+    def finish(self) -> list[Strategy]:
+        """The training is over: write the table, remember what was measured; returns what was chosen."""
+        choice, done = self.choice, self._loop.steps_done
+        if not self.decided:
+            self._program.notes.append(f"{self._line()}; the run ended before all was tried that could pay")
+        choice.chosen, choice.remembered = self._best.name, self._recalled
+        tried = [arm for arm in self._known.arms.values() if arm.switched_at_step is not None]
+        tried.sort(key=lambda arm: arm.switched_at_step or 0)
+        choice.setup_seconds = sum(arm.setup_seconds or 0.0 for arm in tried)
+        untried = [arm for arm in self._known.arms.values() if arm not in tried]
+        choice.table = {arm.name: arm.facts(done) for arm in [*tried, *untried]}
+        gains = [row["gained_seconds"] for row in choice.table.values() if row["gained_seconds"] is not None]
+        choice.gained_seconds = sum(gains) if gains else None
+        if len(tried) > 1:
+            self._program.notes.append(choice.lines())
+        self._program.report[self._auto.name] = choice.facts()
+        self._compare()
+        if self._memory is not None and self._base.step_seconds is not None and self._loop.is_first_process:
+            not_kept = self._memory.keep(self._known, cache=self._telemetry.compiler.figures().cache)
+            if not_kept is not None:
+                self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
+        return self._chosen()
 
-    def _without_choice(self, reason: str) -> list[Strategy]:
-        self._program.report[self._auto.name] = {"chosen": EAGER, "reason": reason, "table": []}
-        self._trials.wear(EAGER)
-        self._program.notes.append(f"auto: eager, because no step can be timed before the run: {reason}")
-        return []
+    def _compare(self) -> None:
+        """Real steps of eager and of what was chosen, for the run's verdict."""
+        eager, chosen = self._base.seconds, self._best.seconds
+        if self._best is not self._base and eager and chosen:
+            pairs = min(len(eager), len(chosen))
+            sample = Sample(eager_seconds=eager[-pairs:], compiled_seconds=chosen[-pairs:])
+            self._program.report["slowdown"] = {"before_the_first_step": sample.facts()}
+
+    def _line(self) -> str:
+        if self.choice.reason is not None:
+            return f"auto: eager; {self.choice.reason}"
+        parts = []
+        for arm in self._known.arms.values():
+            took = "" if arm.step_seconds is None else f"{arm.step_seconds * 1e3:,.1f} ms a step"
+            if arm.failed is not None:
+                parts.append(f"{arm.name} is out: {arm.failed}")
+            elif arm.switched_at_step is not None and arm.steps_timed and arm is not self._best:
+                setup = f", {arm.setup_seconds:.1f} s to set up" if arm.setup_seconds else ""
+                parts.append(f"{arm.name} {took}{setup}")
+        best = self._best
+        took = "" if best.step_seconds is None else f", {best.step_seconds * 1e3:,.1f} ms a step"
+        since = f" from step {best.switched_at_step + 1:,} on" if best.switched_at_step is not None else ""
+        setup = f", {best.setup_seconds:.1f} s to set up" if best.setup_seconds else ""
+        tried = f"; tried: {'; '.join(parts)}" if parts else "; the steps to come pay for nothing else"
+        source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
+        return f"auto: {best.name}{since}{took}{setup}{tried}{source}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """One strategy of the MODULE stage; what it has compiled stays with it while it is off."""
+
+    strategy: Strategy
+    _regions: list[Region] = field(default_factory=list, init=False)
+    _calls: list[Any] = field(default_factory=list, init=False)
+    _settings: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
+        """Let the program's modules, eager so far, run compiled in this way; compiler settings hold until ``settings``
+        is closed. Raises ValueError where it does not apply."""
+        if not self._calls:
+            self._apply(program)
+            settings.enter_context(compiler_settings(self._settings, eager_embeddings=program.eager_embeddings))
+        for region, call in zip(self._regions, self._calls, strict=True):
+            program.module.get_submodule(region.path)._compiled_call_impl = call
+        program.regions[:] = self._regions
+        program.settings.update(self._settings)
+
+    def _apply(self, program: Program) -> None:
+        if self.strategy.needs_inductor and not is_prepared():
+            Preparation().wait()
+        view = dataclasses.replace(program, outlined=False, regions=[], notes=[], settings={}, report={})
+        try:
+            self.strategy.apply(view)
+            self._regions = list(view.regions)
+            self._calls = [program.module.get_submodule(region.path)._compiled_call_impl for region in view.regions]
+        finally:
+            uncompile(view)
+        self._settings = dict(view.settings)
+        program.notes.extend(view.notes)

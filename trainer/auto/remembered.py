@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
@@ -18,20 +19,14 @@ from torch import nn
 from strategies import Program
 from strategies.toolchain import cache_directories
 from tasks.resources import cache_folder
-from trainer.auto.estimates import Estimates
+from trainer.auto.rule import Knowledge
 from trainer.telemetry.files import finite, written_whole
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the meaning of what is kept changes; files of another format count as none."""
-_MEASURED = (
-    "step_seconds",
-    "device_seconds",
-    "at_most",
-    "cannot_capture",
-    "cold_seconds",
-    "warm_seconds",
-    "failed",
-)
+MACHINE = "setup_seconds.json"
+"""File of the last setups that this machine has seen, of any program, beside those of the programs."""
+MAX_SETUPS = 20
 
 
 def directory(given: str | None) -> Path:
@@ -42,7 +37,7 @@ def directory(given: str | None) -> Path:
 
 
 class Remembered:
-    """What is known about one program, by its fingerprint.
+    """What is known about one program, by its fingerprint, and about this machine.
 
     Args:
         folder: Directory of the files.
@@ -50,53 +45,71 @@ class Remembered:
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        self.file = folder / f"{fingerprint[:32]}.json"
+        self.file, self._machine = folder / f"{fingerprint[:32]}.json", folder / MACHINE
 
-    def recall(self, estimates: Estimates) -> str | None:
-        """Fill in what earlier runs measured; returns when the newest of them did, None where there is nothing."""
+    def recall(self, knowledge: Knowledge) -> str | None:
+        """Fill in what earlier runs measured; returns when the newest of this program did, None where none has."""
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            knowledge.seen_seconds = {name: [float(one) for one in each] for name, each in _read(self._machine).items()}
+        kept = _read(self.file)
         try:
-            kept = json.loads(self.file.read_text(encoding="utf-8"))
-            if kept["format"] != FORMAT:
+            if kept.get("format") != FORMAT:
                 return None
-            modules = {name: {key: values[key] for key in _MEASURED} for name, values in kept["modules"].items()}
-            written = str(kept["written"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # none yet, or not ours, or damaged: measured anew and written over
-        estimates.warm = estimates.warm or _cache_was(kept)
-        for name, values in modules.items():
-            if name in estimates.modules:
-                module = estimates.modules[name]
-                for key, value in values.items():
-                    if value is not None:
-                        setattr(module, key, value)
-                # Another process, whose compiler begins anew, though perhaps from its caches.
-                module.spent = False
-        return written
+            for arm in knowledge.arms.values():
+                values = kept["arms"].get(arm.name)
+                if values is not None:
+                    seconds, setup = values["step_seconds"], values["setup_seconds"]
+                    arm.step_seconds, arm.failed = seconds, arm.failed or values["failed"]
+                    arm.setup_seconds = (setup.get("warm") if _caches_are_there(kept) else None) or setup.get("cold")
+                    arm.remembered = True
+            return str(kept["written"])
+        except (KeyError, TypeError, AttributeError):
+            return None  # damaged: measured anew and written over
 
-    def keep(self, estimates: Estimates, *, chosen: str) -> str | None:
-        """Write what this run measured; returns why it could not, None when it could."""
-        modules = {name: {key: getattr(module, key) for key in _MEASURED} for name, module in estimates.modules.items()}
+    def keep(self, knowledge: Knowledge, *, cache: str | None) -> str | None:
+        """Write what this run measured, its compiled code taken from a ``cache`` that was warm or cold; returns why it
+        could not, None when it could."""
+        earlier = _read(self.file)
+        earlier_arms = earlier.get("arms") if earlier.get("format") == FORMAT else None
+        arms: dict[str, Any] = {}
+        seen = knowledge.seen_seconds
+        for arm in knowledge.arms.values():
+            before = earlier_arms.get(arm.name, {}) if isinstance(earlier_arms, dict) else {}
+            setup = dict(before.get("setup_seconds", {}))
+            if arm.switched_at_step is not None and arm.setup_seconds is not None:
+                setup["warm" if cache == "warm" else "cold"] = arm.setup_seconds
+                if cache != "warm" and arm.changed is not None:
+                    seen[arm.changed] = [*seen.get(arm.changed, []), arm.setup_seconds][-MAX_SETUPS:]
+            if arm.step_seconds is not None or arm.failed is not None:
+                arms[arm.name] = {"step_seconds": arm.step_seconds, "setup_seconds": setup, "failed": arm.failed}
         values: dict[str, Any] = {
             "format": FORMAT,
             "written": datetime.datetime.now().astimezone().isoformat(" ", "minutes"),
-            "chosen": chosen,
-            "steps": estimates.steps,
             "cache_directory": str(_cache_directory()),
-            "modules": modules,
+            "arms": arms,
         }
         try:
-            with written_whole(self.file, "w") as file:
-                json.dump(finite(values), file, indent=1, allow_nan=False)
+            for path, kept in ((self.file, values), (self._machine, seen)):
+                with written_whole(path, "w") as file:
+                    json.dump(finite(kept), file, indent=1, allow_nan=False)
         except OSError as error:
             return f"{self.file.parent}: {error.strerror or error}"
         return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # none yet, or damaged
+    return kept if isinstance(kept, dict) else {}
 
 
 def _cache_directory() -> Path:
     return cache_directories()["TORCHINDUCTOR_CACHE_DIR"]
 
 
-def _cache_was(kept: dict[str, Any]) -> bool:
+def _caches_are_there(kept: dict[str, Any]) -> bool:
     """Whether the compiler's caches are those of the run that wrote this, and are still there."""
     here = _cache_directory()
     return kept.get("cache_directory") == str(here) and here.is_dir() and any(here.iterdir())

@@ -21,7 +21,7 @@ from trainer.guards import CompiledNothing, Guarding
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import Lock, Preflight
 from trainer.guards.rollback import Rollback
-from trainer.guards.slowdown import Sample, Slowdown
+from trainer.guards.slowdown import Slowdown
 from trainer.telemetry.facts import number
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
@@ -37,9 +37,9 @@ class Guards:
     """The guards of one training; the owner calls the methods named after the moments of the loop.
 
     Args:
-        sample: Seconds of steps that were timed already, if they were.
         chances: Optimizer steps after which it is an error that nothing was compiled.
-        chosen: The strategies are what ``compile=auto`` chose, so that eager takes over where they fail.
+        chosen: The strategies are what ``compile=auto`` tries: eager takes over where they fail, and they are timed on
+            the training's own steps.
         compared: Every region was compared with eager already, so that there is no preflight.
     """
 
@@ -51,7 +51,6 @@ class Guards:
         telemetry: Telemetry,
         record: RunRecord,
         *,
-        sample: Sample | None = None,
         chances: int = CHANCES,
         chosen: bool = False,
         compared: bool = False,
@@ -62,7 +61,7 @@ class Guards:
         self._steps = self._waited = 0
         self._begun = self._stepped = self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
-        self._preflight = Preflight(self._guarding, loop, program, telemetry, sample)
+        self._preflight = Preflight(self._guarding, loop, program, telemetry, timed=not chosen)
         self._preflight.wanted &= not compared
         self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
         self._slowdown: Slowdown | None = None
@@ -86,6 +85,13 @@ class Guards:
                 self._lock = Lock(program.padding, program, self._telemetry.compiler)
         elif slowdown is not None and slowdown.wanted and program.step is None:
             self._time(slowdown, batch)
+
+    def resume(self) -> None:
+        """The program is again the one that was guarded so far; meanwhile others were compiled."""
+        if self._lock is not None:
+            self._lock.close()
+            if self._program.step is not None:
+                self._program.step.warmed = True
 
     def around_micro_batch(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[dict[str, Any]] | None:
         """What times replays of it after it was replayed, where that is wanted."""

@@ -42,23 +42,26 @@ REPLAYED_FROM = 3
 
 
 class Preflight:
-    """The passes of one training; ``sample`` are seconds of steps that were timed already, if they were."""
+    """The passes of one training; ``timed``: whether steps of eager may be timed."""
 
     def __init__(
-        self, guarding: Guarding, loop: Loop, program: Program, telemetry: Telemetry, sample: Sample | None
+        self, guarding: Guarding, loop: Loop, program: Program, telemetry: Telemetry, *, timed: bool = True
     ) -> None:
         self._guarding, self._loop, self._program, self._telemetry = guarding, loop, program, telemetry
         self._passes = REPLAYED_FROM if loop.cuda_graphs else 1
-        self.sample = sample
+        self.sample: Sample | None = None
         """Seconds of steps of eager and compiled, when they were timed."""
         self.warmed = False
         """Whether every shape has been compiled."""
         padding = program.padding
         self._warms = padding is not None and padding.warm and bool(padding.edges)
         compiles = any(strategy.compiles for strategy in program.strategies)
-        self.times = guarding.parity != "off" or guarding.on_slower == "eager"
+        checks = guarding.parity != "off" or guarding.on_slower == "eager"
+        self.times = timed and checks
         """Whether steps of eager are timed."""
-        self.wanted = compiles and (self.times or self._warms or guarding.on_compile_error == "eager")
+        self.wanted = compiles and (
+            self.times or guarding.parity != "off" or self._warms or guarding.on_compile_error == "eager"
+        )
         """Whether there is anything to do; eager has nothing."""
 
     def run(self, batch: Any) -> Rollback | None:
@@ -69,7 +72,7 @@ class Preflight:
             self._skip(reason)
             return None
         rollback = Rollback(self._guarding.on_compile_error, self._loop, self._program, self._telemetry.compiler)
-        with self._loop.quiet(), as_capturing(self._program.captures_steps):
+        with self._loop.quiet(), self._loop.unlogged(), as_capturing(self._program.captures_steps):
             snapshot = Snapshot(self._loop, batch, self._program)
             try:
                 if lost := self._lost(snapshot):

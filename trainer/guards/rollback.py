@@ -26,6 +26,7 @@ from strategies.compose import eager, give_up_others
 from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
 from strategies.loop import Loop
 from strategies.regions import compiled_only, give_up, guard_calls
+from trainer.guards.compare import ParityError
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import Event
 
@@ -77,12 +78,12 @@ class Rollback:
                         named = _listed([region.path for region in broken])
                         raise CompileFailed(f"{named}: {one_line(error)}") from error
                 self._explain_limit(error)
-                raise error or CompileFailed(f"{what} failed on another process")
+                raise _together(error or CompileFailed(f"{what} failed on another process"))
             restore()
             with eager(self._program):
                 users_own = self._tried(run)
             if self._loop.anywhere(users_own is not None):
-                raise users_own or error or CompileFailed(f"{what} failed on another process")
+                raise _together(users_own or error or CompileFailed(f"{what} failed on another process"))
             self._roll_back_what_fails(what, run, restore, error)
             restore()
 
@@ -208,6 +209,16 @@ class Rollback:
                 kept.append(event)
             seen.add(key)
         self._watch.events[:] = kept
+
+
+def _together(error: Exception) -> Exception:
+    error.__dict__["raised_together"] = True
+    return error
+
+
+def raised_together(error: Exception) -> bool:
+    """Whether all processes have agreed on ``error``, so that none of them waits for another."""
+    return isinstance(error, ParityError) or "raised_together" in error.__dict__
 
 
 def _listed(paths: list[str]) -> str:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from strategies import Program, Ragged, Strategy
 from strategies.base import StepRunner
@@ -37,6 +36,7 @@ from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
+    from trainer.auto.chooser import Chooser
     from trainer.background.takeover import Takeover
     from trainer.guards.audits import Audits
     from trainer.guards.compare import ParityError
@@ -121,6 +121,8 @@ class CompiledTraining:
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
         self._guards: Guards | None = None
+        self._chooser: Chooser | None = None
+        self._step_begins = True
         self._capture: StepRunner | None = None
         self._audits: Audits | None = None
         self._takeover: Takeover | None = None
@@ -212,28 +214,53 @@ class CompiledTraining:
         self._log_notes(self.program)
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
-        if self._choosing is None and self._takeover is None:
+        if self._takeover is None:
             self._guard(loop, self.program)
         self.telemetry.start(loop, self._pages)
+        self._step_begins = True
+        if self._choosing is not None:
+            assert self._choosing.chooser is not None
+            make: Any = pkgutil.resolve_name(self._choosing.chooser)
+            self._chooser = make(
+                self._choosing, loop, self.program, self.telemetry, self._settings, self.switch, self._guards
+            )
 
-    def _choose(self, choosing: Strategy, loop: Loop, program: Program, batch: Any) -> None:
-        """Put the strategies that it chooses in the place of ``choosing``."""
-        assert choosing.chooser is not None
-        with self.telemetry.preflight():
-            make: Any = pkgutil.resolve_name(choosing.chooser)
-            chooser = make(choosing, loop, program, self.telemetry, self._settings)
-            chosen = chooser.choose(batch)
-        begin(chosen, program)
-        self._choosing = None  # chosen for good: another fit continues with it
-        self.strategies = ordered([*(strategy for strategy in self.strategies if strategy is not choosing), *chosen])
-        program.strategies = tuple(self.strategies)
-        self.record.chosen_strategies = [strategy.facts() for strategy in ordered(chosen)]
-        self.record.regions = len(program.regions) if self.strategies else None
-        self._guard(loop, program, sample=chooser.sample, chosen=True)
+    def switch(self, strategies: Iterable[Strategy], guards: Guards | None = None) -> Guards | None:
+        """Between two optimizer steps: train under ``strategies``, whose regions are in place, from the step that
+        begins. Steps so far become warm-up.
 
-    def _guard(self, loop: Loop, program: Program, **how: Any) -> None:
-        """The strategies are final: capture steps where one of them says so, and guard what they do as ``how`` says."""
-        if not program.strategies:
+        Args:
+            strategies: Those that act from now on. A step that was captured is captured anew.
+            guards: Those of the same program, if it was guarded before; else it is compared with eager on the batch at
+                hand, and eager takes over where it fails.
+
+        Returns:
+            The guards; None where there is nothing to guard.
+        """
+        program, loop = self.program, self._loop
+        assert program is not None
+        assert loop is not None
+        self.telemetry.restart()
+        self._release()
+        before, captured = program.strategies, program.step is not None
+        program.strategies = tuple(ordered(strategies))
+        for strategy in before:
+            if strategy.captures_step and captured:
+                strategy.end(program)
+        for strategy in program.strategies:
+            if strategy.captures_step and (captured or strategy not in before):
+                strategy.begin(program)
+        hardware.give_back(loop.device)
+        self.record.regions, self.record.regions_compiled = len(program.regions), None
+        self._guards = None
+        if guards is not None:
+            guards.resume()
+        self._guard(loop, program, guards, chosen=True)
+        return self._guards
+
+    def _guard(self, loop: Loop, program: Program, guards: Guards | None = None, **how: Any) -> None:
+        """Capture steps where a strategy says so, and guard what the strategies do as ``how`` says."""
+        if all(strategy.chooser is not None for strategy in program.strategies):
             return
         from trainer.guards.guards import Guards
 
@@ -243,7 +270,7 @@ class CompiledTraining:
 
                 program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
             self._capture = program.step.take_over(loop, program)
-        self._guards = Guards(self._guarding, loop, program, self.telemetry, self.record, **how)
+        self._guards = guards or Guards(self._guarding, loop, program, self.telemetry, self.record, **how)
         if self._guarding.parity != "off":
             from trainer.guards.audits import Audits
 
@@ -291,24 +318,26 @@ class CompiledTraining:
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
     def batch_begins(self, batch: Any) -> None:
-        """``batch`` is on the device and its step begins; on the first one, choose strategies and run the preflight."""
+        """``batch`` is on the device and its step begins; on the first one, run the preflight."""
         program, loop = self.program, self._loop
         assert program is not None
         assert loop is not None
-        # Where parameters have no shape yet, the choice waits until eager has shaped them.
-        if self._choosing is not None and not any(map(is_lazy, program.module.parameters())):
-            self._choose(self._choosing, loop, program, batch)
+        if self._chooser is not None and not self._chooser.decided and self._step_begins:
+            self._chooser.before_step(batch, lambda: self._check_before(batch))
         if self._takeover is not None:
             if self._takeover.over:
                 compared, self._takeover = not self._takeover.vague, None
                 self._guard(loop, program, compared=compared)
             else:
                 self._takeover.before_batch()
-        if self._guards is not None:
-            self._guards.before_batch(batch)
-            self._log_notes(program)
+        self._check_before(batch)
+        self._log_notes(program)
         self.mark_step()
         self.telemetry.batch_start()
+
+    def _check_before(self, batch: Any) -> None:
+        if self._guards is not None:
+            self._guards.before_batch(batch)
 
     def batch_ends(self, loss: Any, batch: Any) -> None:
         """``batch`` is through; ``loss`` is a detached scalar, divided by the micro-batches of a step, or None. After
@@ -320,6 +349,9 @@ class CompiledTraining:
             self._takeover.after_batch(stepped=stepped)
         if self._guards is not None:
             self._guards.after_batch(stepped=stepped)
+        self._step_begins = stepped
+        if stepped and self._chooser is not None and not self._chooser.decided:
+            self._chooser.after_step()
 
     def mark_step(self) -> None:
         """A step or an evaluation batch begins. Without a backward, only this mark tells CUDA graphs which outputs
@@ -346,9 +378,16 @@ class CompiledTraining:
         self.telemetry.finish()
         if self._takeover is not None:
             self._takeover.close()
+        if self._chooser is not None:
+            self.record.chosen_strategies = [strategy.facts() for strategy in self._chooser.finish()]
         if self._guards is not None:
             self._guards.finish()
         fill_in(self.record, self._loop, self.telemetry, self.program, together=together)
+        if self._chooser is not None and self.program is not None:
+            # What was chosen is chosen for good: another fit continues with it.
+            self.strategies = self._chooser.restore()
+            self.program.strategies = tuple(self.strategies)
+            self._chooser = self._choosing = None
         if self.strategies or "auto" in self.record.report:
             self._pages.events(self.record.events, self.telemetry.steps_done)
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.telemetry.record import RankFigures, SlowStep, communication_of
 
 HEADLINES: dict[str, tuple[str, ...]] = {
-    "auto": ("chosen", "reason", "planned_steps", "tried", "probe_seconds", "remembered"),
+    "auto": ("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
     "buckets": (
         "edges",
         "expected_padded_share",

@@ -246,6 +246,10 @@ class EnergyMeter:
     def __init__(self, device: torch.device) -> None:
         self.handle = _nvml_handle(device) if device.type == "cuda" else None
         """NVML's of the board; None without NVML."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all windows."""
         self._window: tuple[float, float] | None = None
         self._window_samples = 0
         self._joules = 0.0

@@ -195,7 +195,7 @@ class Meter:
     def add(self, step: Step) -> bool:
         """Add a timed step; returns whether it is steady."""
         self._timed += 1
-        if self._timed == 1:
+        if self.first_step_seconds is None:
             self.first_step_seconds = step.seconds
         if step.profiled:
             return False
@@ -207,6 +207,13 @@ class Meter:
         self.steady.add(step)
         self._steady_seconds.append(step.seconds)
         return True
+
+    def restart(self) -> None:
+        """Steps so far are warm-up for what comes, which begins with one of its own."""
+        self.warmup_seconds += self.steady.seconds
+        self.warmup_step_count += self.steady.steps
+        self.steady, self._steady_seconds = Totals(), array("d")
+        self._timed = self.ended = 0
 
     def times(self) -> StepTimes:
         seconds = self._steady_seconds

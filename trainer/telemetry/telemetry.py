@@ -301,6 +301,13 @@ class Telemetry(BaseTelemetry):
             self._step.profiled = within_step  # recorded in part: not a steady one either
             self._profiler.stop()
 
+    def restart(self) -> None:
+        """Another program trains from the next step on: what was steady so far becomes warm-up."""
+        self.pause("switching strategies")
+        self.flush(everything=True)
+        self.meter.restart()
+        self._energy.restart()
+
     def flush(self, *, everything: bool = False) -> None:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile

@@ -1,0 +1,213 @@
+"""The rule of ``compile=auto``: which arm the steps to come can pay for, from what was measured and plain bounds.
+
+An arm is one way to train: modules eager, ``regional`` or ``whole``, steps captured or not. One rule decides what is
+tried: modules are compiled in another way only where the most that this can save of the time left is ``PAYS`` times the
+seconds that it has been seen to take; steps are captured only where those seconds are at most ``SHARE`` of the whole
+run, from the start of the process on. No torch in here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from strategies import Strategy
+from strategies.auto import Auto
+
+EAGER = "eager"
+SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, "cuda_graph": 0.4}
+"""What taking over is expected to take where this machine has not seen it, the comparison with eager included. On H200s
+(docs/results) compiling took 6 to 35 s, 13 to 60 s, and capturing 0.05 to 0.5 s."""
+MOST_SAVED = 0.35
+"""Share of a step that compiling its modules saves at most: it runs 1.35 to 1.55 times as fast in six models there."""
+WHOLE_OVER_REGIONAL = 0.05
+"""Share of a step with compiled regions that one graph saves at most: 0 to 3% there."""
+MOST_SAVED_BY_CAPTURE = 0.5
+"""Share of a step that a CUDA graph may save: all that the host takes. It only puts the arms in order."""
+PAYS, SHARE = 1.5, 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class Arm:
+    """One way to train, with what this run, or an earlier one of the same program, found out about it."""
+
+    module: str = EAGER
+    """``eager``, ``regional`` or ``whole``."""
+    captured: bool = False
+    step_seconds: float | None = None
+    """Median of its real steps; None where they were never timed."""
+    setup_seconds: float | None = None
+    """From the switch to its first steady step, over what its steady steps would have taken."""
+    by_shape: dict[Any, float] = field(default_factory=dict)
+    """Median seconds of a step by the shapes of its batch; of this run alone."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each of these steps."""
+    steps_timed: int = 0
+    switched_at_step: int | None = None
+    """Optimizer steps done when it took over for the first time; None where it has not."""
+    stepped_back_at_step: int | None = None
+    before: Arm | None = None
+    """What trained until then."""
+    remembered: bool = False
+    """Whether what is known is an earlier run's."""
+    failed: str | None = None
+    """Why it cannot be had."""
+
+    @property
+    def name(self) -> str:
+        """As in ``compile=[...]``."""
+        names = [name for name in (self.module,) if name != EAGER] + (["cuda_graph"] if self.captured else [])
+        return "+".join(names) or EAGER
+
+    @property
+    def changed(self) -> str | None:
+        """What it does that ``before`` did not; None where that is not one thing."""
+        before = Arm() if self.before is None else self.before
+        changes = [self.module] if self.module != before.module else []
+        changes += ["cuda_graph"] if self.captured and not before.captured else []
+        return changes[0] if len(changes) == 1 and changes[0] != EAGER else None
+
+    def over(self, other: Arm) -> float:
+        """Its seconds over those of ``other``, on batches of the shapes that both had; of all where they had none."""
+        shared = self.by_shape.keys() & other.by_shape.keys()
+        if shared:
+            return sum(self.by_shape[shape] for shape in shared) / sum(other.by_shape[shape] for shape in shared)
+        assert self.step_seconds is not None
+        assert other.step_seconds is not None
+        return self.step_seconds / other.step_seconds
+
+    def facts(self, steps_done: int) -> dict[str, Any]:
+        """A line of the table, after ``steps_done`` optimizer steps."""
+        before = None if self.before is None else self.before.step_seconds
+        gained = None
+        if self.switched_at_step is not None and self.setup_seconds is not None:
+            until = steps_done if self.stepped_back_at_step is None else self.stepped_back_at_step
+            each = 0.0 if before is None or self.step_seconds is None else before - self.step_seconds
+            gained = each * (until - self.switched_at_step) - self.setup_seconds
+        return {
+            "switched_at_step": self.switched_at_step,
+            "stepped_back_at_step": self.stepped_back_at_step,
+            "setup_seconds": self.setup_seconds,
+            "step_seconds_before": before,
+            "step_seconds": self.step_seconds,
+            "steps_timed": self.steps_timed,
+            "gained_seconds": gained,
+            "remembered": self.remembered,
+            "failed": self.failed,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Knowledge:
+    """All arms of a run, and what this machine has seen of other programs."""
+
+    arms: dict[tuple[str, bool], Arm]
+    seen_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Setups of ``regional``, ``whole`` and ``cuda_graph`` that this machine has seen, of any program."""
+
+    def expected_setup(self, arm: Arm, now: Arm) -> float:
+        """Seconds until ``arm`` trains, from ``now``."""
+        if arm.setup_seconds is not None:
+            return arm.setup_seconds
+        changes = [arm.module] if arm.module not in (EAGER, now.module) else []
+        changes += ["cuda_graph"] if arm.captured else []
+        return sum(statistics.median(self.seen_seconds.get(one) or [SETUP_SECONDS[one]]) for one in changes)
+
+    def most_saved(self, arm: Arm, best: Arm) -> float:
+        """The largest share of a step of ``best`` that ``arm`` may save."""
+        if arm.step_seconds is not None and best.step_seconds is not None:
+            return 1 - arm.over(best)
+        if arm.module == best.module:
+            return MOST_SAVED_BY_CAPTURE
+        eager, regional = self.arms[EAGER, arm.captured], self.arms.get(("regional", arm.captured))
+        least = (1 - MOST_SAVED) * (1.0 if eager.step_seconds is None else eager.over(best))
+        if arm.module == "whole" and regional is not None and None not in (regional.step_seconds, eager.step_seconds):
+            # Where regions saved little, they have left something out that one graph may have.
+            bound = (1 - WHOLE_OVER_REGIONAL) * regional.over(best)
+            least = max(least, bound) if regional.over(eager) < 1 - MOST_SAVED / 2 else least
+        return 1 - least
+
+    def next(self, best: Arm, steps_left: int, age_seconds: float) -> Arm | None:
+        """The arm to try after ``best``, that with the most to gain first; None where no step pays for any.
+
+        One thing at a time: the modules compiled in another way, or the steps captured. ``age_seconds`` is how long
+        the process has run.
+        """
+        if best.step_seconds is None:
+            return None
+        left = steps_left * best.step_seconds
+        worth: list[tuple[float, Arm]] = []
+        for arm in self.arms.values():
+            tried = arm.switched_at_step is not None or arm.failed is not None or arm is best
+            if tried or (arm.module != best.module and arm.captured != best.captured):
+                continue
+            saved, setup = left * self.most_saved(arm, best), self.expected_setup(arm, best)
+            capturing = arm.module == best.module
+            if arm.step_seconds is not None:
+                pays = saved > setup
+            elif capturing:
+                pays = saved > setup and setup <= SHARE * (age_seconds + left)
+            else:
+                pays = saved > PAYS * setup
+            if pays and (arm.captured or not capturing):  # no graph is given up to see whether it was in vain
+                worth.append((saved - setup, arm))
+        return max(worth, key=lambda one: one[0])[1] if worth else None
+
+    def best_known(self, base: Arm, steps_left: int, margin: float) -> Arm:
+        """The arm of least total time by what earlier runs measured; ``base`` unless more than ``margin`` is saved."""
+        if base.step_seconds is None:
+            return base
+        known = [arm for arm in self.arms.values() if arm.step_seconds is not None and arm.failed is None]
+        totals = {arm.name: steps_left * (arm.step_seconds or 0.0) for arm in known}
+        totals = {arm.name: totals[arm.name] + self.expected_setup(arm, base) * (arm is not base) for arm in known}
+        best = min(known, key=lambda arm: totals[arm.name])
+        return best if totals[best.name] < (1 - margin) * totals[base.name] else base
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """What ``compile=auto`` did in a run, for the record."""
+
+    chosen: str
+    planned_steps: int | None = None
+    decided_at_step: int | None = None
+    """None where the run ended before."""
+    setup_seconds: float = 0.0
+    """Of all that was tried."""
+    gained_seconds: float | None = None
+    """Against training on as it began, by the medians of each arm; None where nothing took over."""
+    remembered: str | None = None
+    """When the run was whose measurements were used."""
+    reason: str | None = None
+    """Why nothing was tried, if so."""
+    table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the name of each arm, in the order in which they were tried."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        return asdict(self)
+
+    def lines(self) -> str:
+        """The table, for a person."""
+        columns = {"setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3, "gained_seconds": 1.0}
+        rows = [["auto tried", "from step", "to step", "set-up s", "ms before", "ms a step", "gained s", ""]]
+        for name, row in self.table.items():
+            if (began := row["switched_at_step"]) is not None:
+                ended = row["stepped_back_at_step"]
+                steps = [f"{began + 1:,}", "" if ended is None else f"{ended:,}"]
+                figures = ["" if row[key] is None else f"{row[key] * factor:,.1f}" for key, factor in columns.items()]
+                rows.append([name, *steps, *figures, row["failed"] or ("stays" if name == self.chosen else "")])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]] for row in rows]
+        return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def refuse_choice(strategies: Iterable[Strategy]) -> None:
+    """Raise ValueError where ``auto`` is among strategies that are looked at: only a run has steps to choose for."""
+    if any(isinstance(strategy, Auto) for strategy in strategies):
+        raise ValueError(
+            "compile=auto: only a run chooses; python -m trainer with the same arguments says what (`auto: ...`), name "
+            "that here, as in compile=[regional,cuda_graph]"
+        )
