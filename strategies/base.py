@@ -184,6 +184,16 @@ class Program:
         return self.step is not None and not self.step.given_up
 
     @property
+    def ended_in_eager(self) -> bool | None:
+        """Whether nothing is left that is compiled or captured; None where nothing was to be."""
+        others = bool(self.compiled_beside_regions)
+        if not self.eager_parts:
+            return None if not self.regions and not others else False
+        regions = any(region.path not in self.eager_parts for region in self.regions)
+        captured = self.captures_steps and self.step is not None and self.step.captures > 0
+        return not (regions or captured or others)
+
+    @property
     def uses_cuda_graphs(self) -> bool:
         """Whether Inductor replays what it compiled from CUDA graphs; on a CPU, modes that ask for it mean nothing."""
         on_cuda = self.device is not None and self.device.type == "cuda"

@@ -29,14 +29,14 @@ from trainer.build import batch_counter, device_of, on_cuda, precision_arguments
 from trainer.console import ERROR_LOG
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.plain import PlainLoop
-from trainer.loops.training import fill_in, note_machine
+from trainer.loops.training import note_machine
 from trainer.process import Interrupted, StopRequest, process_settings
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.telemetry import Telemetry
+from trainer.telemetry.telemetry import Telemetry, fill_in
 
 TORCH = Path(torch.__file__).parent
 

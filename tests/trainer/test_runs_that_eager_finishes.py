@@ -288,8 +288,11 @@ def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "STRATEGIES", {**STRATEGIES, **kinds})
     for name, steps in {"SETTLE_STEPS": 1, "TIMED_STEPS": 2, "MAX_TIMED_STEPS": 2}.items():
         monkeypatch.setattr(chooser, name, steps)
-    seconds = lambda self, arm, *_: (1.0 if arm.module == "eager" else 0.5, {})  # noqa: E731
-    monkeypatch.setattr(chooser.Chooser, "_measured", seconds)
+
+    def measured(self: Any, arm: Any, *_: Any) -> Any:
+        return (1.0 if arm.module == "eager" else 0.5), {}
+
+    monkeypatch.setattr(chooser.Chooser, "_measured", measured)
 
 
 @pytest.mark.parametrize(

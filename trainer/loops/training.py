@@ -30,9 +30,8 @@ from strategies.prepare import Preparation
 from strategies.regions import give_up
 from trainer.guards import Guarding
 from trainer.telemetry import hardware, profile_complaints
-from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.telemetry import BatchCounter, Telemetry
+from trainer.telemetry.telemetry import BatchCounter, Telemetry, fill_in
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
@@ -440,33 +439,6 @@ def note_machine(record: RunRecord, loop: Loop) -> None:
     """Write into ``record`` what the run runs on."""
     record.device, record.device_type = hardware.device_name(loop.device), loop.device.type
     record.world_size, record.precision = loop.world_size, loop.precision
-
-
-def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Program | None, *, together: bool) -> None:
-    """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
-    ``Telemetry.fill``."""
-    telemetry.fill(record, together=together)
-    if program is not None:
-        if (profile := telemetry.profile()) is not None:
-            program.report["profile"] = profile
-        record.report = program.report
-        record.eager_parts = dict(program.eager_parts)
-        record.ended_in_eager = ended_in_eager(program)
-        # What was tried for a choice and not taken was compiled as well.
-        if program.strategies or "auto" in program.report:
-            record.take(telemetry.compiler.figures())
-            record.events = list(telemetry.compiler.events)
-    record.final_metrics = finite({name: float(value) for name, value in loop.metrics.items()})
-
-
-def ended_in_eager(program: Program) -> bool | None:
-    """Whether nothing is left that is compiled or captured; None where nothing was to be."""
-    others = bool(program.compiled_beside_regions)
-    if not program.eager_parts:
-        return None if not program.regions and not others else False
-    regions = any(region.path not in program.eager_parts for region in program.regions)
-    captured = program.captures_steps and program.step is not None and program.step.captures > 0
-    return not (regions or captured or others)
 
 
 def _refuse_accumulation(loop: Loop) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
+from strategies import Program
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves, Ranks
 from trainer.telemetry.facts import with_idle_share
+from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy, now
 from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
@@ -397,3 +399,20 @@ class Telemetry(BaseTelemetry):
         if self._profiler is None:
             return None
         return with_idle_share(self._profiler.facts, self.meter.median_seconds)
+
+
+def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Program | None, *, together: bool) -> None:
+    """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
+    ``Telemetry.fill``."""
+    telemetry.fill(record, together=together)
+    if program is not None:
+        if (profile := telemetry.profile()) is not None:
+            program.report["profile"] = profile
+        record.report = program.report
+        record.eager_parts = dict(program.eager_parts)
+        record.ended_in_eager = program.ended_in_eager
+        # What was tried for a choice and not taken was compiled as well.
+        if program.strategies or "auto" in program.report:
+            record.take(telemetry.compiler.figures())
+            record.events = list(telemetry.compiler.events)
+    record.final_metrics = finite({name: float(value) for name, value in loop.metrics.items()})
