@@ -346,7 +346,7 @@ def test_a_run_that_compiles_nothing_does_not_import_inductor(tmp_path: Path) ->
 def test_it_goes_with_buckets_and_with_validation(tmp_path: Path, clock: Callable[..., None]) -> None:
     clock(eager=1.0, regional=0.5, whole=0.8)
     many = (f"compile.auto.planned_steps={LONG}", "compile.auto.candidates=[regional]")
-    record = train(tmp_path, *many, "trainer.max_steps=8", "trainer.val_every_n_steps=4", strategy="[auto,buckets]")
+    record = train(tmp_path, *many, "trainer.max_steps=16", "trainer.val_every_n_steps=8", strategy="[auto,buckets]")
     assert (record.status, record.reason, record.label) == ("finished", None, "buckets+auto")
     assert record.report["auto"]["chosen"] == "regional"
     assert "val/loss" in record.final_metrics
