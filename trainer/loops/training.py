@@ -197,8 +197,13 @@ class CompiledTraining:
             logs: Where it logs, and what else the record says of it.
         """
         assert self.program is not None
-        if self._cuda_graphs:
-            _refuse_accumulation(loop)
+        if self._cuda_graphs and loop.micro_batches > 1:
+            # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
+                "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
+                "use mode=max-autotune-no-cudagraphs or default"
+            )
         loop.cuda_graphs = self._cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = self._loop = loop
@@ -439,14 +444,3 @@ def note_machine(record: RunRecord, loop: Loop) -> None:
     """Write into ``record`` what the run runs on."""
     record.device, record.device_type = hardware.device_name(loop.device), loop.device.type
     record.world_size, record.precision = loop.world_size, loop.precision
-
-
-def _refuse_accumulation(loop: Loop) -> None:
-    """Raise ValueError where Inductor's CUDA graphs would be given several batches a step."""
-    if loop.micro_batches > 1:
-        # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
-        raise ValueError(
-            f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
-            "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
-            "use mode=max-autotune-no-cudagraphs or default"
-        )
