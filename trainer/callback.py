@@ -23,7 +23,7 @@ from trainer.loops.training import CompiledTraining, Logs
 from trainer.telemetry.facts import flat
 
 if TYPE_CHECKING:
-    from trainer.loops.agreement import EpochEnds
+    from trainer.loops.processes import EpochEnds
     from trainer.loops.watch import RankFailed, Watch
 
 __all__ = ["Compile", "CompiledNothing"]
@@ -87,7 +87,7 @@ class Compile(CompiledTraining, L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
         if trainer.world_size > 1:
-            from trainer.loops.agreement import epoch_ends
+            from trainer.loops.processes import epoch_ends
 
             self._epoch_ends = epoch_ends(trainer)
         self.begin(LightningLoop(trainer), logs_of(trainer))

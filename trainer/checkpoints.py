@@ -21,11 +21,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.guards.nonfinite import FiniteLosses
-from trainer.loops.agreement import Agreement
-from trainer.loops.checkpoint_io import AtomicCheckpointIO, grouped
+from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, grouped, is_directory
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm
-from trainer.loops.sharded import META, beside, damaged, is_directory
+from trainer.loops.processes import Agreement
 from trainer.process import Interrupted, StopRequest
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")

@@ -150,7 +150,7 @@ class StopRequest:
 
     def agreed(self, world_size: int) -> bool:
         """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""
-        from trainer.loops.agreement import largest
+        from trainer.loops.processes import largest
 
         return self.take_over(largest(self.signum or 0, world_size))
 

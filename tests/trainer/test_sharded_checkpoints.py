@@ -25,9 +25,8 @@ from tests.processes import Pair, on_ranks
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
 from trainer.loops import sharded
-from trainer.loops.checkpoint_io import AtomicCheckpointIO
+from trainer.loops.checkpoint_io import INDEX, META, AtomicCheckpointIO, beside, is_directory
 from trainer.loops.fsdp2 import FSDP2
-from trainer.loops.sharded import INDEX, META, beside, is_directory
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 
@@ -245,7 +244,7 @@ def broken(folder: str) -> list[str]:
         except OSError as error:
             said.append(str(error))
 
-    for fault in ("trainer.loops.sharded.FileSystemWriter.write_data", "trainer.loops.sharded.replace"):
+    for fault in ("trainer.loops.checkpoint_io.FileSystemWriter.write_data", "trainer.loops.checkpoint_io.replace"):
         with pytest.MonkeyPatch.context() as patch:
             if os.environ["RANK"] == ("1" if fault.endswith("write_data") else "0"):
                 patch.setattr(fault, refused)

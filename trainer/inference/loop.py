@@ -33,7 +33,7 @@ from trainer.guards.preflight import REPLAYED_FROM
 from trainer.guards.slowdown import take_sample
 from trainer.guards.snapshot import drew_random_numbers, random_state, set_random_state
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.one_process import evaluating
+from trainer.loops.processes import evaluating
 from trainer.process import StopRequest
 from trainer.settings import Inference
 from trainer.telemetry import hardware

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.loops.agreement import SigtermAgreement
+from trainer.loops.processes import SigtermAgreement
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that a process group reads when it is made."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from strategies.loop import Around, Inspect, RunMicroBatch
 from strategies.padding import Padding, edge_of, length_of, to_edge
 from strategies.torch_patches import as_capturing
-from trainer.loops.one_process import OneProcess, evaluating
 from trainer.loops.private import replaced
+from trainer.loops.processes import OneProcess, evaluating
 
 LOGGED = (
     "speed/steps_per_second",

@@ -24,10 +24,8 @@ from torch import Tensor
 
 from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
-from trainer.loops.manual import ManualSteps
-from trainer.loops.one_process import evaluating
-from trainer.loops.private import CALL, LightningMicroBatch, gone, missing, muted, replaced, resolve
-from trainer.loops.processes import Processes
+from trainer.loops.private import CALL, LightningMicroBatch, ManualSteps, gone, missing, muted, replaced, resolve
+from trainer.loops.processes import Processes, evaluating
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

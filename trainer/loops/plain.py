@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.loop import Around, Inspect, RunMicroBatch, SkippedStep, run_within
-from trainer.loops.one_process import OneProcess, evaluating
+from trainer.loops.processes import OneProcess, evaluating
 
 
 @dataclass

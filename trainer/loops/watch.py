@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from strategies.errors import one_line, origin_of
-from trainer.loops.agreement import host_group
+from trainer.loops.processes import host_group
 
 ROOT = Path(__file__).parents[2]
 CONNECT_SECONDS = 20.0
