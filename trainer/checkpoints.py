@@ -7,10 +7,8 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,17 @@ import lightning as L
 import numpy
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.guards.nonfinite import FiniteLosses
+from strategies.loop import Loop
+from trainer.guards.snapshot import random_state, set_random_state
 from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, grouped, is_directory
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm
 from trainer.loops.processes import Agreement
-from trainer.process import Interrupted, StopRequest
+from trainer.process import StopRequest
+from trainer.telemetry.telemetry import Telemetry
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
@@ -33,8 +34,79 @@ WEIGHTS = ("state_dict", "global_step", "pytorch-lightning_version")
 """What an inference takes."""
 DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
-OTHERS_SECONDS = 5.0
-"""How long the other processes of a run that stops at once may take, before they are killed."""
+
+
+class NonFiniteLoss(RuntimeError):
+    """The training went to NaN or infinity, and was not to continue."""
+
+
+class FiniteLosses:
+    """Watches one training: it ends where its loss is NaN or infinite, and its last finite checkpoint stays.
+
+    No step waits for the device. The losses of every ``trainer.log_every_n_steps`` steps are copied to the host for the
+    curves in any case, and read when the next ones are sent: they are looked at there, replayed steps like all others.
+    A checkpoint, which waits for the device itself, is written only once every loss before it was read and the weights
+    are finite. A gradient scaler leaves steps with infinite gradients out; their loss is finite, and they are no fault.
+
+    Args:
+        mode: ``fail``, or ``warn`` once and continue.
+        telemetry: Gives the telemetry of the training, which reads the losses.
+        note: Takes the warning for the record.
+    """
+
+    def __init__(self, mode: str, telemetry: Callable[[], Telemetry], note: Callable[[str], None]) -> None:
+        self._mode, self._telemetry, self._note = mode, telemetry, note
+        self._warned = self._weights = False
+        self._loop: Loop | None = None
+
+    def start(self, loop: Loop) -> None:
+        """Weights that are infinite from the beginning, as a mask that is a parameter may be, are the module's own."""
+        self._loop, self._weights = loop, not _spoilt(loop)
+
+    def check(self, *, everything: bool, saved: str | None) -> None:
+        """Raise NonFiniteLoss, on all processes alike, where a loss was not finite; every process calls this.
+
+        ``everything`` waits for the losses of all steps so far, and looks at the weights too; ``saved`` is the last
+        checkpoint, for the message.
+        """
+        loop = self._loop
+        if self._warned or loop is None:
+            return
+        telemetry = self._telemetry()
+        found = telemetry.nonfinite(everything=everything)
+        if found is None and everything and self._weights and (names := _spoilt(loop)):
+            found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
+        if not loop.anywhere(found is not None):
+            return
+        everywhere = [found]
+        if loop.world_size > 1:
+            everywhere = [None] * loop.world_size
+            torch.distributed.all_gather_object(everywhere, found)
+        step, where = min(one for one in everywhere if one is not None)
+        if self._mode == "fail":
+            raise NonFiniteLoss(
+                f"step {step} {where}. Last finite checkpoint: {saved or 'none was written'}. "
+                "on_nonfinite_loss=warn continues in spite of it"
+            )
+        self._warned = True
+        line = f"on_nonfinite_loss=warn: the run continues after step {step} {where}"
+        rank_zero_warn(line)
+        self._note(line)
+
+
+def _spoilt(loop: Loop) -> list[str]:
+    """Names of the trainable weights that are not finite, as far as this process holds them; waits for the device."""
+    weights = {
+        name: getattr(weight.detach(), "_local_tensor", weight.detach())  # of a sharded one (DTensor), the own part
+        for name, weight in loop.module.named_parameters()
+        if weight.requires_grad and weight.is_floating_point() and weight.element_size() > 1 and not is_lazy(weight)
+    }
+    weights = {name: weight for name, weight in weights.items() if weight.numel()}
+    if not weights:
+        return []
+    norms = torch._foreach_norm(list(weights.values()), math.inf)
+    largest = torch.stack([norm.to(loop.device, torch.float32) for norm in norms]).tolist()
+    return [name for name, value in zip(weights, largest, strict=True) if not math.isfinite(value)]
 
 
 class Checkpoints(L.Callback):
@@ -122,24 +194,6 @@ class Checkpoints(L.Callback):
         if self._losses is not None:
             self._losses.check(everything=everything, saved=self._saved)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Pass a stop at once on to the other processes that Lightning has started here: a collective without this one
-        never ends."""
-        started: list[Any] = getattr(trainer.strategy.launcher, "procs", [])
-        others = [process for process in started if isinstance(process, subprocess.Popen)]
-        if not isinstance(exception, Interrupted) or not others:
-            return
-        started.clear()  # whose watch would kill this process as well, before its record is written
-        for process in others:
-            process.send_signal(exception.signum)
-        deadline = time.monotonic() + OTHERS_SECONDS
-        for process in others:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
     def state_dict(self) -> dict[str, Any]:
         """The random states of all processes, saved with every checkpoint; each process has to call this."""
         mine = random_states()
@@ -176,13 +230,9 @@ class Checkpoints(L.Callback):
 
 def random_states() -> dict[str, Any]:
     """Random states of Python, NumPy, torch and every CUDA device, in types that ``torch.load`` accepts safely."""
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
+    python, (kind, keys, *rest), host, cuda = random_state()
+    keys = torch.from_numpy(keys.astype("int64"))
+    return {"python": python, "numpy": [kind, keys, *rest], "torch": host, "cuda": cuda}
 
 
 def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
@@ -205,12 +255,10 @@ def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
 def restore_random_states(states: dict[str, Any]) -> None:
     """Put ``random_states`` back in force; CUDA's only where the number of devices is the same."""
     version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-    torch.set_rng_state(states["torch"])
-    if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    array = (kind, keys.numpy().astype("uint32"), *rest)
+    cuda = states["cuda"] if len(states["cuda"]) == torch.cuda.device_count() else []
+    set_random_state(((version, tuple(internal), gauss), array, states["torch"], cuda))
 
 
 def find_checkpoint(resume: str) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,8 +30,6 @@ AnyTelemetry = Telemetry | InferenceTelemetry
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
 REFRESH_SECONDS = 0.5
-FIRST_STEPS = 10
-"""Steps that an estimate of the end is made of at least."""
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
 SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
@@ -64,8 +62,6 @@ class ProgressView:
         self._total = total
         self._telemetry = telemetry
         self._print_line = print_line or functools.partial(console.print, highlight=False, soft_wrap=True)
-        self._since: tuple[float, int] | None = None
-        """When the first steps were over, and how many there were."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
 
@@ -88,6 +84,7 @@ class ProgressView:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )
         with Progress(*columns, console=self._console, auto_refresh=False, transient=True) as progress:
@@ -99,7 +96,7 @@ class ProgressView:
                     bar,
                     completed=telemetry.steps_done,
                     description=activity(telemetry),
-                    figures=self._figures(telemetry),
+                    figures=" · ".join(figures_line(telemetry)),
                 )
                 progress.refresh()
                 if over:
@@ -118,31 +115,8 @@ class ProgressView:
                 line = f"compile: {activity(telemetry)}"
                 if self._total is not None:
                     done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
-                    line = f"{activity(telemetry)}: {done} {self._figures(telemetry)}".rstrip()
+                    line = f"{activity(telemetry)}: {done} {' · '.join(figures_line(telemetry))}".rstrip()
                 self._print_line(line)
-
-    def _figures(self, telemetry: AnyTelemetry) -> str:
-        """Speed and loss, and when the run ends, as far as they are known.
-
-        The end is by all that steps have taken since the first ones: what was compiled later and validations included.
-        None is named while something compiles: nobody knows how long that takes.
-        """
-        now, done = time.monotonic(), telemetry.steps_done
-        if self._since is None or done < self._since[1] + FIRST_STEPS:
-            self._since = self._since if self._since and done > self._since[1] else (now, done)
-            left = None
-        else:
-            left = ((self._total or done) - done) * (now - self._since[0]) / (done - self._since[1])
-        known = left is not None and left >= 1 and telemetry.compiler.compiling_seconds is None
-        return " · ".join([*figures_line(telemetry), *([f"about {_rough(left or 0.0)} left"] if known else [])])
-
-
-def _rough(seconds: float) -> str:
-    """Seconds, minutes or hours, to two digits at most."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{int(seconds < 10 * size)}f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def activity(telemetry: AnyTelemetry) -> str:

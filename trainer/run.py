@@ -26,9 +26,8 @@ from strategies.errors import one_line, out_of_memory
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
 from trainer.callback import Compile
-from trainer.checkpoints import Checkpoints, Resuming, find_checkpoint, step_of
+from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resuming, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
-from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
 from trainer.loops.watch import RankFailed
@@ -138,7 +137,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
     if not isinstance(config.run, Inference):
         return Training(config, record, run_dir, console)
-    from trainer.inference.job import Inferring  # a Job, too
+    from trainer.inference import Inferring  # a Job, too
 
     return Inferring(config, record, run_dir, console)
 

@@ -27,8 +27,8 @@ from tests.trainer.audited import (
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.guards.audits import Audits
-from trainer.guards.compare import Judge, no_noise, rounding_unit
-from trainer.guards.forward import EagerSeen, buffer_tolerances, distances
+from trainer.guards.compare import MULTIPLES, rounding_unit
+from trainer.guards.forward import EagerSeen
 
 
 def test_a_forward_that_goes_wrong_at_step_3_ends_the_run_at_the_next_audit(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_dropout_that_is_taken_apart_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_hardly_moves_may_be_rounded_twice() -> None:
-    judge = Judge("strict", rounding_unit("bf16-true", torch.device("cpu")))
+    unit = rounding_unit("bf16-true", torch.device("cpu"))
     for dtype, moved in ((torch.bfloat16, 0.02), (torch.float32, 0.02), (torch.bfloat16, 1.0)):
         start = torch.ones(8, dtype=dtype)
         before: Any = None
@@ -95,12 +95,9 @@ def test_a_buffer_that_hardly_moves_may_be_rounded_twice() -> None:
             loss=None, buffers={"variance": start + moved}, before=before, starts={"variance": start}, drew=False,
             drawn=(), wrote=set(),
         )  # fmt: skip
-        judge.noise = [no_noise(distances(seen, seen))]
-        tolerance = float(buffer_tolerances(judge, seen, ["variance"])[0])
-        one_step_of_bfloat16 = 2.0**-7 / moved
-        least = float(judge.tensor_tolerances(lambda one: one.weights)[0])
-        assert tolerance >= (one_step_of_bfloat16 if dtype is torch.bfloat16 else 0)
-        assert (tolerance == least) is (dtype is torch.float32 or moved == 1.0)
+        tolerance = seen.comparison(MULTIPLES["strict"], unit).tolerance("buffers")
+        assert tolerance >= 16 * unit + (2.0**-7 / moved if dtype is torch.bfloat16 else 0)
+        assert tolerance < 16 * unit + 8 * torch.finfo(dtype).eps * (1 + moved) / moved
 
 
 def test_a_captured_step_that_is_stale_is_found(tmp_path: Path) -> None:

@@ -201,24 +201,3 @@ def test_what_lasts_a_moment_gets_no_line(console: Console, monkeypatch: pytest.
         clock.now += 10
         wait_until(console, "training")
     assert [line.split(":")[0] for line in printed(console).splitlines()] == ["building data and model", "training"]
-
-
-def test_the_end_is_estimated_by_all_that_steps_took_and_not_while_it_compiles(
-    console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = StoppedClock()
-    monkeypatch.setattr(trainer.console, "time", clock)
-    telemetry: Any = FakeTelemetry()
-    view = ProgressView(console, style="none", total=300, telemetry=lambda: telemetry)
-
-    def left(seconds: float, done: int) -> str:
-        clock.now, telemetry.steps_done = clock.now + seconds, done
-        return view._figures(telemetry)
-
-    telemetry.compiler.compiling_seconds = None
-    assert [left(0, 0), left(60, 0), left(1, 5)] == ["", "", ""], "the wait before the first step says nothing of them"
-    assert left(4, 50) == "about 25 s left"
-    assert left(5, 100) == "about 20 s left"
-    assert left(30, 100) == "about 80 s left", "a validation that has taken so long may come again"
-    telemetry.compiler.compiling_seconds = 3.0
-    assert left(1, 100) == ""

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import CudaGraph, Program, Regional
 from strategies.cuda_graph.capture import StepGraphs
 from tests.strategies import backends
 from tests.trainer.guarded import backend, scaled
-from tests.trainer.inferences import Plain, Quiet, infer_with
+from tests.trainer.inferences import Block, Plain, Quiet, infer_with
 from tests.trainer.recording import RecordingEngine
 
 
@@ -28,13 +28,21 @@ def test_outputs_that_are_not_eagers_end_the_run_unless_parity_is_off(parity: st
         assert record.batches == 0
 
 
-def test_a_step_that_draws_random_numbers_is_not_compared(tmp_path: Path) -> None:
+def test_a_step_whose_regions_draw_random_numbers_is_not_compared(tmp_path: Path) -> None:
     class Noisy(Quiet):
         def forward(self, batch: list[Tensor]) -> Tensor:
             return super().forward(batch) + torch.rand(())
 
-    record = infer_with(Noisy(), tmp_path, Regional(backend="aot_eager"))
+    class NoisyBlock(Block):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return super().forward(x_BD) + torch.rand(())
+
+    within = Quiet()
+    within.layers = nn.ModuleList(NoisyBlock() for _ in range(3))
+    record = infer_with(within, tmp_path / "within", Regional(backend="aot_eager"))
     assert record.report["parity"]["reason"] == "the step draws random numbers"
+    beside = infer_with(Noisy(), tmp_path / "beside", Regional(backend="aot_eager"))
+    assert beside.report["parity"]["verdict"] == "passed", "draws beside the regions are eager's own"
 
 
 @pytest.mark.parametrize(("on_compile_error", "status"), [("fail", "failed"), ("eager", "finished")])

@@ -19,8 +19,7 @@ from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import last_checkpoint, train
 from tests.trainer.two_processes import said_by_two
 from trainer.callback import Compile
-from trainer.checkpoints import Checkpoints
-from trainer.guards.nonfinite import FiniteLosses, NonFiniteLoss
+from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss
 from trainer.process import StopRequest
 from trainer.telemetry.record import RunRecord
 

@@ -19,7 +19,7 @@ from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.guards.compare import Differences, Judge, ParityError, perturb, rounding_unit
+from trainer.guards.compare import Comparison, ParityError, perturb, rounding_unit
 
 
 def refused(backend: str, tmp_path: Path, parity: str = "on", module: Blocks | None = None) -> tuple[str, Any]:
@@ -222,24 +222,22 @@ def test_the_unit_is_the_precisions() -> None:
     assert rounding_unit("64-true", host) == 2.0**-53
 
 
-class Names:
-    names = ("a", "b")
-    loss = gradient_norm = 1.0
-    updated = 2
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_is_beyond_every_tolerance(number: float) -> None:
+    comparison, one = Comparison(6.0), torch.ones(2)
+    comparison.keep_step(torch.ones(1), {"a": one, "b": one}, unit=2.0**-24)
+    comparison.keep("weights", {"a": one, "b": one}, sizes=torch.ones(2), least=1e-4)
 
+    def complaints(loss: float, gradient: float, weight: float) -> list[str]:
+        step = comparison.distances_of_step(torch.tensor([loss]), {"a": one, "b": gradient * one})
+        return comparison.verdict(step | comparison.distances({"weights": {"a": one, "b": weight * one}}))[0]
 
-def differences(**given: Any) -> Differences:
-    values: dict[str, Any] = {"loss": 0.0, "gradient_norm": 0.0, "gradients": torch.zeros(2), "weights": torch.zeros(2)}
-    return Differences(**{**values, **given})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"loss": float("nan")}, {"loss": float("inf")}, {"gradient_norm": float("nan")},
-     {"weights": torch.tensor([0.0, float("nan")])}, {"weights": torch.tensor([0.0, float("inf")])}],
-)  # fmt: skip
-def test_what_is_no_number_is_beyond_every_tolerance(wrong: dict[str, Tensor | float]) -> None:
-    judge = Judge("on", 2.0**-24, [differences()])
-    complaints, _ = judge.verdict(differences(**wrong), Names())  # type: ignore[arg-type]
-    assert len(complaints) == 1
-    assert judge.verdict(differences(), Names())[0] == []  # type: ignore[arg-type]
+    assert complaints(1.0, 1.0, 1.0) == []
+    for wrong, words in (
+        ((number, 1.0, 1.0), "loss"),
+        ((1.0, number, 1.0), "gradient"),
+        ((1.0, 1.0, number), "update"),
+    ):
+        found = complaints(*wrong)
+        assert found
+        assert all(line.startswith(words) for line in found)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, on_ranks
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
-from trainer.loops import sharded
+from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import INDEX, META, AtomicCheckpointIO, beside, is_directory
 from trainer.loops.fsdp2 import FSDP2
 
@@ -179,7 +179,7 @@ def test_keys_and_states_are_those_of_one_process(crossed: dict[str, Any], folde
 
 
 def shapes(tree: Any) -> Any:
-    return sharded.mapped(tree, lambda _, tensor: (type(tensor), tensor.shape, tensor.dtype))
+    return checkpoint_io.mapped(tree, lambda _, tensor: (type(tensor), tensor.shape, tensor.dtype))
 
 
 def test_torch_makes_one_file_of_the_weights_in_a_directory(crossed: dict[str, Any], folder: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             for owner, name in ((os, "rename"), (shutil, "rmtree")):
                 patch.setattr(owner, name, partial(counted, name, getattr(owner, name), limit))
-            sharded.replace(path)
+            checkpoint_io.replace(path)
         assert step_of(find_checkpoint(str(run))) == SAVED_AT
         assert step_of(find_checkpoint(str(path))) == SAVED_AT
     assert calls == ["rename", "rename", "rmtree"]

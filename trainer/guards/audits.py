@@ -24,20 +24,10 @@ from strategies import Program
 from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
-from trainer.guards.compare import Judge, ParityError, no_noise, perturb, rounding_unit
-from trainer.guards.draws import draws_as_eager
-from trainer.guards.forward import (
-    EagerForward,
-    EagerSeen,
-    Seen,
-    buffer_tolerances,
-    copied,
-    distances,
-    floating_buffers,
-)
+from trainer.guards.compare import MULTIPLES, Distances, ParityError, perturb, rounding_unit
+from trainer.guards.forward import EagerForward, EagerSeen, Seen, UpdateSample, copied, draws_as_eager, floating_buffers
 from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
-from trainer.guards.state import UpdateSample
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
@@ -99,7 +89,10 @@ class Audits:
     ) -> None:
         self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
         self._captured, self._unaudited, self._gradients, self._differs = captured, unaudited, gradients, differs
-        self._judge = Judge(mode, rounding_unit(program.precision, loop.device))
+        self._mode, self._multiple = mode, MULTIPLES[mode]
+        self._unit = rounding_unit(program.precision, loop.device)
+        self._noise: list[Distances] = []
+        """How far eager was from itself, a rounding off, when that was last looked into."""
         self._undo = contextlib.ExitStack()
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
@@ -115,7 +108,7 @@ class Audits:
             return
         settle_shards(loop.module)  # a validation may have left gathered parameters in the place of those that train
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
-        self._update = UpdateSample(loop.optimizers[0], names, program, multiple=self._judge.multiple)
+        self._update = UpdateSample(loop.optimizers[0], names, program, multiple=self._multiple)
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
@@ -273,7 +266,7 @@ class Audits:
 
     def _repeated(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
         """The differences within tolerances of this very batch; those that do not show again are left out."""
-        loop, unit = self._loop, self._judge.unit
+        loop, unit = self._loop, self._unit
         try:
             after: Snapshot | None = Snapshot(loop, micro_batch.batch, self._program)
         except torch.OutOfMemoryError:
@@ -292,7 +285,8 @@ class Audits:
                 pair.eager.before.restore()
                 if random:
                     torch.manual_seed(SEED + number)
-                self._judge.noise.append(distances(self._forward.run(micro_batch.arguments), base))
+                again = self._forward.run(micro_batch.arguments)
+                self._noise.append(base.comparison(self._multiple, unit).distances(again.tensors))
             found = self._differences(pair)
             for number in range(SAMPLES, SAMPLES + REPEATS):
                 if not self._beyond(found):
@@ -302,9 +296,9 @@ class Audits:
                 perturb(weights, unit, SEED + number)
                 with self._paired(micro_batch) as repeated:
                     repeated.outputs.update(micro_batch.run(micro_batch.batch))
-                again = self._differences(repeated)
+                shown = self._differences(repeated)
                 for kind in [kind for kind, one in found.items() if one.share > 1]:
-                    if kind not in again or again[kind].share <= 1:
+                    if kind not in shown or shown[kind].share <= 1:
                         del found[kind]
                         self.facts.not_compared[kind] = "a difference was gone when the step was repeated"
                         self.facts.unrepeated_steps.append(self._number)
@@ -312,23 +306,23 @@ class Audits:
 
     def _differences(self, pair: Pair) -> dict[str, AuditDifference]:
         """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out."""
-        step, eager, judge = pair.step, pair.eager, self._judge
+        step, eager = pair.step, pair.eager
         if step is None or eager is None:
             return {}
         found: dict[str, AuditDifference] = {}
-        apart = distances(step, eager)
-        names = sorted(step.buffers.keys() & eager.buffers.keys())
-        noise = [one for one in judge.noise[-SAMPLES:] if len(one.weights) == len(apart.weights)]
-        judge.noise = noise or [no_noise(apart)]
-        if "loss" not in self._never:
-            if step.loss is None or eager.loss is None:
-                self.facts.not_compared["loss"] = "training_step returned no loss"
-            else:
-                found["loss"] = AuditDifference(what="loss", difference=apart.loss, tolerance=judge.loss_tolerance())
-        if "buffers" not in self._never and names:
-            figures = zip(names, apart.weights.tolist(), buffer_tolerances(judge, eager, names).tolist(), strict=True)
+        comparison = eager.comparison(self._multiple, self._unit)
+        apart = comparison.distances(step.tensors)
+        shapes = {kind: one.shape for kind, one in apart.items()}
+        alike = [one for one in self._noise if {kind: one[kind].shape for kind in one} == shapes]
+        self._noise = comparison.noise = alike[-SAMPLES:]
+        if "loss" not in apart:
+            self.facts.not_compared.setdefault("loss", "training_step returned no loss")
+        for kind in [kind for kind in apart if kind not in self._never and len(apart[kind])]:
+            figures = zip(
+                comparison.names(kind), apart[kind].tolist(), comparison.tolerances(kind).tolist(), strict=True
+            )
             each = [AuditDifference(what=name, difference=size, tolerance=most) for name, size, most in figures]
-            found["buffers"] = max(each, key=lambda one: one.share)
+            found[kind] = max(each, key=lambda one: one.share)
         for kind, most in MAX_TOLERANCE.items():
             if kind in found and not found[kind].tolerance <= most:
                 why = "compiled code draws other random numbers" if eager.drew else "eager differs from itself"
@@ -352,7 +346,7 @@ class Audits:
         since = f"the audit of step {clean} was clean" if clean is not None else "no audit before was clean"
         good = self._last_checkpoint(self._first if clean is None else clean)
         return ParityError(
-            f"parity={self._judge.mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
+            f"parity={self._mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
             f"{good or 'none yet'}. Resume from it without the strategy at fault, or with on_difference=eager; "
             "parity=off audits nothing"
         )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 MULTIPLES = {"on": 6.0, "strict": 3.0}
 """How many times eager's own noise the compiled step may be away."""
@@ -31,6 +31,8 @@ SINGLE, TF32 = 2.0**-24, 2.0**-11
 
 LOSS_FLOOR, TENSOR_FLOOR = 1e-5, 1e-4
 """Least tolerances in any precision: sums in another order."""
+ROUNDINGS = 4
+"""Roundings that a stored value may be off after each step."""
 
 
 class ParityError(RuntimeError):
@@ -47,185 +49,164 @@ def rounding_unit(precision: str, device: torch.device) -> float:
     return UNITS.get(precision, TF32 if tf32 else SINGLE)
 
 
-@dataclass(slots=True, kw_only=True)
-class Differences:
-    """How far one step is from the reference step, each relative to the reference."""
+KINDS = {
+    "loss": "loss",
+    "gradient_norm": "gradient norm",
+    "gradients": "gradient of",
+    "weights": "update of",
+    "optimizer_state": "optimizer state",
+    "buffers": "buffer",
+}
+"""What is compared, in the order in which it is reported, in words."""
 
-    loss: float
-    gradient_norm: float
-    gradients: Tensor
-    """``(tensors,)``: norm of the difference over the norm, for each parameter."""
-    weights: Tensor
-    """``(tensors,)``: difference of the updates over the update, both summed over the elements with the gradient's
-    size as weight, for each parameter: to first order what the loss would notice. Adam's first steps go a full learning
-    rate up or down wherever a gradient is all but zero, which is noise."""
+Distances = dict[str, Tensor]
+"""``(tensors,)`` by kind: norms of the differences, relative to what eager's tensors are or how far they moved."""
+Tensors = dict[str, dict[str, Tensor]]
+"""By kind and name."""
 
 
-def no_noise(like: Differences) -> Differences:
-    """No difference at all."""
-    gradients, weights = torch.zeros_like(like.gradients), torch.zeros_like(like.weights)
-    return Differences(loss=0.0, gradient_norm=0.0, gradients=gradients, weights=weights)
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    tensors: dict[str, Tensor]
+    sizes: Tensor
+    least: Tensor
 
 
 class Comparison:
-    """The reference step, and the distance of others from it.
+    """What eager left, by kind, and how far others may be from it.
 
-    Args:
-        module: Whose trainable parameters are compared.
-        start: Gives what a parameter held before the step.
-        buffers: Compare floating-point buffers as well, the running statistics of batch norms for instance.
-        unit: Rounding of the run, relative: a gradient whose elements are smaller than this times all gradients'
-            elements (root mean squares) is made of rounding, and measured by that size instead of its own.
+    They may be ``multiple`` times as far as eager is from itself (``noise``), the median tensor's noise at least.
     """
 
-    def __init__(
-        self, module: nn.Module, start: Callable[[Tensor], Tensor], *, buffers: bool = False, unit: float = 0.0
-    ) -> None:
-        named: dict[str, Tensor] = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        if buffers:
-            named |= {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-        self.names, self.parameters = list(named), list(named.values())
-        self._start, self._unit = start, unit
-        self.loss: float | None = None
-        self.gradient_norm = math.nan
-        self._losses: list[float] = []
-        self._gradients: list[Tensor] = []
-        self._weights: list[Tensor] = []
-        self.updated = 0
-        """Tensors that the reference step changed."""
+    def __init__(self, multiple: float) -> None:
+        self._multiple = multiple
+        self._kept: dict[str, _Kept] = {}
+        self.noise: list[Distances] = []
 
-    def see_reference(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> None:
-        """Keep loss and gradients of the reference, between backward and optimizer step or as they were kept there;
-        several losses, ``(losses,)``, are compared as a vector, whose length is then ``loss``."""
-        self._losses = losses.flatten().tolist()
-        if self._losses:
-            self.loss = self._losses[0] if len(self._losses) == 1 else math.hypot(*self._losses)
-        self._gradients = list(gradients or [gradient_of(each).clone() for each in self.parameters])
-        self.gradient_norm = _norm(self._gradients)
+    def keep(self, kind: str, tensors: Mapping[str, Tensor], *, least: Tensor | float, sizes: Tensor) -> None:
+        """Keep eager's ``tensors``, which nobody writes to.
 
-    @torch.no_grad()
-    def end_reference(self) -> None:
-        """Keep the weights of the reference, after the optimizer step."""
-        self._weights = [parameter.detach().clone() for parameter in self.parameters]
-        pairs = zip(self._weights, self.parameters, strict=True)
-        self.updated = int((norms([weight - self._start(one) for weight, one in pairs]) != 0).sum())
+        Args:
+            kind: One of ``KINDS``.
+            tensors: By name.
+            least: ``(tensors,)``, the least tolerances, relative.
+            sizes: ``(tensors,)``: what differences are relative to; of what is no number there, none counts.
+        """
+        sizes = sizes.double()
+        self._kept[kind] = _Kept(dict(tensors), sizes, torch.as_tensor(least).double().expand(sizes.shape))
 
-    @torch.no_grad()
-    def see(self, losses: Tensor, gradients: Sequence[Tensor] | None = None) -> Differences:
-        """Compare loss and gradients of another step, of the same moment."""
-        seen = [gradient_of(parameter) for parameter in self.parameters] if gradients is None else list(gradients)
-        numbers = sum(kept.numel() for kept in self._gradients)
-        least = self._unit * self.gradient_norm / math.sqrt(numbers or 1) if math.isfinite(self.gradient_norm) else 0.0
-        kept = [reference.to(gradient.device) for gradient, reference in zip(seen, self._gradients, strict=True)]
-        floors = torch.tensor([least * math.sqrt(reference.numel()) for reference in kept])
-        apart = norms([gradient - reference for gradient, reference in zip(seen, kept, strict=True)])
-        return Differences(
-            loss=distance(losses.flatten().tolist(), self._losses),
-            gradient_norm=distance([_norm(seen)], [self.gradient_norm]),
-            gradients=_relative(apart, norms(kept).maximum(floors)),
-            weights=torch.empty(0),
-        )
+    def keep_step(self, losses: Tensor, gradients: Mapping[str, Tensor], unit: float, slack: float = 1.0) -> None:
+        """Keep loss and gradients of a step, as they are between backward and optimizer.
 
-    @torch.no_grad()
-    def end(self, seen: Differences) -> Differences:
-        """Add the weights of that step to what ``see`` found, after the optimizer step."""
-        updates, apart, plain_updates, plain_apart = [], [], [], []
-        for parameter, gradient, weight in zip(self.parameters, self._gradients, self._weights, strict=True):
-            update = local(weight - self._start(parameter)).abs()
-            difference = local(parameter.detach() - weight).abs()
-            size = _wide(local(gradient)).abs()
-            updates.append((size * update).sum())
-            apart.append((size * difference).sum())
-            plain_updates.append(update.sum())
-            plain_apart.append(difference.sum())
-        of = self.parameters
-        weighted = added_up(updates, of)
-        size, away = (
-            torch.where(weighted > 0, one, other)
-            for one, other in (
-                (weighted, added_up(plain_updates, of)),
-                (added_up(apart, of), added_up(plain_apart, of)),
+        Several ``losses``, ``(losses,)``, are compared as a vector; none are no kind. A gradient whose elements are
+        smaller than ``unit`` (rounding, relative) times all gradients' elements (root mean squares) is made of
+        rounding, and measured by that size. ``slack`` multiplies what rounding allows.
+        """
+        losses = losses.detach().flatten().cpu()
+        if losses.numel():
+            self.keep(
+                "loss", {"loss": losses}, least=max(LOSS_FLOOR, slack * unit), sizes=norms([losses], of_finite=True)
             )
+        sizes, numbers = norms(list(gradients.values())), [one.numel() for one in gradients.values()]
+        norm = sizes.norm()[None]
+        self.keep(
+            "gradient_norm",
+            {"norm": norm},
+            least=max(TENSOR_FLOOR, slack * 4 * unit),
+            sizes=norms([norm], of_finite=True),
         )
-        return replace(seen, weights=_relative(away, size))
+        made_of_rounding = unit * norm.nan_to_num(posinf=0.0) / math.sqrt(sum(numbers) or 1)
+        floors = made_of_rounding * torch.tensor(numbers, dtype=norm.dtype).sqrt()
+        sizes = torch.where(sizes.isfinite(), sizes.maximum(floors), sizes)
+        self.keep("gradients", gradients, least=max(TENSOR_FLOOR, slack * 16 * unit), sizes=sizes)
 
+    def distances_of_step(self, losses: Tensor, gradients: Mapping[str, Tensor]) -> Distances:
+        """The same of another step."""
+        norm = norms(list(gradients.values())).norm()[None]
+        losses = losses.detach().flatten().cpu()
+        return self.distances({"loss": {"loss": losses}, "gradient_norm": {"norm": norm}, "gradients": dict(gradients)})
 
-@dataclass(slots=True)
-class Judge:
-    """Keeps eager's own noise and finds what is beyond it."""
+    @torch.no_grad()
+    def distances(self, tensors: Tensors) -> Distances:
+        """How far ``tensors`` are from eager's, of the kinds that were kept."""
+        found = {}
+        for kind in self._kept.keys() & tensors.keys():
+            kept, given = self._kept[kind], tensors[kind]
+            pairs = [(given.get(name), one) for name, one in kept.tensors.items()]
+            alike = [one is not None and one.shape == other.shape for one, other in pairs]
+            apart = iter(norms([apart_of(one, other) for one, other in pairs if _alike(one, other)]).tolist())
+            away = torch.tensor([next(apart) if same else math.inf for same in alike], dtype=torch.float64)
+            relative = (away / kept.sizes).nan_to_num(nan=math.inf, posinf=math.inf)
+            found[kind] = torch.where((away == 0) | ~kept.sizes.isfinite(), torch.zeros_like(away), relative)
+        return found
 
-    mode: str
-    unit: float
-    noise: list[Differences] = field(default_factory=list)
-    slack: float = 1.0
-    """Times that the least tolerances are allowed."""
+    def tolerances(self, kind: str) -> Tensor:
+        """``(tensors,)``, relative."""
+        kept = self._kept[kind]
+        noise = torch.stack([torch.zeros_like(kept.sizes), *(one[kind] for one in self.noise)]).amax(0)
+        return kept.least.maximum(self._multiple * noise.clamp(min=float(noise.nanmedian())))
 
-    @property
-    def multiple(self) -> float:
-        """How many times eager's own noise is allowed."""
-        return MULTIPLES[self.mode]
+    def tolerance(self, kind: str) -> float:
+        """Of the one tensor of its ``kind``; 0 without any."""
+        return float(self.tolerances(kind)[0]) if kind in self._kept else 0.0
 
-    def loss_tolerance(self) -> float:
-        """Relative, of the loss."""
-        return max(LOSS_FLOOR, self.slack * self.unit, self.multiple * max(one.loss for one in self.noise))
+    def names(self, kind: str) -> list[str]:
+        """Of the tensors of a kind, in order."""
+        return list(self._kept[kind].tensors)
 
-    def norm_tolerance(self) -> float:
-        """Relative, of the norm of all gradients."""
-        return max(
-            TENSOR_FLOOR, self.slack * 4 * self.unit, self.multiple * max(one.gradient_norm for one in self.noise)
-        )
-
-    def tensor_tolerances(self, of: Callable[[Differences], Tensor]) -> Tensor:
-        """Relative, for each parameter: its own noise or the median parameter's, the larger one."""
-        own = torch.stack([of(one) for one in self.noise]).amax(0)
-        noise = own.clamp(min=float(own.nanmedian()) if len(own) else 0.0)
-        return (self.multiple * noise).clamp(min=max(TENSOR_FLOOR, self.slack * 16 * self.unit))
-
-    def verdict(self, seen: Differences, comparison: Comparison) -> tuple[list[str], dict[str, Any]]:
-        """What is beyond its tolerance, in words, and all figures for the record."""
-        # A loss or gradient that is the same kind of no number on both sides counts as equal (_distance, _relative).
+    def verdict(self, seen: Distances) -> tuple[list[str], dict[str, Any]]:
+        """What is beyond its tolerance, in words, and figures of each kind for the record."""
         complaints: list[str] = []
         figures: dict[str, Any] = {}
-        for name, apart, tolerance, reference in (
-            ("loss", seen.loss, self.loss_tolerance(), comparison.loss),
-            ("gradient norm", seen.gradient_norm, self.norm_tolerance(), comparison.gradient_norm),
-        ):
-            if reference is None:  # a step under manual optimization that shows no loss
-                continue
-            figures[name.replace(" ", "_")] = {"eager": reference, "difference": apart, "tolerance": tolerance}
-            if not apart <= tolerance:
-                complaints.append(
-                    f"{name} {apart:.2e} of eager's {reference:.6g} away from it, tolerance {tolerance:.2e}"
+        for kind in [kind for kind in KINDS if kind in seen and len(seen[kind])]:
+            names, apart, tolerances = list(self._kept[kind].tensors), seen[kind], self.tolerances(kind)
+            beyond = (apart / tolerances).nan_to_num(nan=math.inf, posinf=math.inf)
+            beyond[apart == 0] = 0.0
+            worst = int(beyond.argmax())
+            difference, tolerance = float(apart[worst]), float(tolerances[worst])
+            figures[kind] = {"difference": difference, "tolerance": tolerance}
+            away = f"away from it, tolerance {tolerance:.2e}"
+            if kind in ("loss", "gradient_norm"):
+                value = self._kept[kind].tensors[names[0]]
+                figures[kind]["eager"] = eager = float(value) if value.numel() == 1 else float(value.norm())
+                complaint = f"{KINDS[kind]} {difference:.2e} of eager's {eager:.6g} {away}"
+            else:
+                many = int((beyond > 1).sum())
+                figures[kind] |= {"worst": names[worst], "tensors": len(names), "beyond": many}
+                complaint = (
+                    f"{KINDS[kind]} {names[worst]!r} {difference:.2e} of eager's {away} "
+                    f"({many} of {len(names)} tensors are beyond theirs)"
                 )
-        kinds: list[tuple[str, str, Callable[[Differences], Tensor]]] = [
-            ("weights", "update of", lambda one: one.weights),
-            ("gradients", "gradient of", lambda one: one.gradients),
-        ]
-        for name, what, of in kinds:
-            if len(of(seen)):
-                complaint, figures[name] = worst_of(what, comparison.names, of(seen), self.tensor_tolerances(of))
-                complaints += complaint
-        figures["updated_tensors"] = comparison.updated
+            complaints += [complaint] if beyond[worst] > 1 else []
         return complaints, figures
 
 
-def worst_of(what: str, names: Sequence[str], apart: Tensor, tolerances: Tensor) -> tuple[list[str], dict[str, Any]]:
-    """The complaint about the tensor farthest beyond its tolerance, if one is, and the figures; all ``(tensors,)``."""
-    beyond = (apart / tolerances).nan_to_num(nan=math.inf, posinf=math.inf)
-    beyond[apart == 0] = 0.0
-    worst = int(beyond.argmax())
-    figures = {
-        "worst": names[worst],
-        "difference": float(apart[worst]),
-        "tolerance": float(tolerances[worst]),
-        "tensors": len(apart),
-        "beyond": int((beyond > 1).sum()),
-    }
-    complaint = (
-        f"{what} {names[worst]!r} {figures['difference']:.2e} of eager's away from it, tolerance "
-        f"{figures['tolerance']:.2e} ({figures['beyond']} of {len(apart)} tensors are beyond theirs)"
-    )
-    return [complaint] if beyond[worst] > 1 else [], figures
+def _alike(one: Tensor | None, other: Tensor) -> TypeGuard[Tensor]:
+    return one is not None and one.shape == other.shape
+
+
+def apart_of(one: Tensor, other: Tensor) -> Tensor:
+    """Their difference; none where both are the same infinity, or no number."""
+    one, other = _wide(one), _wide(other).to(one.device)
+    return torch.where((one == other) | (one.isnan() & other.isnan()), torch.zeros_like(one), one - other)
+
+
+@torch.no_grad()
+def moved_since(starts: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor:
+    """``(tensors,)``: how far ``tensors`` moved since ``starts``; their own size where there was none."""
+    pairs = zip(starts, tensors, strict=True)
+    return norms([apart_of(one, before) if _alike(before, one) else one.detach() for before, one in pairs])
+
+
+def stored_sizes(tensors: Sequence[Tensor], moved: Tensor, tolerance: float, steps: int = 1) -> dict[str, Tensor]:
+    """What differences of ``tensors`` are relative to, how far they ``moved``, and the least tolerances: ``tolerance``,
+    and what ``steps`` roundings of the stored values may come to. What did not move may differ by those alone."""
+    sizes, moved = norms(tensors, of_finite=True).double(), moved.double()
+    epsilon = torch.tensor([torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0 for one in tensors]).double()
+    still = moved == 0
+    of = torch.where(still, sizes, moved)
+    rounding = steps * ROUNDINGS * epsilon * sizes / of.clamp(min=1e-300)
+    return {"sizes": of, "least": torch.where(still, 0.0, tolerance) + rounding}
 
 
 @torch.no_grad()
@@ -251,7 +232,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+    return tensor if tensor.is_complex() or tensor.dtype == torch.double else tensor.float()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -280,34 +261,15 @@ def added_up(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """``(tensors,)`` on the host: their norms, over all shards; every process calls this."""
-    own = [torch.linalg.vector_norm(_wide(local(one))) for one in tensors]
+def norms(tensors: Sequence[Tensor], *, of_finite: bool = False) -> Tensor:
+    """``(tensors,)`` on the host: their norms (or of what is finite), over all shards; every process calls this."""
+    held = [_wide(local(one.detach())) for one in tensors]
+    if of_finite:
+        held = [one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for one in held]
+    own = [torch.linalg.vector_norm(one) for one in held]
     if not any(hasattr(one, "device_mesh") for one in tensors):
         return added_up(own, tensors)
     return added_up([one.double() ** 2 for one in own], tensors).sqrt()
-
-
-def _norm(gradients: list[Tensor]) -> float:
-    return float(torch.linalg.vector_norm(norms(gradients)))
-
-
-def distance(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Length of the difference over that of ``reference``; what is no number on both sides counts as equal."""
-    if [math.isfinite(value) for value in values] != [math.isfinite(value) for value in reference]:
-        return math.inf
-    pairs = [(value, other) for value, other in zip(values, reference, strict=True) if math.isfinite(other)]
-    apart, length = math.hypot(*(value - other for value, other in pairs)), math.hypot(*(other for _, other in pairs))
-    return apart / length if apart and length else (math.inf if apart else 0.0)
-
-
-def _relative(difference: Tensor, reference: Tensor) -> Tensor:
-    """``difference / reference``; no difference where both are nothing, or the reference is no number."""
-    ratio = (difference / reference).nan_to_num(nan=math.inf)
-    return torch.where((difference == 0) | ~reference.isfinite(), torch.zeros_like(ratio), ratio)
-
-
-Around = Callable[[torch.optim.Optimizer], None]
 
 
 class StepRecorder:
@@ -346,56 +308,33 @@ class StepRecorder:
 
 
 class Displaced:
-    """Weights that are one rounding off wherever the model looks at them, and exact wherever an optimizer steps.
-
-    The calibration asks how far the rounding of forward and backward carries. It must not ask how far the stored
-    weights round: an update may be smaller than their last digit. Under manual optimization, forwards and backwards
-    come before, between and after the optimizers' steps. So a weight is put right just before its optimizer changes it,
-    when no graph can need it any more, and displaced anew just after.
+    """Inside, weights are one rounding off.
 
     A weight is put right by adding what was taken from it. If nobody has touched it since, this is exact: of two
-    floating-point numbers within a factor of two, the difference is one too (Sterbenz). If ``training_step`` has
-    changed it itself (it clamps a critic's weights, or averages them), it is exact but for about a rounding.
+    floating-point numbers within a factor of two, the difference is one too (Sterbenz). If a step has changed it, it
+    is exact but for about a rounding of what is stored.
 
     Args:
-        parameters: What is displaced; entered once.
+        parameters: What is displaced.
         unit: By how much, relative; see ``perturb``.
     """
 
     def __init__(self, parameters: Sequence[Tensor], unit: float, seed: int) -> None:
         self._parameters, self._unit, self._seed = parameters, unit, seed
-        self._known = set(parameters)
-        self._back: dict[Tensor, Tensor] = {}
-        """What puts each weight right that is displaced."""
 
+    @torch.no_grad()
     def __enter__(self) -> Displaced:
-        self._displace(self._parameters)
+        self._back = [parameter.detach().clone() for parameter in self._parameters]
+        perturb(self._parameters, self._unit, self._seed)
+        for parameter, before in zip(self._parameters, self._back, strict=True):
+            before.sub_(parameter)
         return self
 
+    @torch.no_grad()
     def __exit__(self, *_: object) -> None:
-        self._put_right(self._parameters)
-
-    def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to change its parameters."""
-        self._put_right(parameters_of(optimizer))
-
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has."""
-        self._displace(parameter for parameter in parameters_of(optimizer) if parameter in self._known)
-
-    @torch.no_grad()
-    def _displace(self, parameters: Iterable[Tensor]) -> None:
-        exact = {parameter: parameter.detach().clone() for parameter in parameters if parameter not in self._back}
-        self._seed += 1
-        perturb(exact, self._unit, self._seed)
-        for parameter, before in exact.items():
-            self._back[parameter] = before.sub_(parameter)
-
-    @torch.no_grad()
-    def _put_right(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            if parameter in self._back:
-                parameter.add_(self._back.pop(parameter))
+        for parameter, difference in zip(self._parameters, self._back, strict=True):
+            parameter.add_(difference)
+        self._back = []
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -406,9 +345,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def around_steps(
-    optimizers: Iterable[torch.optim.Optimizer], *, before: Sequence[Around], after: Sequence[Around]
+    optimizers: Iterable[torch.optim.Optimizer], before: Sequence[Callable[[torch.optim.Optimizer], Any]]
 ) -> Iterator[None]:
-    """Inside, ``before`` is called when an optimizer is about to change its parameters, and ``after`` when it has.
+    """Inside, ``before`` is called when an optimizer is about to change its parameters.
 
     An optimizer that is given a closure evaluates it within its step: ``before`` then comes after that.
     """
@@ -418,23 +357,16 @@ def around_steps(
         closure = given[0] if given else named.get("closure")
 
         def evaluated() -> Any:
-            result = closure()
+            result = closure() if closure is not None else None
             for call in before:
                 call(optimizer)
             return result
 
         if closure is None:
-            for call in before:
-                call(optimizer)
-            return None
+            return evaluated()
         return ((step, evaluated, *given[1:]), named) if given else (arguments, {**named, "closure": evaluated})
-
-    def has_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for call in after:
-            call(optimizer)
 
     with contextlib.ExitStack() as hooks:
         for optimizer in optimizers:
             hooks.callback(optimizer.register_step_pre_hook(about_to_step).remove)
-            hooks.callback(optimizer.register_step_post_hook(has_stepped).remove)
         yield

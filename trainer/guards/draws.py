@@ -1,4 +1,5 @@
-"""Draws: whether what is compiled draws random numbers, and whether it draws them as eager does.
+"""Draws: whether what is compiled draws random numbers, and whether it draws them as eager does; and forwards in eval
+mode, where no dropout hides a wrong one.
 
 What the training step draws outside of it (the noise that a generator begins with, the time steps of a diffusion) is
 the same in eager and compiled, because both begin from the same state of the generators; it takes nothing from the
@@ -8,26 +9,30 @@ are then compared as samples. Their means may differ by what the spread between 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strategies import Program
-from strategies.options import file_of_backend
-from trainer.guards.compare import added_up, local, norms
-from trainer.guards.snapshot import drew_random_numbers, random_state
+from strategies.compose import eager
+from strategies.loop import Loop
+from trainer.guards.compare import LOSS_FLOOR, Displaced, added_up, apart_of, local, norms
+from trainer.guards.forward import region_draws
+from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 
 FEW, MANY = 4, 16
 """Steps of each arm that are looked at first, and before a difference counts."""
 SUSPECT, CERTAIN = 6.0, 7.0
 """Standard errors that two means may be apart, of few and of many steps: with 30 degrees of freedom, a difference of 7
 comes by chance once in ten million."""
+SAMPLES = 5
+"""Passes of eager in eval mode, a rounding off, before a difference counts; the first two are enough for most."""
 MAX_SPREAD = 8.0
 """Times that the variance of one arm's losses may be the other's: by chance once in 10,000 steps of 16 seeds."""
 
@@ -114,49 +119,129 @@ def _ratio(one: list[float], other: list[float]) -> float:
     return larger / smaller if smaller else (math.inf if larger else 1.0)
 
 
-@contextlib.contextmanager
-def region_draws(program: Program) -> Iterator[list[str]]:
-    """Inside, which has to be eager, the paths of the regions that drew in a forward are added to the list."""
-    regions = {id(program.module.get_submodule(region.path)): region.path for region in program.regions}
-    drawn: list[str] = []
-    before: list[tuple[int, tuple[Any, ...]]] = []
+# ---- forwards in eval mode -------------------------------------------------------------------------------------------
 
-    def enters(module: nn.Module, _: Any) -> None:
-        if id(module) in regions and not drawn and not before:
-            before.append((id(module), random_state()))
-
-    def leaves(module: nn.Module, *_: Any) -> None:
-        if before and before[0][0] == id(module) and drew_random_numbers(before.pop()[1]):
-            drawn.append(regions[id(module)])
-
-    # Not on the modules: what is compiled from them is guarded against hooks that come and go.
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(enters),
-        nn.modules.module.register_module_forward_hook(leaves),
-    ]
-    try:
-        yield drawn
-    finally:
-        for handle in handles:
-            handle.remove()
+Outputs = tuple[dict[str, Tensor], str]
+"""What a forward shows, by name, or why it shows nothing."""
 
 
-def draws_as_eager(program: Program) -> bool:
-    """Whether compiled code that leaves the generators where eager does has drawn eager's numbers.
+def compare_forwards(
+    loop: Loop,
+    program: Program,
+    run: Callable[[], Outputs],
+    restore: Callable[[], Any],
+    *,
+    least: float,
+    multiple: float,
+    unit: float,
+    seed: int,
+) -> dict[str, Any]:
+    """Compare what ``run`` shows with what it shows under eager, on all processes alike.
 
-    A dropout that is taken apart draws others, in double precision as many of them. Torch's own backends, all but
-    two, may take operations apart.
+    Args:
+        loop: Whose module runs, and whose processes agree.
+        program: What stands aside for eager.
+        run: A forward.
+        restore: Puts back what the one before has changed.
+        least: Relative tolerance; ``multiple`` times what eager's outputs move by where every parameter is moved by
+            ``unit``, relative, widens it. ``seed`` is that of the first such pass.
+
+    Returns:
+        ``reason``, why nothing was compared; or the ``worst`` output's name, its ``eager`` value where it is a number,
+        ``difference`` (the largest, over eager's largest value), ``noise``, ``tolerance``, ``tensors``, ``passes``.
     """
-    return not any(
-        strategy.needs_inductor or _takes_apart(getattr(strategy, "backend", "eager"))
-        for strategy in program.strategies
-    )
+    restore()
+    before = random_state()
+    with eager(program), region_draws(program) as drawn:
+        reference, why = run()
+    if drawn or (program.step is not None and drew_random_numbers(before)):
+        why = why or "the step draws random numbers"
+    if not loop.anywhere(bool(why)):
+        restore()
+        seen, why = run()
+    if loop.anywhere(bool(why)):
+        return {"reason": why or "not possible in another process"}
+    apart = {name: _farthest(seen.get(name), value) for name, value in reference.items()}
+    worst = max(apart, key=apart.__getitem__)
+    restore()  # a forward may have left gathered parameters in the place of those that train
+    parameters = [one for one in loop.module.parameters() if one.is_floating_point()]
+    noise = tolerance = 0.0
+    for sample in range(SAMPLES):
+        restore()
+        with eager(program), Displaced(parameters, unit, seed + sample):
+            again, _ = run()
+        noise = max([noise, *(_farthest(again.get(name), value) for name, value in reference.items())])
+        tolerance = max(least, unit, multiple * noise)
+        if sample and not loop.anywhere(apart[worst] > tolerance):
+            break
+    restore()
+    return {
+        "worst": worst,
+        "eager": float(reference[worst]) if reference[worst].numel() == 1 else None,
+        "difference": apart[worst],
+        "tolerance": tolerance,
+        "noise": noise,
+        "tensors": len(reference),
+        "passes": sample + 1,
+    }
 
 
-def _takes_apart(backend: str) -> bool:
-    if backend in ("eager", "aot_eager"):
-        return False
-    try:
-        return file_of_backend(backend) is None
-    except ValueError:  # nobody knows whose it is
-        return True
+def _farthest(one: Tensor | None, other: Tensor) -> float:
+    """Largest difference over the reference's largest finite value."""
+    if one is None or one.shape != other.shape:
+        return math.inf
+    difference = float(apart_of(one, other).abs().max())
+    size = float(other.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+    return (difference / size if size and difference == difference else math.inf) if difference else 0.0
+
+
+class Evaluation:
+    """Compares forwards in eval mode; each begins from the snapshot.
+
+    Losses are compared: those that ``validation_step`` logs or returns where the run validates, or that of
+    ``training_step``'s forward. Other metrics may count (an accuracy), and jump where a loss moves by a rounding.
+    """
+
+    def __init__(self, loop: Loop, program: Program, snapshot: Snapshot, **allowed: Any) -> None:
+        self._loop, self._program, self._snapshot, self._allowed = loop, program, snapshot, allowed
+
+    def run(self, batch: Any, says_nothing: float) -> tuple[list[str], dict[str, Any]]:
+        """Complaints and facts; ``reason`` among these is why nothing was compared."""
+        loop, reasons = self._loop, []
+        steps = [*(["validation_step"] if loop.validates else []), *([] if loop.manual else ["training_step"])]
+        for step in steps:
+            found = compare_forwards(
+                loop,
+                self._program,
+                partial(self._losses, batch, step),
+                self._snapshot.restore,
+                least=LOSS_FLOOR,
+                **self._allowed,
+            )
+            if "reason" in found:
+                reasons.append(f"{step}: {found['reason']}")
+                continue
+            name, reference, apart, tolerance = (found[one] for one in ("worst", "eager", "difference", "tolerance"))
+            loss = {"name": name, "eager": reference, "difference": apart, "tolerance": tolerance}
+            facts = {"step": step, "loss": loss}
+            if loop.anywhere(tolerance > says_nothing):
+                return [], {"reason": f"{step} differs by {found['noise']:.0%} from itself in eager", **facts}
+            line = (
+                f"in eval mode, {name} of {step} is {apart:.2e} of eager's {reference:.6g} away from it, "
+                f"tolerance {tolerance:.2e}"
+            )
+            return [line] if apart > tolerance else [], facts
+        return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
+
+    def _losses(self, batch: Any, step: str) -> Outputs:
+        """A user's step may not take this batch, or not at this moment."""
+        try:
+            with self._loop.recording_logs() as logged:
+                returned = self._loop.evaluate(batch, step)
+        except Exception as error:
+            return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        shown = {call.name: value for call, value in logged if "loss" in call.name.lower()}
+        shown["the returned loss"] = returned.get("loss") if isinstance(returned, dict) else returned
+        found = {name: torch.as_tensor(one) for name, one in shown.items() if isinstance(one, float | Tensor)}
+        losses = {name: one.detach() for name, one in found.items() if one.is_floating_point() and one.numel() == 1}
+        return losses, "" if losses else "it shows no loss"

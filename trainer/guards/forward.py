@@ -1,29 +1,59 @@
-"""Forwards of eager beside compiled ones: of a training step under way, and in eval mode, where no dropout hides a
-wrong forward. Neither leaves a trace in the training.
+"""Eager beside a training step under way: its forward, and the update of a few parameters by torch's own step.
+
+Neither leaves a trace in the training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.guards.compare import LOSS_FLOOR, Differences, Displaced, Judge, distance, local
-from trainer.guards.draws import region_draws
-from trainer.guards.snapshot import Snapshot, random_state
+from strategies.options import file_of_backend
+from trainer.guards.compare import (
+    LOSS_FLOOR,
+    TENSOR_FLOOR,
+    UNITS,
+    Comparison,
+    Tensors,
+    local,
+    moved_since,
+    norms,
+    perturb,
+    stored_sizes,
+)
+from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
+from trainer.telemetry.record import AuditDifference
 
-EVALUATIONS = 5
-"""Passes of eager in eval mode, a rounding off, before a difference counts; the first two are enough for most."""
+MAX_ELEMENTS = 1 << 20
+"""Of one parameter of the sample."""
+MAX_GROUPS = 8
+"""Parameter groups that a sample is taken of, evenly spaced."""
+SAMPLES = 4
+"""Steps from copies one rounding off by which the tolerance is widened before a difference counts."""
+MAX_TOLERANCE = 0.5
+"""Relative to the update, beyond which a comparison says nothing: weights of few bits that hardly move."""
+FORMS = ("foreach", "fused", "capturable", "differentiable")
+SEED = 2**31 - 101
+
+State = dict[str, Any]
+"""What the optimizer keeps for one parameter, and its ``weight``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +64,12 @@ class Seen:
     """Divided by the micro-batches of a step; None where the step returned none."""
     buffers: dict[str, Tensor]
     """Copies of the floating-point buffers after it."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """By kind and name, what is compared."""
+        loss = {} if self.loss is None else {"loss": {"loss": self.loss.detach().flatten().cpu()}}
+        return {**loss, "buffers": self.buffers}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +85,17 @@ class EagerSeen(Seen):
     """Random generators after it."""
     wrote: set[int]
     """Identities of the parameters that it wrote to, a teacher's moving average for instance."""
+
+    def comparison(self, multiple: float, unit: float) -> Comparison:
+        """With this forward: its loss, and each buffer relative to how far it moved."""
+        made, tensors = Comparison(multiple), self.tensors
+        if "loss" in tensors:
+            sizes = norms([tensors["loss"]["loss"]], of_finite=True)
+            made.keep("loss", tensors["loss"], least=max(LOSS_FLOOR, unit), sizes=sizes)
+        buffers = list(self.buffers.values())
+        moved = moved_since([self.starts.get(name) for name in self.buffers], buffers)
+        made.keep("buffers", self.buffers, **stored_sizes(buffers, moved, max(TENSOR_FLOOR, 16 * unit)))
+        return made
 
 
 class EagerForward:
@@ -99,42 +146,6 @@ class EagerForward:
                 drawn=random_state(),
                 wrote=kept.written,
             )
-
-
-def distances(seen: Seen, reference: EagerSeen) -> Differences:
-    """How far ``seen`` is from eager: its loss, and as ``weights`` each buffer that both have, by name, relative to
-    eager's change of it."""
-    names = sorted(seen.buffers.keys() & reference.buffers.keys())
-    buffers = [_apart(seen.buffers[name], reference.buffers[name], reference.starts.get(name)) for name in names]
-    loss = 0.0 if seen.loss is None or reference.loss is None else _apart(seen.loss, reference.loss, None)
-    return Differences(loss=loss, gradient_norm=0.0, gradients=torch.empty(0), weights=torch.tensor(buffers))
-
-
-def buffer_tolerances(judge: Judge, reference: EagerSeen, names: Sequence[str]) -> Tensor:
-    """``(names,)``, relative to each buffer's change: those of ``judge``, or what storing a buffer twice may round, for
-    a running variance in bfloat16 hardly moves."""
-    stored = []
-    for name in names:
-        buffer, start = reference.buffers[name].double(), reference.starts.get(name)
-        moved = buffer if start is None or start.shape != buffer.shape else buffer - start.double()
-        size = float(buffer.nan_to_num().norm())
-        unit = torch.finfo(reference.buffers[name].dtype).eps / 2
-        stored.append(4 * unit * size / (float(moved.nan_to_num().norm()) or size or 1.0))
-    return judge.tensor_tolerances(lambda one: one.weights).maximum(torch.tensor(stored))
-
-
-def _apart(tensor: Tensor, reference: Tensor, start: Tensor | None) -> float:
-    """Length of the difference over that of the reference, or of its change since ``start``; what is no number on
-    both sides alike counts as equal, on one side as infinitely far."""
-    tensor, reference = (each.detach().double().cpu() for each in (tensor, reference))
-    if tensor.shape != reference.shape or not torch.equal(tensor.isfinite(), reference.isfinite()):
-        return math.inf
-    difference = float((tensor - reference).nan_to_num().norm())
-    if not difference:
-        return 0.0
-    moved = reference if start is None else reference - start.double().cpu()
-    size = float(moved.nan_to_num().norm()) or float(reference.nan_to_num().norm())
-    return difference / size if size else math.inf
 
 
 def floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -216,87 +227,205 @@ class _Writes(TorchDispatchMode):
         return operation(*args, **kwargs)
 
 
-class Evaluation:
-    """Compares forwards in eval mode; each begins from the snapshot.
+@contextlib.contextmanager
+def region_draws(program: Program) -> Iterator[list[str]]:
+    """Inside, which has to be eager, the paths of the regions that drew in a forward are added to the list."""
+    regions = {id(program.module.get_submodule(region.path)): region.path for region in program.regions}
+    drawn: list[str] = []
+    before: list[tuple[int, tuple[Any, ...]]] = []
 
-    Losses are compared: those that ``validation_step`` logs or returns where the run validates, or that of
-    ``training_step``'s forward. Other metrics may count (an accuracy), and jump where a loss moves by a rounding.
+    def enters(module: nn.Module, _: Any) -> None:
+        if id(module) in regions and not drawn and not before:
+            before.append((id(module), random_state()))
+
+    def leaves(module: nn.Module, *_: Any) -> None:
+        if before and before[0][0] == id(module) and drew_random_numbers(before.pop()[1]):
+            drawn.append(regions[id(module)])
+
+    # Not on the modules: what is compiled from them is guarded against hooks that come and go.
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enters),
+        nn.modules.module.register_module_forward_hook(leaves),
+    ]
+    try:
+        yield drawn
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def draws_as_eager(program: Program) -> bool:
+    """Whether compiled code that leaves the generators where eager does has drawn eager's numbers.
+
+    A dropout that is taken apart draws others, in double precision as many of them. Torch's own backends, all but
+    two, may take operations apart.
+    """
+    return not any(
+        strategy.needs_inductor or _takes_apart(getattr(strategy, "backend", "eager"))
+        for strategy in program.strategies
+    )
+
+
+def _takes_apart(backend: str) -> bool:
+    if backend in ("eager", "aot_eager"):
+        return False
+    try:
+        return file_of_backend(backend) is None
+    except ValueError:  # nobody knows whose it is
+        return True
+
+
+class UpdateSample:
+    """Of each parameter group the smallest parameter and one of middle size.
+
+    Args:
+        names: Name of each parameter, by its identity.
+        multiple: How many times the noise of rounding a difference may be.
     """
 
-    def __init__(self, loop: Loop, program: Program, snapshot: Snapshot, judge: Judge, seed: int) -> None:
-        self._loop, self._program, self._snapshot, self._judge, self._seed = loop, program, snapshot, judge, seed
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], program: Program, *, multiple: float) -> None:
+        self._optimizer, self._names, self._program, self._multiple = optimizer, names, program, multiple
+        with eager(program):
+            self.reason = _why_not(optimizer)
+        """Why nothing is compared, or None."""
+        self.parameters: list[nn.Parameter] = [] if self.reason else list(_chosen(optimizer))
+        """The sample."""
+        self._before: list[State] = []
 
-    def run(self, batch: Any, says_nothing: float) -> tuple[list[str], dict[str, Any]]:
-        """Complaints and facts; ``reason`` among these is why nothing was compared."""
-        reasons = []
-        steps = [
-            *(["validation_step"] if self._loop.validates else []),
-            *([] if self._loop.manual else ["training_step"]),
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy weights and state, as they are before the step."""
+        self._before = [_copied(self._now(parameter)) for parameter in self.parameters]
+
+    def _now(self, parameter: nn.Parameter) -> State:
+        return {"weight": parameter.detach(), **self._optimizer.state.get(parameter, {})}
+
+    @torch.no_grad()
+    def compare(self, gradients: Sequence[Tensor | None]) -> list[AuditDifference]:
+        """Compare weights and state after the step; ``gradients`` are the unscaled ones that it was given. Nothing is
+        left where a comparison would say nothing. Raises what torch's own step raises."""
+        before, self._before = self._before, []
+        used = [
+            None if gradient is None or gradient.layout is not torch.strided else self._scaled(gradient)
+            for gradient in gradients
         ]
-        for step in steps:
-            with eager(self._program), region_draws(self._program) as drawn:
-                reference, why = self._losses(batch, step)
-            why = why or ("it draws random numbers in eval mode too" if drawn else "")
-            if self._loop.anywhere(bool(why)):
-                reasons.append(f"{step}: {why or 'not possible in another process'}")
-                continue
-            seen, why = self._losses(batch, step)
-            if self._loop.anywhere(bool(why)):
-                reasons.append(f"{step}, compiled: {why or 'not possible in another process'}")
-                continue
-            return self._judged(batch, step, reference, seen, says_nothing)
-        return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
+        expected = self._stepped(before, used)
+        found = []
+        noise: list[list[State]] = []
+        for place, parameter in enumerate(self.parameters):
+            now = self._now(parameter)
+            for name, reference in {} if used[place] is None else expected[place].items():
+                if not isinstance(reference, Tensor) or not isinstance(now.get(name), Tensor):
+                    continue
+                if not math.isfinite(_norm(reference)):
+                    continue  # a training that has diverged under eager too
+                scale, tolerance = self._allowed(reference, before[place].get(name))
+                difference = _norm(now[name].to(reference.device) - reference) / scale
+                if not difference <= tolerance:
+                    noise = noise or [self._one_rounding_off(before, used, seed) for seed in range(SAMPLES)]
+                    widest = max(_norm(one[place][name] - reference) / scale for one in noise)
+                    tolerance = max(tolerance, self._multiple * widest)
+                if tolerance <= MAX_TOLERANCE:
+                    what = self._names[id(parameter)] + ("" if name == "weight" else f" ({name})")
+                    found.append(AuditDifference(what=what, difference=difference, tolerance=tolerance))
+        return found
 
-    def _judged(
-        self, batch: Any, step: str, reference: dict[str, float], seen: dict[str, float], says_nothing: float
-    ) -> tuple[list[str], dict[str, Any]]:
-        distances = {name: _relative(seen.get(name), value) for name, value in reference.items()}
-        worst = max(distances, key=distances.__getitem__)
-        apart, noise, tolerance = distances[worst], 0.0, 0.0
-        self._snapshot.restore()  # a forward may have left gathered parameters in the place of those that train
-        parameters = [one for one in self._loop.module.parameters() if one.is_floating_point()]
-        for sample in range(EVALUATIONS):
-            with eager(self._program):
-                again, _ = self._losses(batch, step, Displaced(parameters, self._judge.unit, self._seed + sample))
-            noise = max([noise, *(_relative(again.get(name), value) for name, value in reference.items())])
-            tolerance = max(LOSS_FLOOR, self._judge.unit, self._judge.multiple * noise)
-            if sample and not self._loop.anywhere(apart > tolerance):
-                break
-        facts: dict[str, Any] = {
-            "step": step,
-            "loss": {"name": worst, "eager": reference[worst], "difference": apart, "tolerance": tolerance},
-        }
-        if self._loop.anywhere(tolerance > says_nothing):
-            return [], {"reason": f"{step} differs by {noise:.0%} from itself in eager", **facts}
-        if apart > tolerance:
-            return [
-                f"in eval mode, {worst} of {step} is {apart:.2e} of eager's {reference[worst]:.6g} away from it, "
-                f"tolerance {tolerance:.2e}"
-            ], facts
-        return [], facts
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        # Clipping may have happened within the compiled update, which leaves the gradients as they were.
+        by = [strategy.gradient_scale(self._optimizer, gradient.device) for strategy in self._program.strategies]
+        return gradient * math.prod(by)
 
-    def _losses(self, batch: Any, step: str, displaced: Displaced | None = None) -> tuple[dict[str, float], str]:
-        """Losses by name, or why there are none: a user's step may not take this batch, or not at this moment."""
-        self._snapshot.restore()
-        found: dict[str, float] = {}
+    def _stepped(self, before: list[State], gradients: Sequence[Tensor | None]) -> list[State]:
+        """Weights and states after a step of torch's own, tensor by tensor."""
+        optimizer = self._optimizer
+        states = [_copied(held) for held in before]
+        weights: list[Tensor] = [held.pop("weight") for held in states]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            members = [weights[places[id(one)]] for one in group["params"] if id(one) in places]
+            if members:
+                plain = {form: False for form in FORMS if form in group}
+                numbers = {name: float(one) if isinstance(one, Tensor) else one for name, one in group.items()}
+                groups.append({**numbers, **plain, "params": members})
+        other = object.__new__(type(optimizer))
+        hidden = ("step", "grad_scale", "found_inf")
+        vars(other).update({name: value for name, value in vars(optimizer).items() if name not in hidden})
+        other.param_groups = groups
+        kept = {weight: held for weight, held in zip(weights, states, strict=True) if held}
+        other.state = state = defaultdict(dict, kept)
+        inspect.unwrap(type(optimizer).step)(other)
+        return [{"weight": weight, **state[weight]} for weight in weights]
 
-        def add(name: str, value: Any) -> None:
-            one_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1
-            if isinstance(value, float) or one_number:
-                found[name] = float(value)
+    def _one_rounding_off(self, before: list[State], gradients: Sequence[Tensor | None], seed: int) -> list[State]:
+        moved = [_copied(held) for held in before]
+        given = [None if gradient is None else gradient.clone() for gradient in gradients]
+        for held in moved:
+            tensors = [value for name, value in held.items() if _is_floating(value) and name != "step"]
+            perturb(tensors, self._unit(held["weight"]), SEED + seed)
+        for gradient in given:
+            if gradient is not None:
+                perturb([gradient], max(self._unit(gradient), self._own_unit), SEED + 50 + seed)
+        return self._stepped(moved, given)
 
-        try:
-            with self._loop.recording_logs() as logged, displaced or contextlib.nullcontext():
-                returned = self._loop.evaluate(batch, step)
-        except Exception as error:
-            self._snapshot.restore()
-            return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        for call, value in logged:
-            if "loss" in call.name.lower():
-                add(call.name, value)
-        add("the returned loss", returned.get("loss") if isinstance(returned, dict) else returned)
-        return found, "" if found else "it shows no loss"
+    def _allowed(self, reference: Tensor, start: Any) -> tuple[float, float]:
+        """What differences are relative to, and how large they may be at least: rounding, of the values that are
+        stored and of the sums that lead to them."""
+        size = _norm(reference)
+        change = _norm(reference - start.to(reference.device)) if isinstance(start, Tensor) else size
+        stored = 8 * self._unit(reference)
+        if not change:
+            return size or 1.0, stored
+        return change, max(TENSOR_FLOOR, 16 * max(self._unit(reference), self._own_unit)) + stored * size / change
+
+    @property
+    def _own_unit(self) -> float:
+        # Muon computes in bfloat16 whatever the weights are.
+        return UNITS["bf16-true"] if isinstance(self._optimizer, getattr(torch.optim, "Muon", ())) else 0.0
+
+    @staticmethod
+    def _unit(tensor: Tensor) -> float:
+        return torch.finfo(tensor.dtype).eps / 2 if tensor.is_floating_point() else 0.0
 
 
-def _relative(value: float | None, reference: float) -> float:
-    return math.inf if value is None else distance([value], [reference])
+def _why_not(optimizer: Any) -> str | None:
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return f"{kind.__name__} is not an optimizer of torch.optim, it may look at all parameters at once"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS looks at all parameters at once"
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return f"the step of {kind.__name__} was replaced"
+    if (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    ):
+        return f"hooks run within the step of {kind.__name__}"
+    return None
+
+
+def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    groups = optimizer.param_groups
+    for group in groups[:: max(1, -(-len(groups) // MAX_GROUPS))]:
+        made = [one for one in group["params"] if one.requires_grad and not is_lazy(one)]
+        fitting = [one for one in made if 0 < one.numel() <= MAX_ELEMENTS]
+        ordered = sorted((one for one in fitting if one.is_floating_point()), key=Tensor.numel)
+        chosen = {id(one): one for one in (*ordered[:1], *ordered[len(ordered) // 2 :][:1])}
+        yield from chosen.values()
+
+
+def _copied(state: Mapping[str, Any]) -> State:
+    return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(norms([tensor.double() if tensor.device.type != "mps" else tensor.float()]))

@@ -65,7 +65,6 @@ class HuggingFaceLoop(OneProcess):
         self._flops = 0.0
         self._useful: Tensor | None = None
         self._observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]] = []
-        self._fetching: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._saving: list[Callable[[str], None]] = []
         self._audit: Around | None = None
         self._audited = contextlib.ExitStack()
@@ -139,20 +138,7 @@ class HuggingFaceLoop(OneProcess):
         self._take_backward(loss, **options)
 
     def _get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
-        def fetched() -> Iterator[Any]:
-            while True:
-                for before, _ in self._fetching:
-                    before()
-                try:
-                    batch = next(epoch_iterator)
-                except StopIteration:
-                    return
-                finally:
-                    for _, after in self._fetching:
-                        after()
-                yield batch
-
-        return self._samples(fetched(), *arguments, **named)
+        return self._samples(self.fetched(epoch_iterator), *arguments, **named)
 
     def _log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         if self._quiet:
@@ -347,10 +333,6 @@ class HuggingFaceLoop(OneProcess):
 
         with replaced(optimizer, "step", step):
             yield
-
-    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        self._fetching.append((before, after))
-        return lambda: self._fetching.remove((before, after))
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         if self._resumed is not None:

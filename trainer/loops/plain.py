@@ -72,7 +72,6 @@ class PlainLoop(OneProcess):
         self._progress = Progress()
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
-        self._fetching: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._around: list[Any] = []
 
     def fit(self, loader: Iterable[Any], training: Watcher | None = None) -> Iterator[Tensor | None]:
@@ -86,13 +85,9 @@ class PlainLoop(OneProcess):
             for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 if (set_epoch := getattr(part, "set_epoch", None)) is not None:
                     set_epoch(self._epoch)
-            iterator, self._began = iter(loader), self._progress.batches
+            batches, self._began = self.fetched(iter(loader)), self._progress.batches
             while self.steps_planned is None or self.steps_done < self.steps_planned:
-                for before, _ in self._fetching:
-                    before()
-                batch = next(iterator, None)
-                for _, after in self._fetching:
-                    after()
+                batch = next(batches, None)
                 if batch is None:
                     break
                 batch = self.to_device(batch)
@@ -236,10 +231,6 @@ class PlainLoop(OneProcess):
             yield
         finally:
             self._around.remove((before, after))
-
-    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        self._fetching.append((before, after))
-        return lambda: self._fetching.remove((before, after))
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         return lambda: None  # it writes no checkpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import lightning as L
@@ -232,6 +232,7 @@ class OneProcess:
     is_first_process = True
     capture_warmup_steps = 0
     wrapped: nn.Module | None = None
+    _fetching: Sequence[tuple[Callable[[], None], Callable[[], None]]] = ()
 
     def anywhere(self, flag: bool) -> bool:
         return flag
@@ -268,6 +269,29 @@ class OneProcess:
         from trainer.guards.snapshot import Snapshot
 
         return Snapshot(cast(Loop, self), batch, weights=weights)
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        ours = (before, after)
+        self._fetching = [*self._fetching, ours]
+
+        def undo() -> None:
+            self._fetching = [one for one in self._fetching if one is not ours]
+
+        return undo
+
+    def fetched(self, batches: Iterator[Value]) -> Iterator[Value]:
+        """``batches``, each of which is fetched between what ``around_fetch`` was given."""
+        while True:
+            for before, _ in self._fetching:
+                before()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                for _, after in self._fetching:
+                    after()
+            yield batch
 
     def unreadable(self) -> Mapping[type, str]:
         return {}

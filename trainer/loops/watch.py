@@ -39,6 +39,7 @@ LEARN_SECONDS = 2.0
 GRACE_SECONDS = 8.0
 """How long a process may stand still once another one has failed, before it is ended where it is."""
 SAVE_SECONDS = 5.0
+"""How long saving may take, and the processes that are told to stop."""
 END_SECONDS = 20.0
 """How long a process that has trained to the end waits for the others to say the same."""
 WAITING_SECONDS = 30.0
@@ -137,7 +138,21 @@ class Watch:
         self._failing = True
         signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
         self._found(Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", signum))
+        if hasattr(error, "signum"):
+            self._stop_children(error.signum)
         return error
+
+    def _stop_children(self, signum: int) -> None:
+        """Pass a stop at once on to the processes that this one has started: nobody else will wait for them."""
+        for process in self._children.values():
+            process.send_signal(signum)
+        until = time.monotonic() + SAVE_SECONDS
+        for process in self._children.values():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     @property
     def leads(self) -> bool:

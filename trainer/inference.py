@@ -1,18 +1,21 @@
-"""The inference loop: warm-up, comparison with eager, then timed runs of batches, in the place of Lightning's own loop.
+"""Inference: one run of the forward alone, from configuration to record; the counterpart of ``trainer.run.Training``.
 
-Lightning builds, moves, converts and tears down as for ``Trainer.predict``; its loop is left out because its hooks,
-progress counters and data fetching take several hundred microseconds of the host for each batch, which a small model
-on a GPU would be measured by.
+Warm-up, comparison with eager, then timed runs of batches. Lightning builds, moves, converts and tears down as for
+``Trainer.predict``; its loop is left out because its hooks, progress counters and data fetching take several hundred
+microseconds of the host for each batch, which a small model on a GPU would be measured by.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -23,29 +26,123 @@ from torch.utils import _pytree as pytree
 
 from strategies import Program
 from strategies.base import CannotCapture
-from strategies.compose import eager
+from strategies.compose import begin
 from strategies.cuda_graph.capture import StateChanges
 from strategies.cuda_graph.steps import observed
 from strategies.errors import is_compile_error, is_out_of_memory, one_line
 from strategies.regions import give_up
-from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, ParityError, perturb, rounding_unit
+from trainer.build import batch_counter, callback_arguments, lightning_trainer, require_memory_of
+from trainer.callback import Compile
+from trainer.checkpoints import WEIGHTS, find_checkpoint, step_of
+from trainer.console import ProgressView, announce
+from trainer.guards import Guarding
+from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, ParityError, rounding_unit
+from trainer.guards.draws import Outputs, compare_forwards
+from trainer.guards.guards import Guards
 from trainer.guards.preflight import REPLAYED_FROM
 from trainer.guards.slowdown import take_sample
-from trainer.guards.snapshot import drew_random_numbers, random_state, set_random_state
+from trainer.guards.snapshot import random_state, set_random_state
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.processes import evaluating
+from trainer.loops.training import note_machine
 from trainer.process import StopRequest
+from trainer.run import Job
 from trainer.settings import Inference
 from trainer.telemetry import hardware
 from trainer.telemetry.facts import number
 from trainer.telemetry.inference import InferenceTelemetry
 from trainer.telemetry.meter import DataWait
 from trainer.telemetry.profile import profile_calls
-from trainer.telemetry.record import Event
-from trainer.telemetry.telemetry import BatchCounter
+from trainer.telemetry.record import AuditFacts, Event
+from trainer.telemetry.telemetry import BatchCounter, Telemetry
+from trainer.telemetry.tensorboard import TensorBoardPages
 
-if TYPE_CHECKING:
-    from trainer.inference.job import CompileForInference
+
+class Inferring(Job):
+    """The parts of one inference."""
+
+    def go(self, stop: StopRequest) -> None:
+        """Build everything and measure to the end, to an error or to a stop."""
+        config, record, mode = self._config, self._record, self._config.run
+        assert isinstance(mode, Inference)
+        self._stop = stop
+        checkpoint = None if config.resume is None else find_checkpoint(config.resume)
+        if checkpoint is not None:
+            step_of(checkpoint, parts=WEIGHTS)  # refuses a file that is no checkpoint
+            record.resumed_from = str(checkpoint.resolve())
+        compile_ = self._compile = CompileForInference(
+            **callback_arguments(config, record), count=batch_counter(config.task, config.task.inference_flops)
+        )
+        L.seed_everything(config.seed, verbose=False)
+        # No checkpoints, and a loop of our own.
+        trainer = lightning_trainer(config, self._run_dir, callbacks=[compile_], enable_checkpointing=False)
+        note_machine(record, LightningLoop(trainer))
+        announce(self._console, record, self._run_dir)
+        with ProgressView(
+            self._console,
+            style=config.trainer.progress,
+            total=mode.batches * mode.repeats,
+            telemetry=lambda: compile_.telemetry,
+        ):
+            data = config.task.build_data(seed=config.seed)
+            module = config.task.build_module(max_steps=config.trainer.max_steps)
+            require_step(module, mode.step)
+            require_memory_of(module, trainer, record.command, trains=False)
+            loop = InferenceLoop(mode, trainer, compile_, count=compile_.telemetry.count, stop=stop)
+            # Data modules open the set that the stage is for, and Lightning asks for a validation step where it
+            # validates.
+            validates = loader_name(data) == "val_dataloader" and is_overridden("validation_step", module)
+            # Attributes of these objects, because Lightning offers no way to bring a loop of one's own.
+            trainer.predict_loop.run = trainer.validate_loop.run = loop.run  # type: ignore[method-assign]
+            try:
+                with self._loading(checkpoint), warnings.catch_warnings():
+                    # Only the weights are taken from it.
+                    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+                    if validates:
+                        trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+                    else:
+                        trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+            finally:
+                record.skipped_items = config.task.skipped_items(data)
+
+
+def require_step(module: L.LightningModule, step: str) -> None:
+    """Raise ValueError when ``module`` does not define what is to be run."""
+    name = f"{step}_step"
+    if is_overridden(name, module) or (step == "predict" and is_overridden("forward", module)):
+        return
+    other = "validation" if step == "predict" else "predict"
+    hint = f"; run.step={other} runs its {other}_step" if is_overridden(f"{other}_step", module) else ""
+    raise ValueError(f"run.step={step}: {type(module).__name__} defines no {name}{hint}")
+
+
+class CompileForInference(Compile):
+    """``Compile`` whose owner is the inference loop instead of Lightning's training loop."""
+
+    _stages = ("predict", "validate")
+
+    def _new_telemetry(self) -> Telemetry:
+        # Of which the core and the guards use what both kinds have.
+        return cast(Telemetry, InferenceTelemetry(**{k: self._measured[k] for k in ("count", "measure_peak")}))
+
+    def begin_inference(self, loop: LightningLoop) -> Guards:
+        """Model and weights are in place; returns the guards."""
+        assert self.program is not None
+        begin(self.strategies, self.program)
+        self.log_notes()
+        self._loop, self._pages = loop, TensorBoardPages(loop)
+        self._pages.begin(self.record)
+        if self.strategies and self._guarding.parity != "off":
+            self.record.audits = AuditFacts(verdict="not audited", reason="nothing is trained")
+        self.telemetry.start(loop, self._pages)
+        guarding = dataclasses.replace(self._guarding, on_compile_error="fail")  # the loop rolls back
+        self._guards = Guards(guarding, loop, self.program, self.telemetry, self.record, chances=1)
+        return self._guards
+
+    def log_notes(self) -> None:
+        """Pass on what the strategies have noted since the last time."""
+        assert self.program is not None
+        self._log_notes(self.program)
 
 
 class InferenceLoop:
@@ -61,7 +158,7 @@ class InferenceLoop:
         stop: StopRequest,
     ) -> None:
         self._mode, self._trainer, self._compile, self._count, self._stop = mode, trainer, compile_, count, stop
-        self._guarding = compile_.guarding
+        self._guarding: Guarding = compile_._guarding
 
     def run(self) -> list[Any]:
         """Measure, and fill in the record, whatever ends it."""
@@ -141,7 +238,7 @@ class InferenceLoop:
                 batch,
                 self._plain,
                 name="predict",
-                before_replay=_nothing,
+                before_replay=lambda: None,  # the host has no part in a replayed forward
                 observe=lambda: observed(self._loop, self._program, batch, lambda: self._plain(batch)),
             )
         except CannotCapture as error:
@@ -232,10 +329,6 @@ class InferenceLoop:
             self._program.notes.append(f"{what}: skipped, {reason}")
 
 
-def _nothing() -> None:
-    """The host has no part in a replayed forward."""
-
-
 LOADERS = ("predict_dataloader", "val_dataloader", "train_dataloader")
 """Loaders of a data module, the first one that it has is taken."""
 
@@ -255,8 +348,11 @@ class Batches:
 
     def __init__(self, mode: Inference, trainer: L.Trainer, *, count: BatchCounter | None, wait: DataWait) -> None:
         self._loop, self._count, self._wait = LightningLoop(trainer), count, wait
-        self._rows: int | None = None
-        self._loader: Any = trainer.strategy.process_dataloader(_loader(trainer))
+        self._rows = 0
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        loader = getattr(data, loader_name(data))()
+        loader = loader[0] if isinstance(loader, list | tuple) else loader
+        self._loader: Any = trainer.strategy.process_dataloader(loader)
         self._epoch = 0
         self.distinct: list[Any] = []
         """Batches kept on the device; empty for those of the loader."""
@@ -266,7 +362,7 @@ class Batches:
             # Its workers would go on loading ahead, and take the cores that launch the batches.
             self._loader = None
         else:
-            self._batches = self._waited_for()
+            self._batches = itertools.chain.from_iterable(self._epoch_of_batches() for _ in itertools.count())
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -274,10 +370,6 @@ class Batches:
     def __next__(self) -> Any:
         """The next batch, on the device."""
         return next(self._batches)
-
-    def _waited_for(self) -> Iterator[Any]:
-        while True:
-            yield from self._epoch_of_batches()
 
     def _epoch_of_batches(self) -> Iterator[Any]:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
@@ -291,19 +383,14 @@ class Batches:
             self._wait.end()
             if batch is None:
                 break
-            if self._is_smaller(batch):
-                continue
+            rows = 0 if self._count is None else self._count(batch)[0]
+            self._rows = self._rows or rows
+            if rows < self._rows:
+                continue  # a smaller last one
             taken += 1
             yield self._loop.to_device(batch)
         if not taken:
             raise ValueError("run=inference: the loader of this task's data yields no batch")
-
-    def _is_smaller(self, batch: Any) -> bool:
-        if self._count is None:
-            return False
-        rows = self._count(batch)[0]
-        self._rows = rows if self._rows is None else self._rows
-        return rows < self._rows
 
 
 def loader_name(data: L.LightningDataModule) -> str:
@@ -314,14 +401,6 @@ def loader_name(data: L.LightningDataModule) -> str:
     raise ValueError(f"run=inference: {type(data).__name__} has none of {', '.join(LOADERS)}")
 
 
-def _loader(trainer: L.Trainer) -> Any:
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    loader = getattr(data, loader_name(data))()
-    return loader[0] if isinstance(loader, list | tuple) else loader
-
-
-SAMPLES = 5
-"""Perturbed passes of eager by which a difference is judged before it counts; the first one is enough for most."""
 SEED = 2**31 - 1
 
 
@@ -332,30 +411,22 @@ def compare_outputs(
 
     Raises ParityError, the same on all processes, with the facts as its second argument.
     """
-    began, before = time.perf_counter(), random_state()
-    assert program.device is not None
-    with eager(program):
-        reference = _outputs(plain())
-    if loop.anywhere(not reference or drew_random_numbers(before)):
-        set_random_state(before)
-        reason = "the step draws random numbers" if reference else "the step returns no floating-point tensor"
-        return {"mode": mode, "verdict": "skipped", "reason": reason}
-    seen = _distance(_outputs(compiled()), reference)
-    unit, multiple, noise = rounding_unit(program.precision, program.device), MULTIPLES[mode], 0.0
-    for sample in range(SAMPLES):
-        with eager(program), _Perturbed(loop.module, unit, SEED + sample):
-            noise = max(noise, _distance(_outputs(plain()), reference))
-        tolerance = max(TENSOR_FLOOR, 4 * unit, multiple * noise)
-        if loop.everywhere(seen <= tolerance):
-            break
+    began, unit = time.perf_counter(), rounding_unit(program.precision, loop.device)
+    allowed: dict[str, Any] = {"least": TENSOR_FLOOR, "multiple": MULTIPLES[mode], "unit": unit, "seed": SEED}
+    runs = itertools.chain([plain, compiled], itertools.repeat(plain))
+    restore = partial(set_random_state, random_state())
+    found = compare_forwards(loop, program, lambda: _outputs(next(runs)()), restore, **allowed)
+    if "reason" in found:
+        return {"mode": mode, "verdict": "skipped", "reason": found["reason"]}
+    seen, tolerance = found["difference"], found["tolerance"]
     failed = loop.anywhere(not seen <= tolerance)
     facts = {
         "mode": mode,
         "verdict": "failed" if failed else "passed",
-        "outputs": {"difference": seen, "tolerance": tolerance, "noise": noise, "tensors": len(reference)},
-        "multiple": multiple,
+        "outputs": {name: found[name] for name in ("difference", "tolerance", "noise", "tensors")},
+        "multiple": MULTIPLES[mode],
         "rounding_unit": unit,
-        "calibration_passes": sample + 1,
+        "calibration_passes": found["passes"],
         "seconds": round(time.perf_counter() - began, 3),
     }
     if failed:
@@ -368,40 +439,9 @@ def compare_outputs(
     return facts
 
 
-class _Perturbed:
-    """Inside, every parameter is one rounding off."""
-
-    def __init__(self, module: torch.nn.Module, unit: float, seed: int) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
-        self._unit, self._seed = unit, seed
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        self._kept = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
-        perturb(self._parameters, self._unit, self._seed)
-
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        for parameter, kept in zip(self._parameters, self._kept, strict=True):
-            parameter.copy_(kept)
-
-
-def _outputs(results: Any) -> list[Tensor]:
+def _outputs(results: Any) -> Outputs:
     leaves = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    return [leaf.detach() for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
-
-
-def _distance(outputs: list[Tensor], reference: list[Tensor]) -> float:
-    """Largest difference over the largest value of the reference, of the worst tensor."""
-    if [one.shape for one in outputs] != [one.shape for one in reference]:
-        return float("inf")
-    worst = 0.0
-    for one, other in zip(outputs, reference, strict=True):
-        wrong = (one - other).abs_()
-        # What is the same on both sides is no difference, infinities and no numbers included.
-        wrong.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
-        size = float(other.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-        difference = float(wrong.max())
-        if difference:
-            worst = max(worst, difference / size if size and difference == difference else float("inf"))
-    return worst
+    found = [leaf.detach().clone() for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
+    return {f"output {at}": one for at, one in enumerate(found)}, (
+        "" if found else "the step returns no floating-point tensor"
+    )
