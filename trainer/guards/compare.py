@@ -107,7 +107,7 @@ class Comparison:
             self.keep(
                 "loss", {"loss": losses}, least=max(LOSS_FLOOR, slack * unit), sizes=norms([losses], of_finite=True)
             )
-        sizes, numbers = norms(list(gradients.values())), [one.numel() for one in gradients.values()]
+        sizes, numbers = norms(gradients.values()), [one.numel() for one in gradients.values()]
         norm = sizes.norm()[None]
         self.keep(
             "gradient_norm",
@@ -122,7 +122,7 @@ class Comparison:
 
     def distances_of_step(self, losses: Tensor, gradients: Mapping[str, Tensor]) -> Distances:
         """The same of another step."""
-        norm = norms(list(gradients.values())).norm()[None]
+        norm = norms(gradients.values()).norm()[None]
         losses = losses.detach().flatten().cpu()
         return self.distances({"loss": {"loss": losses}, "gradient_norm": {"norm": norm}, "gradients": dict(gradients)})
 
@@ -134,7 +134,7 @@ class Comparison:
             kept, given = self._kept[kind], tensors[kind]
             pairs = [(given.get(name), one) for name, one in kept.tensors.items()]
             alike = [one is not None and one.shape == other.shape for one, other in pairs]
-            apart = iter(norms([apart_of(one, other) for one, other in pairs if _alike(one, other)]).tolist())
+            apart = iter(norms(apart_of(one, other) for one, other in pairs if _alike(one, other)).tolist())
             away = torch.tensor([next(apart) if same else math.inf for same in alike], dtype=torch.float64)
             relative = (away / kept.sizes).nan_to_num(nan=math.inf, posinf=math.inf)
             found[kind] = torch.where((away == 0) | ~kept.sizes.isfinite(), torch.zeros_like(away), relative)
@@ -195,7 +195,7 @@ def apart_of(one: Tensor, other: Tensor) -> Tensor:
 def moved_since(starts: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor:
     """``(tensors,)``: how far ``tensors`` moved since ``starts``; their own size where there was none."""
     pairs = zip(starts, tensors, strict=True)
-    return norms([apart_of(one, before) if _alike(before, one) else one.detach() for before, one in pairs])
+    return norms(apart_of(one, before) if _alike(before, one) else one for before, one in pairs)
 
 
 def stored_sizes(tensors: Sequence[Tensor], moved: Tensor, tolerance: float, steps: int = 1) -> dict[str, Tensor]:
@@ -261,15 +261,16 @@ def added_up(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def norms(tensors: Sequence[Tensor], *, of_finite: bool = False) -> Tensor:
+def norms(tensors: Iterable[Tensor], *, of_finite: bool = False) -> Tensor:
     """``(tensors,)`` on the host: their norms (or of what is finite), over all shards; every process calls this."""
-    held = [_wide(local(one.detach())) for one in tensors]
-    if of_finite:
-        held = [one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for one in held]
-    own = [torch.linalg.vector_norm(one) for one in held]
-    if not any(hasattr(one, "device_mesh") for one in tensors):
-        return added_up(own, tensors)
-    return added_up([one.double() ** 2 for one in own], tensors).sqrt()
+    own, spread = [], []
+    for tensor in tensors:  # one at a time: differences of all parameters are as large as the model
+        held = _wide(local(tensor.detach()))
+        own.append(torch.linalg.vector_norm(held.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if of_finite else held))
+        spread.append(tensor if hasattr(tensor, "device_mesh") else own[-1])
+    if not any(hasattr(one, "device_mesh") for one in spread):
+        return added_up(own, spread)
+    return added_up([one.double() ** 2 for one in own], spread).sqrt()
 
 
 class StepRecorder:

@@ -116,7 +116,7 @@ class ReplayParity:
         for kind, tensors in kept.items():
             moved = moved_since([snapshot.of(named[name]) for name in tensors], list(tensors.values()))
             self._updated += int((moved != 0).sum())
-            sizes = torch.where(moved == 0, norms(list(tensors.values()), of_finite=True), moved)
+            sizes = torch.where(moved == 0, norms(tensors.values(), of_finite=True), moved)
             comparison.keep(kind, tensors, sizes=sizes, least=max(TENSOR_FLOOR, 16 * self._unit))
         return comparison
 
