@@ -28,7 +28,7 @@ from strategies.loop import Loop
 from strategies.prepare import Preparation
 from strategies.regions import give_up, outermost, switch_off, switch_on
 from trainer.background import Background
-from trainer.guards.compare import Differences, Judge, norms, perturb, rounding_unit, worst_of
+from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit
 from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import Telemetry
 
@@ -273,14 +273,17 @@ class Trial:
         switch_on(self.program, self.region)
         seen = _pass(module, args, kwargs, dict(module.named_parameters()))
         switch_off(self.program, self.region)
-        apart = _apart_from(reference, seen)
+        if reference.keys() != seen.keys():
+            raise ValueError("compiled, other gradients exist than in eager")
+        comparison = Comparison(MULTIPLES[self.parity])
+        sizes = norms(reference.values())
+        comparison.keep("outputs", reference, sizes=sizes, least=max(TENSOR_FLOOR, 16 * unit))
+        apart = comparison.distances({"outputs": seen})
         del seen
-        noise = _apart_from(reference, self._eager(module, args, kwargs, unit))
-        judge = Judge(self.parity, unit, noise=[noise])
-        tolerances = judge.tensor_tolerances(lambda one: one.gradients)
-        complaints, figures = worst_of("output or gradient", list(reference), apart.gradients, tolerances)
-        self.share = round(figures["difference"] / figures["tolerance"], 4)
-        self.vague = bool((tolerances > SAYS_NOTHING).any())
+        comparison.noise.append(comparison.distances({"outputs": self._eager(module, args, kwargs, unit)}))
+        complaints, figures = comparison.verdict(apart)
+        self.share = round(figures["outputs"]["difference"] / figures["outputs"]["tolerance"], 4)
+        self.vague = bool((comparison.tolerances("outputs") > SAYS_NOTHING).any())
         if complaints:
             self.failed = f"it computes something else than eager: {complaints[0]}"
 
@@ -337,17 +340,6 @@ def _copy(tensor: Tensor, unit: float | None) -> Tensor:
     if unit is not None and copy.is_floating_point():
         perturb([copy], unit, SEED)
     return copy.requires_grad_(tensor.requires_grad)
-
-
-def _apart_from(reference: dict[str, Tensor], seen: dict[str, Tensor]) -> Differences:
-    if reference.keys() != seen.keys():
-        raise ValueError("compiled, other gradients exist than in eager")
-    sizes = norms(list(reference.values()))
-    apart = norms([seen[name] - one for name, one in reference.items()])
-    ratio = (apart / sizes).nan_to_num(nan=torch.inf)
-    # Where eager has no number either, or nothing but zeros that compiled code has, too, there is no difference.
-    relative = torch.where((apart == 0) | ~sizes.isfinite(), torch.zeros_like(ratio), ratio)
-    return Differences(loss=0.0, gradient_norm=0.0, gradients=relative, weights=torch.empty(0))
 
 
 @contextlib.contextmanager

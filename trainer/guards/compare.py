@@ -56,6 +56,7 @@ KINDS = {
     "weights": "update of",
     "optimizer_state": "optimizer state",
     "buffers": "buffer",
+    "outputs": "output or gradient",
 }
 """What is compared, in the order in which it is reported, in words."""
 
