@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import statistics
 import time
@@ -26,7 +25,7 @@ from trainer.guards.slowdown import MARGIN
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
 from trainer.telemetry import source
-from trainer.telemetry.compiler import CompilerMonitor
+from trainer.telemetry.compiler import RESUMED, CompilerMonitor, code_at, reason
 from trainer.telemetry.facts import number as figure
 from trainer.telemetry.hardware import seconds_of
 from trainer.telemetry.record import Event
@@ -217,27 +216,15 @@ def place(error: BaseException) -> tuple[str | None, str | None]:
     return (str(where), where.code) if where is not None else (None, None)
 
 
-def _location(text: str | None) -> tuple[str | None, int, str | None]:
-    """File, line and function of an event's ``file:line function``."""
-    head, _, function = (text or "").rpartition(" ")
-    file, _, number = head.rpartition(":")
-    return (file, int(number), function) if file and number.isdigit() and linecache.getlines(file) else (None, 0, None)
-
-
 def _outcome(events: Sequence[Event], batch: int) -> Outcome:
     """The first of the compiler's events, and how many more there were with it."""
-    file, line, function = _location(events[0].location)
-    found = source.line(file, line, function) if file else None
+    location = events[0].location
+    head, _, function = RESUMED.sub(r"\1", location or "").rpartition(" ")
     more = f" (and {len(events) - 1} more)" if len(events) > 1 else ""
     return Outcome(
         shows=True,
-        reason=_first_line(events[0].reason) + more,
-        where=str(found) if found else events[0].location,
-        code=found.code if found else None,
+        reason=reason(events[0].reason) + more,
+        where=f"{head} in {function}" if head else location,
+        code=code_at(location) if location else None,
         batch=batch,
     )
-
-
-def _first_line(reason: str) -> str:
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    return lines[0] if lines else "no reason given"
