@@ -54,8 +54,7 @@ class CudaGraph(Strategy):
     def begin(self, program: Program) -> None:
         import torch
 
-        from strategies.cuda_graph.capture import StepGraphs
-        from strategies.graph_engine import CudaEngine
+        from strategies.cuda_graph.capture import CudaEngine, StepGraphs
 
         assert program.device is not None
         if program.device.type != "cuda":

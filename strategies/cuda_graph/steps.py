@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from strategies.base import CannotCapture, Program
 from strategies.compose import eager
-from strategies.cuda_graph.capture import Observation, StateChanges, StepGraphs
+from strategies.cuda_graph.capture import NotYet, Observation, StateChanges, StepGraphs
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import HostState, Names, Value, entries_of
 from strategies.errors import one_line
-from strategies.graph_engine import NotYet
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.torch_patches import as_capturing, settle_shards
