@@ -278,9 +278,6 @@ class _Marks:
         event.record()
         return event
 
-    def passed(self, mark: Any) -> bool:
-        return not self._on_cuda or mark.query()
-
     def seconds(self, began: Any, ended: Any) -> float:
         """Between two marks; waits for the device where it is not yet that far."""
         if not self._on_cuda:
@@ -333,10 +330,6 @@ class StepClock:
         now = self._marks.now()
         self._laps.append((self._last, now))
         self._last = now
-
-    def ready(self) -> int:
-        """Number of laps that can be read without waiting."""
-        return next((n for n, (_, end) in enumerate(self._laps) if not self._marks.passed(end)), len(self._laps))
 
     def take(self) -> float:
         """Seconds of the oldest lap not yet taken."""
