@@ -17,8 +17,7 @@ from tests.report.records import figures, ragged, record, save, static
 from trainer.report import pictures
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.pictures import progress, style, total_time
-from trainer.report.pictures.bars import Bar, draw, step_times, throughput
+from trainer.report.pictures import Bar, draw_bars, progress, step_times, style, throughput, total_time
 from trainer.report.pictures.total_time import lines
 from trainer.report.runs import Run, find
 from trainer.telemetry.record import RunRecord
@@ -130,7 +129,7 @@ def test_an_arm_has_one_colour_everywhere_and_no_neighbour_shares_it(comparisons
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    figure = draw("Speed", [("a", "#1e6ff0", [Bar(2.0, "2")]), ("b", "#d97214", [Bar(1.0, "1")])])
+    figure = draw_bars("Speed", [("a", "#1e6ff0", [Bar(2.0, "2")]), ("b", "#d97214", [Bar(1.0, "1")])])
     assert figure is not None
     widths = [patch.get_width() for patch in figure.axes[0].patches]
     full = widths[0]

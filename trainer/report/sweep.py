@@ -193,7 +193,7 @@ def _pictures(comparisons: Sequence[WorkloadComparison]) -> Iterator[dict[str, A
 
     palette = pictures.arm_colours(comparisons)
     for place, found in enumerate(comparisons):
-        for name, draw in (("speed_by_steps", pictures.total_time.compact), ("steady_speed", pictures.bars.throughput)):
+        for name, draw in (("speed_by_steps", pictures.total_time.compact), ("steady_speed", pictures.throughput)):
             figure = draw(found, palette=palette)
             if figure is None:
                 continue
