@@ -112,8 +112,6 @@ def test_what_is_unlike_is_started_anew(unlike: str, program: list[str], tmp_pat
         {"devices": None},
         {"devices": "auto"},
         {"devices": 1},
-        {"devices": 2, "num_nodes": 2},
-        {"devices": 2, "accelerator": "tpu"},
         {"devices": 2, "strategy": "ddp_spawn"},
     ],
 )

@@ -8,7 +8,6 @@ anything is unlike what it asks for. Part of the Hydra edge; no torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -18,14 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.sweep.environment import PR_SET_PDEATHSIG
+from trainer.sweep.environment import signal_at_end_of_parent
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerConfig
 
 PIPE = "CRUCIBLE_EARLY_PROCESS"
 """Holds the descriptor on which a process that was started early is told what to be."""
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp2")
 """Those of ``trainer.strategy`` that run the command again for each device."""
 
@@ -73,15 +71,9 @@ _waiting: list[Child] = []
 def started(config: TrainerConfig, folder: str) -> Iterator[None]:
     """Start processes for all devices but the first in ``folder``; those that nobody has asked for by the end are
     ended."""
-    devices = config.devices
-    if (
-        isinstance(devices, int)
-        and config.num_nodes in (None, 1)
-        and config.accelerator in ACCELERATORS
-        and config.strategy in STRATEGIES
-    ):
+    if isinstance(config.devices, int) and config.strategy in STRATEGIES:
         with contextlib.suppress(OSError):  # Lightning meets the same one, and says so
-            _waiting.extend(_start(rank, folder) for rank in range(1, devices))
+            _waiting.extend(_start(rank, folder) for rank in range(1, config.devices))
     try:
         yield
     finally:
@@ -128,7 +120,7 @@ def waiting() -> Iterator[None]:
     Ends the process where the one that started it has ended, or does not need it.
     """
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a whole terminal: the first process decides
-    _end_with_parent(signal.SIGKILL)
+    signal_at_end_of_parent(signal.SIGKILL)
     with open(int(os.environ[PIPE]), "rb") as stream:
         yield
         message = stream.read()
@@ -138,11 +130,5 @@ def waiting() -> Iterator[None]:
     sys.argv[1:] = told["arguments"]
     os.environ.clear()
     os.environ.update(told["environment"])
-    _end_with_parent(0)  # from now on as a process of Lightning's
+    signal_at_end_of_parent(0)  # from now on as a process of Lightning's
     signal.signal(signal.SIGINT, interrupted)
-
-
-def _end_with_parent(signum: int) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
