@@ -322,6 +322,7 @@ def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:
     assert (record.graphs, record.compile_seconds) == (0, None)
     assert record.preparation_seconds is None
     assert record.preflight_seconds is None, "not a step apart from the training"
+    assert record.final_loss == train(tmp_path / "eager", strategy="eager").final_loss
 
 
 IN_A_PROCESS_OF_ITS_OWN = """

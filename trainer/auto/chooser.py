@@ -239,7 +239,7 @@ class Chooser:
 
     def _timed(self, arm: Arm) -> bool:
         """Fill in what ``arm`` takes; False where more steps have to be timed. The same on all processes."""
-        self._telemetry.flush(everything=True)  # which waits for the device, and reads the clock of each step
+        self._telemetry.time_steps()
         steady = [
             (step, shape)
             for step, shape in self._steps[SETTLE_STEPS:]

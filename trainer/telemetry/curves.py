@@ -106,9 +106,13 @@ class Windows:
         while self._waiting and (everything or len(self._waiting) > 1 or self._waiting[0].arrived):
             yield self._waiting.popleft()
 
+    def unread(self) -> list[Step]:
+        """The steps of all windows that are not read yet, those of the open one too, in order."""
+        return [*(step for window in self._waiting for step in window.steps), *self._steps]
+
     def read_now(self) -> tuple[list[Step], list[float]]:
         """The steps that are not read yet, those of the open window too, and their losses; waits for the device."""
-        steps = [*(step for window in self._waiting for step in window.steps), *self._steps]
+        steps = self.unread()
         losses = [loss for step in steps for loss in step.losses]
         return steps, _stacked(losses).tolist() if losses else []
 
@@ -254,6 +258,11 @@ class Curves:
             if self._pages is not None:
                 self._pages.scalars(points, window.steps[-1].number)
 
+    def time_steps(self) -> None:
+        """Read the clocks of all steps so far, whose windows stay as they are; waits for the device."""
+        for step in self.windows.unread():
+            time_step(step, self._clock, self._wait)
+
     def look(self) -> None:
         """Read the losses of all steps so far; waits for the device."""
         self.nonfinite = self.nonfinite or first_nonfinite(*self.windows.read_now())
@@ -268,6 +277,14 @@ class Curves:
         rates = totals.rates()
         self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
         return rates, seconds
+
+
+def time_step(step: Step, clock: StepClock, wait: DataWait) -> None:
+    """Read the clocks of ``step``, once; of steps in their order."""
+    if not step.timed:
+        step.seconds = sum(clock.take() for _ in range(step.laps))
+        step.waited_seconds = sum(wait.take() for _ in range(step.fetches))
+        step.timed = True
 
 
 def read_clocks(steps: Iterable[Step], clock: StepClock, wait: DataWait, meter: Meter) -> tuple[Totals, list[float]]:

@@ -76,6 +76,8 @@ class Step:
     """Forward and backward operations; None when the task does not count them."""
     seconds: float = 0.0
     """Duration, set when the clock has been read."""
+    timed: bool = False
+    """Whether it has been."""
     fetches: int = 0
     """Batches asked of the loader within those laps."""
     waited_seconds: float = 0.0

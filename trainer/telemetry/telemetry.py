@@ -303,6 +303,11 @@ class Telemetry(BaseTelemetry):
             self._step.profiled = within_step  # recorded in part: not a steady one either
             self._profiler.stop()
 
+    def time_steps(self) -> None:
+        """Read the clock of every step so far, which waits for the device."""
+        assert self._curves is not None
+        self._curves.time_steps()
+
     def restart(self) -> None:
         """Another program trains from the next step on: what was steady so far becomes warm-up."""
         self.pause("switching strategies")
