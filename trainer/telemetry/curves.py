@@ -261,7 +261,7 @@ class Curves:
     def time_steps(self) -> None:
         """Read the clocks of all steps so far, whose windows stay as they are; waits for the device."""
         for step in self.windows.unread():
-            time_step(step, self._clock, self._wait)
+            time_step(step, self._clock, self._wait, self._meter)
 
     def look(self) -> None:
         """Read the losses of all steps so far; waits for the device."""
@@ -279,11 +279,12 @@ class Curves:
         return rates, seconds
 
 
-def time_step(step: Step, clock: StepClock, wait: DataWait) -> None:
+def time_step(step: Step, clock: StepClock, wait: DataWait, meter: Meter) -> None:
     """Read the clocks of ``step``, once; of steps in their order."""
     if not step.timed:
         step.seconds = sum(clock.take() for _ in range(step.laps))
         step.waited_seconds = sum(wait.take() for _ in range(step.fetches))
+        meter.progress.add(clock.elapsed_seconds)
         step.timed = True
 
 
@@ -291,9 +292,7 @@ def read_clocks(steps: Iterable[Step], clock: StepClock, wait: DataWait, meter: 
     """Time ``steps`` and add them to ``meter``: totals and seconds of the steady ones."""
     totals, seconds = Totals(), []
     for step in steps:
-        step.seconds = sum(clock.take() for _ in range(step.laps))
-        step.waited_seconds = sum(wait.take() for _ in range(step.fetches))
-        meter.progress.add(clock.elapsed_seconds)
+        time_step(step, clock, wait, meter)
         if meter.add(step):
             totals.add(step)
             seconds.append(step.seconds)
