@@ -224,8 +224,8 @@ class CompiledTraining:
         self._step_begins = True
         if self._choosing is not None:
             assert self._choosing.chooser is not None
-            make: Any = pkgutil.resolve_name(self._choosing.chooser)
-            self._chooser = make(
+            make_chooser: Any = pkgutil.resolve_name(self._choosing.chooser)
+            self._chooser = make_chooser(
                 self._choosing, loop, self.program, self.telemetry, self._settings, self.switch, self._guards
             )
 
