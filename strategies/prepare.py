@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import torch
 LONGEST_SECONDS = 120.0
 """A head start that takes longer than this is none; the run goes on without it."""
 INDUCTOR = "torch._inductor.compile_fx"
+GIVES_WAY_SECONDS = 0.001
+"""Between two imports beside a training, so that a step that waits for Python's lock gets it."""
 COMPILERS = ("cc1plus", "clang", "clang++", "cicc", "ptxas")
 """Programs that translate. No linker: a cache would take the half library that a killed one leaves for a whole one."""
 
@@ -48,11 +51,6 @@ class Preparation:
         taken = min(self._thread_seconds, self._idle_seconds or 0.0)
         return max(self._waited_seconds, taken)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether everything is ready, so that ``wait`` returns at once."""
-        return not self._thread.is_alive()
-
     def wait_for_imports(self) -> None:
         """Block until Inductor is imported, so that no two threads import it at once; before strategies apply."""
         began = time.perf_counter()
@@ -77,6 +75,25 @@ class Preparation:
             self._imported.set()
         _warm_up()
         self._thread_seconds = time.thread_time() - began
+
+
+def import_beside(modules: Sequence[str]) -> threading.Thread:
+    """Import ``modules``, which a process imported that compiled the same, in a thread beside a training.
+
+    No compile workers are started: what these would do lies in the caches.
+    """
+
+    def run() -> None:
+        for name in modules:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # comes up again, with its reason, where it is needed
+                    importlib.import_module(name)
+                time.sleep(GIVES_WAY_SECONDS)
+        _warm_up(workers=False)
+
+    thread = threading.Thread(target=run, name="import-inductor", daemon=True)
+    thread.start()
+    return thread
 
 
 def is_prepared() -> bool:
@@ -127,14 +144,15 @@ def _import_inductor() -> None:
         importlib.import_module(INDUCTOR)
 
 
-def _warm_up() -> None:
+def _warm_up(*, workers: bool = True) -> None:
     try:
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.runtime.triton_compat import triton_key
 
         if torch.cuda.is_available():
-            AsyncCompile.wakeup()
+            if workers:
+                AsyncCompile.wakeup()
             triton_key()  # a hash over Triton's files, part of every key of the cache
         else:
             pick_vec_isa()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import nn
 from strategies import Background, Optimizer, Regional
 from strategies.base import Program, Region
 from strategies.regions import compile_in_place
+from tests.processes import Pair
 from tests.trainer.guarded import as_it_is, backend
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer import background as engine
@@ -36,18 +40,18 @@ sys.stdin.read()
 @pytest.fixture
 def helper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a script in the place of the helper."""
+    return functools.partial(put_helper, monkeypatch)
 
-    def put(script: str) -> None:
-        popen = subprocess.Popen
 
-        def start(command: list[str], **options: Any) -> Any:
-            if "trainer.background.helper" in command:
-                command = [sys.executable, "-c", script]
-            return popen(command, **options)
+def put_helper(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    popen = subprocess.Popen
 
-        monkeypatch.setattr(engine.subprocess, "Popen", start)
+    def start(command: list[str], **options: Any) -> Any:
+        if "trainer.background.helper" in command:
+            command = [sys.executable, "-c", script]
+        return popen(command, **options)
 
-    return put
+    monkeypatch.setattr(engine.subprocess, "Popen", start)
 
 
 def train(folder: Path, *strategies: Any, steps: int = 30, **options: Any) -> tuple[Compile, list[float]]:
@@ -83,11 +87,12 @@ def test_regions_take_over_one_a_step_and_the_losses_are_eagers(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("import sys; sys.exit(3)", "ended with code 3"),
-        ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
+        ("import sys; sys.stdin.readline(); sys.exit(3)", "ended with code 3"),
+        ("", "helper"),  # gone before it is asked
+        ("import os, sys; sys.stdin.readline(); os.kill(os.getpid(), 9)", "ended with code -9"),
         ("import sys; sys.stdin.readline(); sys.exit('no memory')", "no memory"),
         ("import time; time.sleep(600)", "took longer than"),
-        ("print('[1]'); print('{', flush=True); raise MemoryError", "MemoryError"),
+        ("print('[1]'); print('{', flush=True); input(); raise MemoryError", "MemoryError"),
     ],
 )
 def test_a_helper_that_fails_leaves_the_run_in_eager(script: str, reason: str, tmp_path: Path, helper: Any) -> None:
@@ -270,3 +275,35 @@ def test_a_call_is_recorded_with_its_autocast() -> None:
     assert isinstance(call, Call)
     assert call.autocast["cpu"] == (True, torch.bfloat16)
     assert not call.needs_main
+
+
+class Slow(Blocks):
+    """Steps that give the helper's answers time to come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def on_a_rank(folder: Path, scripts: list[str]) -> tuple[dict[str, int], list[str], float]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        put_helper(monkeypatch, scripts[int(os.environ["RANK"])])
+        callback = Compile([regional(), Background(force=True)], verbose=False, save=False)
+        options = {"devices": 2, "strategy": "ddp", "max_steps": 250, "max_epochs": -1}
+        losses = fit(Slow(), folder, [callback], **options)
+    return facts(callback)["switched_at_step"], sorted(callback.record.eager_parts), losses[-1]
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_processes_switch_at_the_same_steps(pair: Pair, tmp_path: Path) -> None:
+    late = ANSWERS.replace("sys.stdin.readline()", "sys.stdin.readline(); import time; time.sleep(1)")
+    (first, *_), (second, *_) = pair(on_a_rank, tmp_path, [ANSWERS, late])
+    assert set(first) == set(REGIONS)
+    assert first == second
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_a_helper_that_fails_on_one_process_ends_neither(pair: Pair, tmp_path: Path) -> None:
+    (first, _, _), (second, eager, _) = pair(on_a_rank, tmp_path, [ANSWERS, "input(); raise MemoryError"])
+    assert set(first) == set(REGIONS)
+    assert (second, eager) == ({}, REGIONS)

@@ -22,6 +22,7 @@ from typing import Any
 from strategies.background import Background as Options
 from strategies.base import Program, Region
 from strategies.errors import one_line
+from strategies.prepare import INDUCTOR
 from strategies.regions import outermost, switch_off
 from trainer.background.wire import Call, Request, call_of
 
@@ -48,6 +49,8 @@ class Background:
         """Regions that the helper cannot compile, with the reason."""
         self.done = False
         """Whether the helper has said something about every region, or has failed."""
+        self.modules: list[str] = [INDUCTOR]
+        """What the helper had to import to compile."""
         self.seconds: float | None = None
         """From the start of the helper until it was done."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,14 +116,14 @@ class Background:
     def ready(self) -> set[str]:
         """Paths of the regions whose code lies in torch's cache by now. Between two steps; never waits."""
         if not self.done:
-            if not self._sent and self._calls:
-                self._send()
             self._read()
+            if not self._sent and not self.done and (self._calls or self.refused):
+                self._send()
         return set(self._ready)
 
     def wait(self) -> None:
-        """Return once the helper is done."""
-        while self.ready() is not None and not self.done:
+        """Return once something is known of every region."""
+        while len(self.ready() | self.refused.keys()) < len(self._calls | self.refused) and not self.done:
             time.sleep(0.02)
 
     def _send(self) -> None:
@@ -142,6 +145,8 @@ class Background:
                 device=self._program.device,
                 main=main,
                 max_device_gib=self._options.max_device_gib,
+                together=self._program.loop is not None and self._program.loop.world_size > 1,
+                validates=self._program.loop is not None and self._program.loop.validates,
             )
             assert self._folder is not None
             file = self._folder / "request.pickle"
@@ -178,6 +183,8 @@ class Background:
             self._ready[message["ready"]] = message
         elif "refused" in message:
             self.refused[message["refused"]] = message["reason"]
+        elif "modules" in message:
+            self.modules += message["modules"]
         elif "done" in message:
             self.done, self.seconds = True, time.perf_counter() - self._began
             self._end()

@@ -17,6 +17,8 @@ import time
 from typing import Any, TextIO
 
 WATCH_SECONDS = 1.0
+COMPILER = ("torch", "triton", "sympy", "mpmath")
+"""Packages of which the training will import what this process did."""
 
 
 def main(niceness: int, max_host_gib: float) -> None:
@@ -88,6 +90,8 @@ def _compile(request: Any, told: TextIO) -> None:
     for name, saved in request.configurations.items():
         __import__(name)
         sys.modules[name].load_config(saved)
+    if request.together:
+        sys.modules["torch._functorch.config"].force_non_lazy_backward_lowering = True  # type: ignore[attr-defined]
     torch.set_num_threads(request.threads)  # Inductor writes it into the code for a processor
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)
@@ -105,11 +109,16 @@ def _compile(request: Any, told: TextIO) -> None:
             except Exception as error:
                 _tell(told, refused=call.path, reason=f"the helper could not compile it: {one_line(error)}")
             else:
+                if call is request.calls[0]:
+                    _tell(told, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
                 _tell(told, ready=call.path, seconds=round(time.perf_counter() - began, 3))
+        for call in request.calls if request.validates else ():
+            with contextlib.suppress(Exception):  # then validation compiles it
+                _compile_call(call, trains=False)
 
 
-def _compile_call(call: Any) -> None:
-    """Forward and backward of one region, as the training is going to call it."""
+def _compile_call(call: Any, *, trains: bool = True) -> None:
+    """Forward and backward of one region, as the training is going to call it; or its forward in a validation."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -118,11 +127,14 @@ def _compile_call(call: Any) -> None:
 
     module, args, kwargs = pickle.loads(call.pickled)
     compile_in_place(Program(module=module), "", call.arguments)
+    if not trains:
+        module.eval()
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     with contextlib.ExitStack() as stack:
         for kind, (enabled, dtype) in call.autocast.items():
             if enabled:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-        stack.enter_context(torch.set_grad_enabled(call.grad))
+        stack.enter_context(torch.set_grad_enabled(trains))
         results = module(*args, **kwargs)
         outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor) and one.requires_grad]
     if outputs:

@@ -9,11 +9,12 @@ itself is eager's.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -25,12 +26,15 @@ from strategies.base import Program, Region
 from strategies.compose import compiler_settings
 from strategies.errors import one_line
 from strategies.loop import Loop
-from strategies.prepare import Preparation
-from strategies.regions import give_up, outermost, switch_off, switch_on
+from strategies.prepare import import_beside
+from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
 from trainer.background import Background
 from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit
 from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from trainer.loops.agreement import Agreement
 
 CHANCES = 10
 """Optimizer steps within which a region that is ready has to be called."""
@@ -43,7 +47,8 @@ SEED = 0
 
 
 class Takeover:
-    """Of one training; the owner calls ``before_batch`` and ``after_batch`` until ``over``.
+    """Of one training; the owner calls ``before_batch`` and ``after_batch`` until ``over``, and ``close`` at its end:
+    until then, the helper may be compiling what validation runs.
 
     Args:
         options: The strategy that asks for it.
@@ -67,7 +72,7 @@ class Takeover:
         self._pending = list(self._outer)
         self._trials: list[Trial] = []
         self._waited: dict[str, int] = {}
-        self._preparation: Preparation | None = None
+        self._importing: threading.Thread | None = None
         self._imported = False
         self._between_steps, self._began = True, False
         self.over = False
@@ -77,15 +82,16 @@ class Takeover:
         self._switched: dict[str, int] = {}
         self._laps: dict[str, list[float]] = {"eager": [], "switching": []}
         self._last = 0.0
-        self._cache: dict[str, int] = {"hits": 0, "misses": 0}
+        self._agreement: Agreement | None = None
+        self._agreed: tuple[int, ...] | None = None
+        self._asked = False
 
     def start(self) -> None:
-        """Training begins, in eager. Raises ValueError where regions cannot take over in this loop."""
+        """Training begins, in eager; every process has a helper of its own, because device numbers are part of keys."""
         if self._loop.world_size > 1:
-            raise ValueError(
-                f"compile.background: trains on one device, this run has {self._loop.world_size} processes, which "
-                "would have to switch together; leave background out"
-            )
+            from trainer.loops.agreement import Agreement
+
+            self._agreement = Agreement()
         self.helper.start()
         self._program.notes.append(
             f"background: eager at first; {len(self._outer)} regions are compiled by another process and take over"
@@ -96,7 +102,7 @@ class Takeover:
 
     def before_batch(self) -> None:
         """A batch is on the device. Let the next regions be tried in its step."""
-        if not self._between_steps or self.over:
+        if not self._between_steps:
             return
         self._between_steps = False
         due = self._options.at_step
@@ -104,17 +110,32 @@ class Takeover:
             return
         if due is not None:
             self.helper.wait()
-        ready = self.helper.ready()
-        if not self._import(ready, wait=due is not None):
-            return
-        for region in [one for one in self._pending if one.path in ready][: self._options.regions_per_step]:
+        known = self.helper.ready() if self._import(wait=due is not None) else set()
+        for region in self._next(known):
             trial = Trial(program=self._program, region=region, parity=self._parity)
             self._trials.append(trial)
             switch_off(self._program, region, trial)
 
+    def _next(self, known: set[str]) -> list[Region]:
+        """The regions to try in this step; several processes try the same ones, once all of them can."""
+        pending = self._pending
+        if self._agreement is not None:
+            settled = [one not in self._pending or one.path in known for one in self._outer] + [False]
+            left = [one.path in self._program.eager_parts for one in self._outer]
+            told = self._agreement.exchange(len(settled) - settled.index(False), bool(self._pending), *left)
+            if self._asked:  # what comes back is of the step before, and nothing at first
+                self._agreed = told
+            self._asked = True
+            for region, elsewhere in zip(self._outer, told[2:], strict=True):
+                if elsewhere and region.path not in self._program.eager_parts:
+                    self._leave(region, "it stays eager on another process")
+            there = 0 if self._agreed is None else len(settled) - self._agreed[0]
+            pending = [one for one in pending if one in self._outer[:there]]
+        return [one for one in pending if one.path in known][: self._options.regions_per_step]
+
     def after_batch(self, *, stepped: bool) -> None:
         """A batch is through; between two steps, regions that passed their trial are switched."""
-        self._telemetry.disturb()
+        self._telemetry.disturb(takeover=True)
         if not stepped:
             return
         self._between_steps, self._began = True, True
@@ -128,18 +149,19 @@ class Takeover:
         if self.helper.failed is not None:
             for region in [one for one in self._pending if one.path not in ready]:
                 self._leave(region, self.helper.failed)
-        if not self._pending:
+        alone = self._agreement is None
+        if not self._pending if alone else self._agreed is not None and not self._agreed[1]:
             self._finish()
 
-    def _import(self, ready: set[str], *, wait: bool) -> bool:
+    def _import(self, *, wait: bool) -> bool:
         """Whether Inductor is imported, beside the training and not before something is ready."""
-        if self._imported or not ready:
+        if self._imported or not self.helper.ready():
             return self._imported
-        if self._preparation is None:
-            self._preparation = Preparation()
-        if not wait and not self._preparation.is_over:
+        if self._importing is None:
+            self._importing = import_beside(self.helper.modules)
+        if not wait and self._importing.is_alive():
             return False
-        self._preparation.wait()
+        self._importing.join()
         self._settings.enter_context(
             compiler_settings(self._program.settings, eager_embeddings=self._program.eager_embeddings)
         )
@@ -161,6 +183,7 @@ class Takeover:
         switch_on(self._program, region)
         for inner in self._inside(region):
             switch_on(self._program, inner)
+        guard_calls(self._program, self._failed)
         self.vague |= trial.vague
         step = self._loop.steps_done + 1
         self._switched[region.path] = step
@@ -168,12 +191,20 @@ class Takeover:
         line = f"{region.path} runs compiled from step {step} on{compared}"
         self._telemetry.compiler.events.append(Event(kind="switch", reason=line, step=step))
 
+    def _failed(self, region: Region, error: Exception) -> None:
+        """Another shape of input does not compile, before the guards are there: eager runs it from here on."""
+        reason = one_line(error)
+        rank_zero_warn(f"compile.background: {region.path} runs eager from here on: {reason}")
+        give_up(self._program, [region, *self._inside(region)], reason)
+
     def _inside(self, region: Region) -> list[Region]:
         return [one for one in self._program.regions if one.path.startswith(f"{region.path}.")]
 
     def _leave(self, region: Region, reason: str) -> None:
         """Let ``region`` run eager for the rest of the run."""
-        self._pending.remove(region)
+        if region in self._pending:
+            self._pending.remove(region)
+        self._switched.pop(region.path, None)
         switch_off(self._program, region)
         if reason not in self._program.eager_parts.values():
             rank_zero_warn(f"compile.background: the run continues in eager: {region.path}: {reason}")
@@ -188,20 +219,20 @@ class Takeover:
 
     def _finish(self) -> None:
         self.over = True
-        self.helper.close()
         self._report()
         if self._switched:
-            steps = sorted(self._switched.values())
+            where = self._program.report["background"]["switched"]
             rank_zero_info(
-                f"compile: background: {len(self._switched)} of {len(self._outer)} regions run compiled, switched in "
-                f"steps {steps[0]} to {steps[-1]}"
+                f"compile: background: {len(self._switched)} of {len(self._outer)} regions compiled, switched {where}"
             )
 
     def _report(self) -> None:
         figures = self._telemetry.compiler.figures()
         eager, switching = self._laps["eager"], self._laps["switching"]
+        steps = sorted(self._switched.values())
         self._program.report["background"] = {
             "switched_at_step": dict(self._switched),
+            "switched": f"in steps {steps[0]} to {steps[-1]}" if steps else None,
             "regions": len(self._outer),
             "helper_seconds": self.helper.seconds,
             "helper_failed": self.helper.failed,

@@ -328,10 +328,9 @@ class CompiledTraining:
         assert loop is not None
         if self._chooser is not None and not self._chooser.decided and self._step_begins:
             self._chooser.before_step(batch, lambda: self._check_before(batch))
-        if self._takeover is not None:
+        if self._takeover is not None and self._guards is None:
             if self._takeover.over:
-                compared, self._takeover = not self._takeover.vague, None
-                self._guard(loop, program, compared=compared)
+                self._guard(loop, program, compared=not loop.anywhere(self._takeover.vague))
             else:
                 self._takeover.before_batch()
         self._check_before(batch)
@@ -349,7 +348,7 @@ class CompiledTraining:
         if self._capture is not None and not self._capture.settled:
             self.telemetry.disturb()
         stepped = self.telemetry.batch_end(loss if isinstance(loss, torch.Tensor) else None, batch)
-        if self._takeover is not None:
+        if self._takeover is not None and not self._takeover.over:
             self._takeover.after_batch(stepped=stepped)
         if self._guards is not None:
             self._guards.after_batch(stepped=stepped)

@@ -98,6 +98,12 @@ def _why_not(record: RunRecord) -> str:
         return str(skipped)
     if record.config.get("parity") == "off":
         return "parity=off leaves out steps of eager"
+    facts, steady = record.report.get("background", {}), record.steady_step_seconds_median
+    if facts.get("eager_step_seconds_median") and facts.get("switched_at_step") and steady:
+        eager = facts["eager_step_seconds_median"]
+        return (
+            f"its eager steps, of other batches, took {eager * 1e3:.1f} ms, those after the switch {steady * 1e3:.1f}"
+        )
     if record.status != "finished":
         return "the run ended before steps of eager were timed"
     return "no steps of eager were timed beside its own"

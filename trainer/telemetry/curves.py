@@ -192,7 +192,7 @@ def cause_of(step: Step, median: float, during: Allocations, events: Sequence[Ev
     if step.recompiled:
         found = [event for event in events if event.step == step.number and event.phase == "training"]
         return "recompile", found[0].location if found else None
-    if step.compiled:
+    if step.compiled and not step.takeover:
         return "capture", None
     if step.waited_seconds >= half:
         return "data_wait", f"{number(step.waited_seconds)} s"
@@ -203,6 +203,8 @@ def cause_of(step: Step, median: float, during: Allocations, events: Sequence[Ev
     if during.retries or during.segments:
         asked = f"{during.segments} allocations by the driver"
         return "allocator", f"{during.retries} retries, {asked} in this window" if during.retries else asked
+    if step.takeover:
+        return "takeover", None
     if step.after is not None:
         return AFTER.get(step.after, "pause"), None if step.after in AFTER else step.after
     return "unknown", None

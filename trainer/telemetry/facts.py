@@ -15,6 +15,17 @@ from trainer.telemetry.record import RankFigures, SlowStep, communication_of
 
 HEADLINES: dict[str, tuple[str, ...]] = {
     "auto": ("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
+    "background": (
+        "switched",
+        "regions",
+        "helper_seconds",
+        "helper_failed",
+        "eager_step_seconds_median",
+        "longest_eager_step_seconds",
+        "longest_switching_step_seconds",
+        "cache_hits",
+        "cache_misses",
+    ),
     "buckets": (
         "edges",
         "expected_padded_share",
@@ -42,6 +53,7 @@ CAUSES: dict[str, str] = {
     "garbage_collection": "Python's garbage collector ran",
     "first_of_shape": "the first batch of its shape",
     "allocator": "the device allocator went to the driver for memory",
+    "takeover": "compiled code was made ready to take over from eager",
     "validation": "the first step after a validation",
     "checkpoint": "the first step after a checkpoint",
     "pause": "the first step after another pause",

@@ -53,6 +53,8 @@ class Step:
     """Of the first group of parameters, a number or a tensor."""
     compiled: bool = False
     """Whether the compiler ran during it or a CUDA graph was captured."""
+    takeover: bool = False
+    """Whether it only comes before compiled code has taken over from eager."""
     recompiled: bool = False
     """Of those, whether it was the compiler."""
     profiled: bool = False

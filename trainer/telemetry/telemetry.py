@@ -218,9 +218,10 @@ class Telemetry(BaseTelemetry):
             rate = self._learning_rate
             self._step.learning_rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
-    def disturb(self) -> None:
-        """The step under way is not a steady one: something was prepared in it that later steps will not need."""
-        self._step.compiled = True
+    def disturb(self, *, takeover: bool = False) -> None:
+        """The step under way is not a steady one: something was prepared in it that later steps will not need, or it
+        comes before compiled code has taken over."""
+        self._step.compiled, self._step.takeover = True, takeover
 
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
         """A batch is through; returns whether it completed an optimizer step."""
