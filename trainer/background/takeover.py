@@ -34,7 +34,7 @@ from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from trainer.loops.agreement import Agreement
+    from trainer.loops.processes import Agreement
 
 CHANCES = 10
 """Optimizer steps within which a region that is ready has to be called."""
@@ -89,7 +89,7 @@ class Takeover:
     def start(self) -> None:
         """Training begins, in eager; every process has a helper of its own, because device numbers are part of keys."""
         if self._loop.world_size > 1:
-            from trainer.loops.agreement import Agreement
+            from trainer.loops.processes import Agreement
 
             self._agreement = Agreement()
         self.helper.start()

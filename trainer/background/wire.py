@@ -108,9 +108,9 @@ def rebuilt(
 ) -> Tensor:
     """A tensor that lies in memory of ``size`` bytes as the one described did; small random values, or zeros."""
     memory = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-    tensor = torch.empty(0, dtype=dtype, device=device).set_(memory, *place)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=dtype, device=device).set_(memory, *place)
     with torch.no_grad():
-        whole = torch.empty(0, dtype=dtype, device=device).set_(memory)  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=dtype, device=device).set_(memory)
         if dtype.is_floating_point and dtype.itemsize > 1:
             whole.normal_(std=0.1)
         else:
