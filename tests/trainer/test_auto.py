@@ -426,4 +426,4 @@ def test_a_run_that_ends_in_the_middle_of_a_trial_keeps_what_was_best(
     assert (choice["chosen"], choice["decided_at_step"]) == ("eager", None)
     assert choice["table"]["regional"]["switched_at_step"] == 3
     assert all(child._compiled_call_impl is None for child in module.modules())
-    assert any("the run ended before" in note for note in compile_.record.notes)
+    assert any("the run ended before the choice" in note for note in compile_.record.notes)

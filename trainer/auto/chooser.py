@@ -320,7 +320,7 @@ class Chooser:
         """The training is over: write the table, remember what was measured; returns what was chosen."""
         choice, done = self.choice, self._loop.steps_done
         if not self.decided:
-            self._program.notes.append(f"{self._line()}; the run ended before all was tried that could pay")
+            self._program.notes.append(self._line())
         choice.chosen, choice.remembered = self._best.name, self._recalled
         tried = [arm for arm in self._known.arms.values() if arm.switched_at_step is not None]
         tried.sort(key=lambda arm: arm.switched_at_step or 0)
@@ -362,7 +362,11 @@ class Chooser:
         took = "" if best.step_seconds is None else f", {best.step_seconds * 1e3:,.1f} ms a step"
         since = f" from step {best.switched_at_step + 1:,} on" if best.switched_at_step is not None else ""
         setup = f", {best.setup_seconds:.1f} s to set up" if best.setup_seconds else ""
-        tried = f"; tried: {'; '.join(parts)}" if parts else "; the steps to come pay for nothing else"
+        tried = f"; tried: {'; '.join(parts)}" if parts else ""
+        if not self.decided:
+            tried += "; the run ended before the choice did"
+        elif not parts:
+            tried = "; the steps to come pay for nothing else"
         source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
         return f"auto: {best.name}{since}{took}{setup}{tried}{source}"
 
