@@ -362,11 +362,9 @@ class Chooser:
         took = "" if best.step_seconds is None else f", {best.step_seconds * 1e3:,.1f} ms a step"
         since = f" from step {best.switched_at_step + 1:,} on" if best.switched_at_step is not None else ""
         setup = f", {best.setup_seconds:.1f} s to set up" if best.setup_seconds else ""
-        tried = f"; tried: {'; '.join(parts)}" if parts else ""
-        if not self.decided:
-            tried += "; the run ended before the choice did"
-        elif not parts:
-            tried = "; the steps to come pay for nothing else"
+        nothing = "; the steps to come pay for nothing else" if self.decided else ""
+        tried = f"; tried: {'; '.join(parts)}" if parts else nothing
+        tried += "" if self.decided else "; the run ended before the choice did"
         source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
         return f"auto: {best.name}{since}{took}{setup}{tried}{source}"
 
