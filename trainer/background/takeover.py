@@ -367,7 +367,7 @@ def _pass(
 def _copy(tensor: Tensor, unit: float | None) -> Tensor:
     """The same values in memory of the same geometry, on which compiled code depends."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
     if unit is not None and copy.is_floating_point():
         perturb([copy], unit, SEED)
     return copy.requires_grad_(tensor.requires_grad)
