@@ -101,10 +101,10 @@ def measure(report: str, folder: Path, *, width: int, dark: bool) -> dict[str, A
 def test_it_fits_a_phone_and_a_desk(report: str, tmp_path: Path, width: int) -> None:
     found = measure(report, tmp_path, width=width, dark=False)
     assert found["scrolled"] <= width
-    assert found["pictures"] == 12  # six of each workload: each once
+    assert found["pictures"] == 14  # seven of each workload: each once
     lefts = {left for left, _ in found["rows"]}
     assert len(lefts) == (3 if width == 1400 else 1), "columns of one width"
-    assert len({top for _, top in found["rows"]}) == (6 if width == 1400 else 12), "rows that begin together"
+    assert len({top for _, top in found["rows"]}) == (6 if width == 1400 else 14), "rows that begin together"
     assert found["cut"] == []
     assert found["smallest"] >= 10  # pixels from the top of a letter to the foot of the line
     assert max(found["boxes"]) <= width
