@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy
 
-LEAST_CORES = 4
+MIN_CORES = 4
 """Below this many, the helper process takes from the training what it gives it later."""
 
 
@@ -67,7 +67,7 @@ class Background(Strategy):
     def left_out(self) -> str | None:
         """Why no helper is started on this machine, so that everything compiles in the foreground."""
         cores = usable_cores()
-        if self.force or cores >= LEAST_CORES:
+        if self.force or cores >= MIN_CORES:
             return None
         return (
             f"left out, {cores} cores are too few for a helper beside the training; compiled in the foreground. "

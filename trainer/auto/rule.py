@@ -20,11 +20,11 @@ EAGER = "eager"
 SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, "cuda_graph": 0.4}
 """What taking over is expected to take where this machine has not seen it, the comparison with eager included. On H200s
 (docs/results) compiling took 6 to 35 s, 13 to 60 s, and capturing 0.05 to 0.5 s."""
-MOST_SAVED = 0.35
+MAX_SAVED = 0.35
 """Share of a step that compiling its modules saves at most: it runs 1.35 to 1.55 times as fast in six models there."""
 WHOLE_OVER_REGIONAL = 0.05
 """Share of a step with compiled regions that one graph saves at most: 0 to 3% there."""
-MOST_SAVED_BY_CAPTURE = 0.5
+MAX_SAVED_BY_CAPTURE = 0.5
 """Share of a step that a CUDA graph may save: all that the host takes. It only puts the arms in order."""
 PAYS, SHARE = 1.5, 0.02
 
@@ -120,13 +120,13 @@ class Knowledge:
         if arm.step_seconds is not None and best.step_seconds is not None:
             return 1 - arm.over(best)
         if arm.module == best.module:
-            return MOST_SAVED_BY_CAPTURE
+            return MAX_SAVED_BY_CAPTURE
         eager, regional = self.arms[EAGER, arm.captured], self.arms.get(("regional", arm.captured))
-        least = (1 - MOST_SAVED) * (1.0 if eager.step_seconds is None else eager.over(best))
+        least = (1 - MAX_SAVED) * (1.0 if eager.step_seconds is None else eager.over(best))
         if arm.module == "whole" and regional is not None and None not in (regional.step_seconds, eager.step_seconds):
             # Where regions saved little, they have left something out that one graph may have.
             bound = (1 - WHOLE_OVER_REGIONAL) * regional.over(best)
-            least = max(least, bound) if regional.over(eager) < 1 - MOST_SAVED / 2 else least
+            least = max(least, bound) if regional.over(eager) < 1 - MAX_SAVED / 2 else least
         return 1 - least
 
     def next(self, best: Arm, steps_left: int, age_seconds: float) -> Arm | None:

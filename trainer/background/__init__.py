@@ -27,11 +27,11 @@ from strategies.regions import outermost, switch_off
 from trainer.background.wire import Call, Request, call_of
 
 ENDING_SECONDS = 5.0
-"""How long a helper is waited for once it was told to end."""
+"""How long a helper is waited for once it was asked to end."""
 
 
 class Background:
-    """The helper of one training, from ``start`` to ``close``; whatever happens to it is told in ``failed``.
+    """The helper of one training, from ``start`` to ``close``; whatever happens to it is in ``failed``.
 
     Args:
         options: What it may use.
@@ -226,7 +226,7 @@ class Background:
 
 
 _REAPED: list[subprocess.Popen[bytes]] = []
-"""Helpers that were told to end, until they have."""
+"""Helpers that were asked to end, until they have."""
 
 
 def main_script() -> str | None:

@@ -26,7 +26,7 @@ def main(niceness: int, max_host_gib: float) -> None:
     with contextlib.suppress(OSError):
         os.nice(niceness)
     # What libraries print goes to the file of errors; the training reads lines of ours alone.
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    parent = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     first = threading.Event()
     asked: list[str] = []
@@ -42,8 +42,8 @@ def main(niceness: int, max_host_gib: float) -> None:
     with open(asked[0], "rb") as file:
         request = pickle.load(file)
     assert isinstance(request, Request)
-    _compile(request, told)
-    _tell(told, done=True)
+    _compile(request, parent)
+    _report(parent, done=True)
 
 
 def _watch(max_host_gib: float, asked: list[str], first: threading.Event) -> None:
@@ -74,12 +74,12 @@ def _end(reason: str, code: int) -> None:
     os._exit(code)
 
 
-def _tell(told: TextIO, **message: Any) -> None:
-    told.write(json.dumps(message) + "\n")
-    told.flush()
+def _report(parent: TextIO, **message: Any) -> None:
+    parent.write(json.dumps(message) + "\n")
+    parent.flush()
 
 
-def _compile(request: Any, told: TextIO) -> None:
+def _compile(request: Any, parent: TextIO) -> None:
     import torch
 
     from strategies.compose import compiler_settings
@@ -107,11 +107,11 @@ def _compile(request: Any, told: TextIO) -> None:
             try:
                 _compile_call(call)
             except Exception as error:
-                _tell(told, refused=call.path, reason=f"the helper could not compile it: {one_line(error)}")
+                _report(parent, refused=call.path, reason=f"the helper could not compile it: {one_line(error)}")
             else:
                 if call is request.calls[0]:
-                    _tell(told, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
-                _tell(told, ready=call.path, seconds=round(time.perf_counter() - began, 3))
+                    _report(parent, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
+                _report(parent, ready=call.path, seconds=round(time.perf_counter() - began, 3))
         for call in request.calls if request.validates else ():
             with contextlib.suppress(Exception):  # then validation compiles it
                 _compile_call(call, trains=False)

@@ -122,11 +122,11 @@ class Takeover:
         if self._agreement is not None:
             settled = [one not in self._pending or one.path in known for one in self._outer] + [False]
             left = [one.path in self._program.eager_parts for one in self._outer]
-            told = self._agreement.exchange(len(settled) - settled.index(False), bool(self._pending), *left)
+            answer = self._agreement.exchange(len(settled) - settled.index(False), bool(self._pending), *left)
             if self._asked:  # what comes back is of the step before, and nothing at first
-                self._agreed = told
+                self._agreed = answer
             self._asked = True
-            for region, elsewhere in zip(self._outer, told[2:], strict=True):
+            for region, elsewhere in zip(self._outer, answer[2:], strict=True):
                 if elsewhere and region.path not in self._program.eager_parts:
                     self._leave(region, "it stays eager on another process")
             there = 0 if self._agreed is None else len(settled) - self._agreed[0]

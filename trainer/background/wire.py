@@ -126,7 +126,7 @@ def rebuilt(
     return tensor
 
 
-# ---- what torch was told in this process, part of the keys of its caches ---------------------------------------------
+# ---- what torch is set to in this process, part of the keys of its caches --------------------------------------------
 
 _SWITCHES = (
     *(f"cuda.matmul.allow_{name}" for name in ("tf32", "fp16_reduced_precision_reduction")),
