@@ -23,6 +23,7 @@ from strategies.prepare import Preparation, is_prepared
 from strategies.regions import uncompile
 from trainer.auto.remembered import Remembered, directory, program_facts
 from trainer.auto.rule import EAGER, Arm, Choice, Knowledge
+from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
 from trainer.guards.slowdown import Sample
@@ -168,7 +169,8 @@ class Chooser:
             except Exception as caught:
                 if self._loop.world_size > 1 and not raised_together(caught):
                     raise
-                self._fail(arm, one_line(caught))
+                different = caught.facts.get("reason") if isinstance(caught, ParityError) else None
+                self._fail(arm, f"not eager's step: {different}" if different else one_line(caught))
             if arm.failed is None and (reason := self._gave_up(arm)) is not None:
                 self._fail(arm, reason)
         self._switching_seconds = time.perf_counter() - began

@@ -177,11 +177,9 @@ class Preflight:
 
         with eager(self._program):
             step()
-        if between is not None:
-            between()
-        (own or step)()
-        if between is not None:
-            between()
+        for one in (between, own or step, between):
+            if one is not None:
+                one()
         return take_sample(loop, self._program, step, steps=loop.span.steps, own=own, between=between)
 
     def _warm(self, batch: Any, restore: Callable[[], None], rollback: Rollback) -> None:
