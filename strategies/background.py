@@ -92,10 +92,10 @@ class Background(Strategy):
                     f"compile: {self.name!r} does not go with {other.name!r}: what that one prepares is not known to "
                     "the helper process; leave one of them out"
                 )
+        if not program.regions:
+            raise ValueError(f"compile.{self.name}: nothing to compile; add regional or whole")
         if self.left_out is not None:
             program.notes.append(f"{self.name}: {self.left_out}")
-        elif not program.regions:
-            raise ValueError(f"compile.{self.name}: nothing to compile; add regional or whole")
 
 
 def usable_cores() -> int:

@@ -108,6 +108,8 @@ MODULE_STRATEGIES = sorted(
 
 def refusal(task: str, arm: str) -> str | None:
     """What the error says where ``arm`` cannot be applied to ``task``; None where it can."""
+    if arm == "background":
+        return "nothing to compile; add regional or whole"
     return next((NOT_FOR[task][name] for name in arm.strip("[]").split(",") if name in NOT_FOR.get(task, {})), None)
 
 
