@@ -183,15 +183,11 @@ class Chooser:
         """Let ``arm`` train from the step that begins."""
         program = self._program
         uncompile(program)
-        added: list[Strategy] = []
         if arm.module != EAGER:
             candidate = self._modules.setdefault(arm.module, Candidate(strategy=STRATEGIES[arm.module]()))
             candidate.put_on(program, self._settings)
-            added.append(candidate.strategy)
-        if arm.captured:
-            added.append(STRATEGIES["cuda_graph"]())
         self._on, self._steps, self._check_at = arm, [], SETTLE_STEPS + TIMED_STEPS
-        self._guards[arm.name] = self._switch([*self._others, *added], self._guards.get(arm.name))
+        self._guards[arm.name] = self._switch([*self._others, *self._strategies(arm)], self._guards.get(arm.name))
 
     def _fail(self, arm: Arm, reason: str) -> None:
         arm.failed, arm.remembered = reason, False
@@ -301,14 +297,10 @@ class Chooser:
             return ENDLESS
         return max(1, steps - self._first)
 
-    def _chosen(self) -> list[Strategy]:
-        """Strategies that train in the place of ``auto``: those of the best arm so far."""
-        chosen: list[Strategy] = []
-        if self._best.module != EAGER:
-            chosen.append(self._modules[self._best.module].strategy)
-        if self._best.captured:
-            chosen.append(STRATEGIES["cuda_graph"]())
-        return ordered(chosen)
+    def _strategies(self, arm: Arm) -> list[Strategy]:
+        """What trains in the place of ``auto`` under ``arm``, which has been put on before."""
+        modules = [] if arm.module == EAGER else [self._modules[arm.module].strategy]
+        return ordered([*modules, *([STRATEGIES["cuda_graph"]()] if arm.captured else [])])
 
     def restore(self) -> list[Strategy]:
         """Leave the module as the best arm has it; returns all strategies of the run with it."""
@@ -316,7 +308,7 @@ class Chooser:
             uncompile(self._program)
             if self._best.module != EAGER:
                 self._modules[self._best.module].put_on(self._program, self._settings)
-        return ordered([*self._others, *self._chosen()])
+        return ordered([*self._others, *self._strategies(self._best)])
 
     def finish(self) -> list[Strategy]:
         """The training is over: write the table, remember what was measured; returns what was chosen."""
@@ -339,7 +331,7 @@ class Chooser:
             not_kept = self._memory.keep(self._known, cache=self._telemetry.compiler.figures().cache)
             if not_kept is not None:
                 self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
-        return self._chosen()
+        return self._strategies(self._best)
 
     def _compare(self) -> None:
         """Real steps of eager and of what was chosen, for the run's verdict."""

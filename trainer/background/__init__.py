@@ -48,7 +48,7 @@ class Background:
         self.refused: dict[str, str] = {}
         """Regions that the helper cannot compile, with the reason."""
         self.done = False
-        """Whether the helper has said something about every region, or has failed."""
+        """Whether the helper has answered for every region, or has failed."""
         self.modules: list[str] = [INDUCTOR]
         """What the helper had to import to compile."""
         self.seconds: float | None = None
@@ -168,7 +168,7 @@ class Background:
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError):  # what else some library prints
-                self._told(json.loads(line))
+                self._receive(json.loads(line))
         if self.done:
             return
         if ended:
@@ -176,7 +176,7 @@ class Background:
         elif time.perf_counter() - self._began > self._options.timeout_seconds:
             self._fail(f"the helper took longer than {self._options.timeout_seconds:.0f} s")
 
-    def _told(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         if not isinstance(message, dict):
             return
         if "ready" in message:

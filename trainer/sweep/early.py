@@ -126,9 +126,9 @@ def waiting() -> Iterator[None]:
         message = stream.read()
     if not message:
         os._exit(0)
-    told = json.loads(message)
-    sys.argv[1:] = told["arguments"]
+    order = json.loads(message)
+    sys.argv[1:] = order["arguments"]
     os.environ.clear()
-    os.environ.update(told["environment"])
+    os.environ.update(order["environment"])
     signal_at_end_of_parent(0)  # from now on as a process of Lightning's
     signal.signal(signal.SIGINT, interrupted)
