@@ -96,6 +96,11 @@ class Background(Strategy):
             raise ValueError(f"compile.{self.name}: nothing to compile; add regional or whole")
         if self.left_out is not None:
             program.notes.append(f"{self.name}: {self.left_out}")
+        elif program.sharded:
+            program.notes.append(
+                f"{self.name}: left out, the helper has no other process to gather parameters from that are sharded; "
+                "compiled in the foreground"
+            )
 
 
 def usable_cores() -> int:

@@ -138,6 +138,8 @@ class Program:
     """Where the module trains; known from ``apply`` on."""
     precision: str = "32-true"
     """Lightning's name for the precision of the run."""
+    sharded: bool = False
+    """Whether the loop shards parameters over processes; known from ``apply`` on."""
     optimizers: Sequence[torch.optim.Optimizer] = ()
     """Optimizers with their restored state; empty before ``begin``."""
     own_steps: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)

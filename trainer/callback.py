@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
 from trainer.guards import CompiledNothing
@@ -76,6 +77,7 @@ class Compile(CompiledTraining, L.Callback):
             pl_module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
+            sharded=isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy),
             trains=stage in self._stages,
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )

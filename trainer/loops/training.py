@@ -144,6 +144,7 @@ class CompiledTraining:
         *,
         device: torch.device,
         precision: str,
+        sharded: bool = False,
         trains: bool = True,
         print_line: Callable[[str], None] | None = None,
     ) -> Program:
@@ -153,10 +154,13 @@ class CompiledTraining:
             module: With its weights; it may still lie on another device.
             device: Where it is going to run.
             precision: As ``Loop.precision``.
+            sharded: As ``Program.sharded``.
             trains: Whether what follows is measured anew.
             print_line: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
+        if sharded:
+            self._taking_over = None  # which says so itself
         if trains and self._own is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
             self._own.prepare(print_line, lambda: self.telemetry)
@@ -168,6 +172,7 @@ class CompiledTraining:
                 strategies=tuple(self.strategies),
                 device=device,
                 precision=precision,
+                sharded=sharded,
                 outlined=self._taking_over is not None,
                 **self._declared,
             )
