@@ -126,7 +126,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--tensorboard",
         metavar="DIR",
-        help="also write tables and curves there, as a run (default: nowhere)",
+        help="also write the tables there, as a run (default: nowhere)",
     )
     against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
     add("--against", type=Path, metavar="FILE", help=against_help)
@@ -183,10 +183,8 @@ def write_for_tensorboard(comparisons: Sequence[WorkloadComparison], target: str
     """Write what a sweep leaves in its ``summary``."""
     from trainer.report import sweep
 
-    missing = sweep.write(comparisons, Path(target))
+    sweep.write(comparisons, Path(target))
     print(f"wrote {target}", file=sys.stderr)
-    if missing is not None:
-        print(missing, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +16,12 @@ from tests.instant_cells import InstantCells
 from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
-from trainer.report.sweep import FOLDER, WITHOUT_CURVES, write, write_summary
+from trainer.report.sweep import FOLDER, write, write_summary
 from trainer.sweep import launcher
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def events_in(directory: Path) -> EventAccumulator:
-    events = EventAccumulator(str(directory), size_guidance={"tensors": 0, "images": 0})
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
     events.Reload()
     return events
 
@@ -42,7 +39,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_it_holds_verdicts_tables_and_a_curve_for_each_workload(sweep: Path) -> None:
+def test_it_holds_verdicts_and_tables(sweep: Path) -> None:
     events = events_in(sweep / FOLDER)
     text = page(events)
     compared = compare(find([sweep]))
@@ -50,13 +47,6 @@ def test_it_holds_verdicts_tables_and_a_curve_for_each_workload(sweep: Path) -> 
         assert found.verdict in text.replace("\\", "")
         for row in found.rows:
             assert f"| {row.cell.arm} |" in text
-    curves = events.Tags()["images"]
-    assert [tag.rpartition("/")[2][0] for tag in curves] == ["1", "1", "2", "2"]
-    (image,) = events.Images(curves[0])
-    assert image.encoded_image_string.startswith(PNG)
-    width = int.from_bytes(image.encoded_image_string[16:20], "big")
-    assert width == image.width, "as the picture itself says"
-    assert width <= 800, "letters that can be read at the 320 pixels that TensorBoard shows"
 
 
 def test_each_run_gets_its_speed_to_eager(sweep: Path) -> None:
@@ -70,20 +60,10 @@ def test_each_run_gets_its_speed_to_eager(sweep: Path) -> None:
 def test_a_later_comparison_replaces_the_one_before(tmp_path: Path) -> None:
     for records in (static(rounds=1), ragged()):
         folder = save(records, tmp_path / str(len(records)))
-        assert write(compare(find([folder])), tmp_path / "log") is None
+        write(compare(find([folder])), tmp_path / "log")
     text = page(events_in(tmp_path / "log"))
     assert "buckets" in text
     assert "reduce-overhead" not in text
-
-
-def test_without_matplotlib_curves_are_left_out_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    folder = save(static(rounds=1), tmp_path / "runs")
-    assert write_summary(folder) == WITHOUT_CURVES
-    events = events_in(folder / FOLDER)
-    assert "reduce-overhead" in page(events)
-    assert not events.Tags()["images"]
 
 
 def test_where_nothing_can_be_compared_there_is_no_summary(tmp_path: Path) -> None:

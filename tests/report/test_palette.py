@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainer.report.pictures.style import ARMS, BASELINE, INK
+from trainer.report.pictures import ARMS, BASELINE, INK
 
 LIGHT, DARK = 0, 1
 SEEN = {

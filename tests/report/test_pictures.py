@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from tests.report.records import figures, ragged, record, save, static
 from trainer.report import pictures
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.pictures import Bar, draw_bars, progress, step_times, style, throughput, total_time
-from trainer.report.pictures.total_time import lines
+from trainer.report.page import svg
+from trainer.report.pictures import Bar, draw_bars, duration, lines, progress, step_times, throughput
 from trainer.report.runs import Run, find
 from trainer.telemetry.record import RunRecord
 
@@ -73,18 +72,12 @@ def test_the_crossing_picture_marks_where_another_arm_takes_over(comparisons: li
         assert row.cell.arm in shown
 
 
-def test_what_starts_alike_cold_and_warm_is_drawn_once() -> None:
-    figure = pictures.crossing(compared(record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=9.0)))
-    assert figure is not None
-    assert "least time" in texts(figure)
-    assert not [text for text in texts(figure) if "warm start" in text]
-
-
 def test_without_a_baseline_there_are_times_and_no_ratios() -> None:
     figure = pictures.crossing(compared(record("whole", warmup_seconds=9.0), record("regional", warmup_seconds=3.0)))
     assert figure is not None
     assert not [text for text in texts(figure) if "Times as fast" in text]
     assert {"whole", "regional"} <= set(texts(figure))
+    assert not [text for text in texts(figure) if "warm start" in text], "what starts alike is drawn once"
 
 
 def test_what_has_no_figures_has_no_picture() -> None:
@@ -112,28 +105,12 @@ def test_nothing_is_cut_off_even_of_long_names() -> None:
         assert box.y1 < height + 0.02
 
 
-def test_labels_at_the_ends_of_lines_keep_apart_and_in_order() -> None:
-    ends = {"a": 1.0, "b": 1.01, "c": 1.02, "d": 1.9, "e": 1.95}
-    placed = total_time.apart(ends, smallest=0.1, top=2.0)
-    heights = [placed[arm] for arm in "abcde"]
-    assert all(right - left >= 0.1 - 1e-9 for left, right in itertools.pairwise(heights))
-    assert max(heights) <= 2.0
-
-
 def test_an_arm_has_one_colour_everywhere_and_no_neighbour_shares_it(comparisons: list[WorkloadComparison]) -> None:
     palette = pictures.arm_colours(comparisons)
-    assert palette["eager"] == style.BASELINE[0]
+    assert palette["eager"] == pictures.BASELINE[0]
     for one in comparisons:
         chosen = [palette[row.cell.arm] for row in one.rows]
         assert len(set(chosen)) == len(chosen)
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    figure = draw_bars("Speed", [("a", "#1e6ff0", [Bar(2.0, "2")]), ("b", "#d97214", [Bar(1.0, "1")])])
-    assert figure is not None
-    widths = [patch.get_width() for patch in figure.axes[0].patches]
-    full = widths[0]
-    assert widths == pytest.approx([full, full, full, full / 2])  # each on a pale bar of full length
 
 
 def test_step_times_are_medians_over_runs_with_their_spread() -> None:
@@ -145,17 +122,6 @@ def test_step_times_are_medians_over_runs_with_their_spread() -> None:
     median = (fast["steady_step_seconds_median"] + slow["steady_step_seconds_median"]) / 2
     p95 = (fast["steady_step_seconds_p95"] + slow["steady_step_seconds_p95"]) / 2
     assert f"{median * 1e3:.0f} · p95 {p95 * 1e3:.0f}" in texts(figure)
-    assert "line: 5% to 95% of the steps" in texts(figure)
-
-
-def test_old_records_without_a_distribution_show_median_and_p95() -> None:
-    old = record("eager", warmup_seconds=1.0)
-    old.steady_step_seconds_quantiles = []
-    found = compared(old)
-    figure = step_times(found, palette=pictures.arm_colours([found]))
-    assert figure is not None
-    assert [text for text in texts(figure) if "p95" in text]
-    assert not [text for text in texts(figure) if "95% of the steps" in text]
 
 
 def test_single_runs_bear_no_mark() -> None:
@@ -169,14 +135,14 @@ def test_single_runs_bear_no_mark() -> None:
 def test_a_dollar_is_no_formula() -> None:
     figure = pictures.crossing(compared(record("eager", warmup_seconds=1.0), record("mine$x_1$", warmup_seconds=2.0)))
     assert figure is not None
-    assert "mine$x_1$" in style.svg(figure, name="p", title="t", description="d")
+    assert "mine$x_1$" in svg(figure, "p", "t", "d")
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.0236, "23.6 ms"), (1.0, "1 s"), (90.0, "1.5 min"), (5400.0, "1.5 h"), (172800.0, "2 d")]
 )
 def test_durations_are_as_people_say_them(seconds: float, said: str) -> None:
-    assert style.duration(seconds) == said
+    assert duration(seconds) == said
 
 
 def test_progress_is_drawn_as_recorded_of_one_run_of_each_start() -> None:
@@ -185,9 +151,17 @@ def test_progress_is_drawn_as_recorded_of_one_run_of_each_start() -> None:
 
     runs = [began("whole", "cold", seconds, turn) for turn, seconds in enumerate((30.0, 20.0, 25.0), start=1)]
     found = compared(began("eager", "cold", 5.0, 1), *runs, began("whole", "warm", 7.0, 1))
-    figure = progress.draw(found, palette=pictures.arm_colours([found]))
+    figure = progress(found, palette=pictures.arm_colours([found]))
     assert figure is not None
     drawn = {(line.get_color(), *line.get_xdata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
-    eager, whole = style.BASELINE[0], style.ARMS[0][0]
+    eager, whole = pictures.BASELINE[0], pictures.ARMS[0][0]
     assert drawn == {(eager, 5.0, 10.0), (whole, 25.0, 50.0), (whole, 7.0, 14.0)}
     assert {"eager", "whole", "Optimizer steps done"} <= set(texts(figure))
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    palette = {"a": "#1e6ff0", "b": "#d97214"}
+    figure = draw_bars("Speed", {"a": [Bar(2.0, "2")], "b": [Bar(1.0, "1")]}, palette)
+    assert figure is not None
+    first, second = (patch.get_width() for patch in figure.axes[0].patches)
+    assert first == pytest.approx(2 * second)

@@ -51,7 +51,7 @@ def test_a_terminal_shows_every_figure_within_its_width(both: list[WorkloadCompa
                 assert {word for cell in texts for word in cell.split()} <= words
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [100, 120])
 def test_a_workload_falls_into_no_more_tables_than_there_are_questions(
     both: list[WorkloadComparison], width: int
 ) -> None:

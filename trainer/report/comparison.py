@@ -55,6 +55,7 @@ class Row:
     """Largest over the runs."""
     peak_process_memory_gib: float | None = None
     joules_per_sample: Estimate | None = None
+    final_loss: Estimate | None = None
     graphs: int | None = None
     """Largest over the runs; so are the next two."""
     graph_breaks: int | None = None
@@ -252,6 +253,7 @@ def _figures(cell: Cell, start_seconds: float) -> Row:
         peak_device_memory_gib=largest("peak_device_memory_gib"),
         peak_process_memory_gib=largest("peak_process_memory_gib"),
         joules_per_sample=over("joules_per_sample"),
+        final_loss=over("final_loss"),
         graphs=count("graphs"),
         graph_breaks=count("graph_breaks"),
         recompiles=count("recompiles"),

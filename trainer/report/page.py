@@ -6,27 +6,28 @@ light or dark, tables scroll inside their own box. Everything that comes from a 
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from trainer.report.comparison import WorkloadComparison
-from trainer.report.pictures import PICTURES, Picture, arm_colours, style
+from trainer.report.pictures import PALETTE, PICTURES, arm_colours, drawing
 from trainer.report.scaling import Scaling
 from trainer.report.statistics import FASTER, rounded
-from trainer.report.tables import NOT_SURE, TEXT_COLUMNS, footnotes, tables_of
-from trainer.telemetry.record import Event, RunRecord
+from trainer.report.tables import ABSENT, NOT_SURE, TEXT_COLUMNS, Columns, footnotes, remarks, tables_of
+from trainer.telemetry.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_EVENTS = 40
 """Different events of a workload that are listed."""
-KINDS = {
-    "graph_break": "graph break",
-    "recompile": "recompile",
-    "fallback": "fallback",
-    "cudagraph_skip": "CUDA graph skipped",
-}
+PROSE = ("reason", "source line", "folder", "value")
+"""Columns whose texts are broken into lines."""
 WORDS = {
     "arm": "a list of strategies with their options; one of them, usually eager, is what the others are compared with",
     "steady step": "a step after the warm-up during which nothing was compiled; only these make speeds and step times",
@@ -40,6 +41,8 @@ WORDS = {
 """What a reader meets on the page, in the words of the tables."""
 PATH = re.compile(r"(?<![\w.~:/-])(?:/[^\s/'\",:;()<>|]+)+/(?=[^\s/])")
 PACKAGES = re.compile(r"[^\s'\"=]*/(?:site|dist)-packages/")
+VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
+"""The CSS variable of each light colour."""
 
 
 def render(
@@ -65,6 +68,7 @@ def render(
     sections += "\n".join(_scaling(one, place) for place, one in enumerate(scalings))
     cards = "".join(_card(one, place) for place, one in enumerate(comparisons))
     words = "".join(f"<div><dt>{escape(word)}</dt><dd>{escape(text)}</dd></div>" for word, text in WORDS.items())
+    light, dark = (" ".join(f"--{name}: {pair[place]};" for name, pair in PALETTE.items()) for place in (0, 1))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -73,8 +77,8 @@ def render(
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
 <style>
-:root {{ color-scheme: light dark; {style.variables(dark=False)} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {style.variables(dark=True)} }} }}
+:root {{ color-scheme: light dark; {light} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
 {resources.files("trainer.report").joinpath("page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
@@ -135,59 +139,57 @@ def _card(comparison: WorkloadComparison, place: int) -> str:
 
 
 def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, str]) -> str:
-    figures, absent = [], []
+    figures, absent = "", []
     for picture in PICTURES:
-        figure = _figure(comparison, place, picture, palette)
-        if figure is None:
-            absent.append(picture.absent)
-        else:
-            figures.append(figure)
-    rows = [row for row in comparison.rows if row.cell.finished]
-    if not any(row.cell.warm for row in rows) and any(row.cell.compiles for row in rows):
-        absent.append("warm starts: none among the runs")
+        drawn = picture.draw(comparison, palette=palette)
+        if drawn is None:
+            absent.append(picture.title.lower())
+            continue
+        name = f"w{place + 1}-{picture.name}"
+        about = f"{picture.caption} {_sentence(comparison.verdict)} The figures are in the table below."
+        body = svg(drawn, name, _text(f"{picture.title}: {comparison.workload}"), _text(about))
+        whole = picture.name == "crossing"  # two columns wide; on a phone it scrolls inside its box
+        body = f'<div class="scroll" tabindex="0">{body}</div>' if whole else body
+        kind = ' class="whole"' if whole else ""
+        figures += f'<figure{kind} id="{name}">\n{body}\n'
+        figures += f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n"
     records = _records(comparison)
-    versions = [f"{name} {version}" for name, version in comparison.versions.items()]
-    precisions = sorted({record.precision for record in records if record.precision})
-    kind = "inference" if comparison.run == "inference" else "training"
-    where = " · ".join([kind, comparison.device, *precisions, *versions, counted(len(records), "run")])
-    unlike = "".join(f"<li>{_text(line)}</li>" for line in comparison.unlike)
-    if unlike:
-        unlike = (
-            f'<div class="warning"><strong>These runs are unlike: compare with care.</strong><ul>{unlike}</ul></div>\n'
-        )
+    facts = {
+        "run": _all(["inference" if comparison.run == "inference" else "training"]),
+        "device": comparison.device,
+        "processes": _all(str(record.world_size) for record in records),
+        "precision": _all(record.precision for record in records),
+        "matrix products in": _all(record.matrix_precision for record in records),
+        "commit": _all(record.git_commit for record in records),
+        "seeds": _all(str(record.seed) for record in records),
+        "started": _all((record.started or "")[:10] or None for record in records),
+    }
+    for name in dict.fromkeys(name for record in records for name in record.versions):
+        facts[name] = _all(record.versions.get(name) for record in records)
+    commands = "".join(
+        f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
+        for row in comparison.rows
+    )
+    tables = "".join(_table(columns, palette) for columns in tables_of(comparison))
+    tables += "".join(f'<p class="quiet">{escape(line)}</p>' for line in footnotes([comparison]))
+    items = "".join(f"<li>{_text(line)}</li>" for line in remarks(comparison))
+    notes = f'<h3>Remarks</h3><ul class="quiet">{items}</ul>' if items else ""
+    unlike = '<p class="warning"><strong>These runs are unlike: compare with care.</strong></p>\n'
     return f"""<section id="workload-{place + 1}">
 <h2>{_breakable(comparison.workload)}</h2>
-<p class="quiet">{_text(where)}</p>
-{unlike}<div class="figures">
-{"".join(figures)}</div>
-{f'<p class="quiet">Left out: {escape("; ".join(absent))}.</p>' if absent else ""}
-{_all_figures(comparison, palette)}
-{_events(comparison)}
-{_failed(comparison)}
-{_remarks(comparison)}
-{_conditions(comparison)}
+{unlike if comparison.unlike else ""}<div class="figures">
+{figures}</div>
+{f'<p class="quiet">Not measured: {escape(", ".join(absent))}.</p>' if absent else ""}
+<h3>All figures</h3>
+{tables}
+{notes}
+{_part("Graph breaks and recompiles", _events(comparison))}
+{_part("Runs that did not finish", _failed(comparison))}
+{_part("Conditions", {"what": list(facts), "value": list(facts.values())})}
+<h3>Commands</h3>
+<details><summary>One for each arm</summary>
+{commands}</details>
 </section>"""
-
-
-def _figure(comparison: WorkloadComparison, place: int, picture: Picture, palette: Mapping[str, str]) -> str | None:
-    drawn = picture.draw(comparison, palette=palette)
-    if drawn is None:
-        return None
-    name = f"w{place + 1}-{picture.name}"
-    body = style.svg(
-        drawn,
-        name=name,
-        title=_text(f"{picture.title}: {comparison.workload}"),
-        description=_text(f"{picture.caption} {_sentence(comparison.verdict)} The figures are in the table below."),
-    )
-    whole = picture.name == "crossing"  # two columns wide; on a phone it scrolls inside its box
-    if whole:
-        body = f'<div class="scroll" tabindex="0">{body}</div>'
-    return f"""<figure{' class="whole"' if whole else ""} id="{name}">
-{body}
-<figcaption>{escape(picture.caption)}</figcaption>
-</figure>
-"""
 
 
 def _scaling(found: Scaling, place: int) -> str:
@@ -195,108 +197,55 @@ def _scaling(found: Scaling, place: int) -> str:
     return f"""<section id="scaling-{place + 1}">
 <h2>Scaling: {_breakable(found.name)}</h2>
 <p>{_text(_sentence(found.kind))}</p>
-{unlike}{_figures(found.table)}
+{unlike}{_table(found.table)}
 </section>"""
 
 
-def _figures(columns: Mapping[str, Sequence[str]], palette: Mapping[str, str] | None = None) -> str:
-    """A table as the terminal shows it; with ``palette`` each arm bears its colour."""
-    kinds = ["short" if heading in TEXT_COLUMNS else "number" for heading in columns]
-    body = ""
-    for arm, *texts in zip(*columns.values(), strict=True):
-        colour = "" if palette is None else style.variable(palette[arm])
-        swatch = f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
-        cells = "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in zip(texts, kinds[1:], strict=True))
-        body += f'<tr><th scope="row">{swatch}{_breakable(arm)}</th>{cells}</tr>\n'
-    return _table(zip(columns, kinds, strict=True), body)
-
-
-def _all_figures(comparison: WorkloadComparison, palette: Mapping[str, str]) -> str:
-    """The tables that the terminal shows."""
-    shown = "".join(_figures(columns, palette) for columns in tables_of(comparison))
-    notes = "".join(f'<p class="quiet">{escape(line)}</p>' for line in footnotes([comparison]))
-    return f"<h3>All figures</h3>\n{shown}{notes}"
-
-
-def _events(comparison: WorkloadComparison) -> str:
+def _events(comparison: WorkloadComparison) -> Columns:
     """Breaks, recompiles, fallbacks and skips with reason and source line, alike ones in one row."""
-    seen: dict[tuple[str, str, str, str], list[Event]] = {}
+    seen: dict[tuple[str, ...], list[int]] = {}
     for row in comparison.rows:
         for event in (event for run in row.cell.runs for event in run.record.events):
-            seen.setdefault((row.cell.arm, event.kind, event.reason, event.location or "-"), []).append(event)
-    if not seen:
-        compiled = any(record.graphs is not None for record in _records(comparison))
-        text = "None in any of the runs that compiled." if compiled else "Nothing was compiled."
-        return f'<h3>Graph breaks and recompiles</h3>\n<p class="quiet">{text}</p>'
-    body = ""
-    for (arm, kind, reason, location), events in list(seen.items())[:MAX_EVENTS]:
-        steps = sorted({event.step for event in events if event.step is not None})
-        when = " to ".join(dict.fromkeys(f"{step:,}" for step in (steps[0], steps[-1]))) if steps else ""
-        phases = sorted({event.phase for event in events} - {"training"})
-        when = " ".join([when, *phases]).strip() or "-"
-        body += (
-            f'<tr><th scope="row">{_breakable(arm)}</th><td>{escape(KINDS.get(kind, kind))}</td>'
-            f'<td class="words">{_text(reason)}</td><td class="words"><code>{_text(location)}</code></td>'
-            f'<td class="number">{escape(when)}</td><td class="number">{len(events):,}</td></tr>\n'
-        )
-    head = [("arm", ""), ("what", ""), ("reason", ""), ("source line", ""), ("step", "number"), ("times", "number")]
-    more = len(seen) - MAX_EVENTS
-    rest = f'<p class="quiet">{more:,} more are in the records.</p>' if more > 0 else ""
-    return f"<h3>Graph breaks and recompiles</h3>\n{_table(head, body)}{rest}"
-
-
-def _failed(comparison: WorkloadComparison) -> str:
-    """Runs that did not finish, with their reasons; nothing where all did."""
-    body = ""
-    for row in comparison.rows:
-        for run in row.cell.failed:
-            status = "running, or killed" if run.record.status == "running" else run.record.status
-            body += (
-                f'<tr><th scope="row">{_breakable(row.cell.arm)}</th><td>{escape(status)}</td>'
-                f'<td class="words">{_text(run.record.reason or "no reason in its record")}</td>'
-                f'<td class="words"><code>{_text(str(run.directory))}</code></td></tr>\n'
-            )
-    head = [(name, "") for name in ("arm", "status", "reason", "folder")]
-    return f"<h3>Runs that did not finish</h3>\n{_table(head, body)}" if body else ""
-
-
-def _remarks(comparison: WorkloadComparison) -> str:
-    """What a reader must know of single rows, and differences between the runs that need not matter."""
-    flags: dict[str, list[str]] = {}
-    for row in comparison.rows:
-        for flag in row.flags if row.cell.finished else []:
-            flags.setdefault(flag, []).append(row.cell.arm)
-    items = "".join(f"<li><b>{_breakable(', '.join(arms))}</b>: {_text(flag)}</li>" for flag, arms in flags.items())
-    items += "".join(f"<li>{_text(note)}</li>" for note in comparison.notes)
-    return f'<h3>Remarks</h3>\n<ul class="quiet">{items}</ul>' if items else ""
-
-
-def _conditions(comparison: WorkloadComparison) -> str:
-    """Device, versions, precision and commit of the runs, and a command for each arm."""
-    records = _records(comparison)
-    names = dict.fromkeys(name for record in records for name in record.versions)
-    versions = {name: _all(record.versions.get(name) for record in records) for name in names}
-    facts = {
-        "device": _all(record.device for record in records),
-        "processes": _all(str(record.world_size) for record in records),
-        "precision": _all(record.precision for record in records),
-        "matrix products in": _all(record.matrix_precision for record in records),
-        "commit": _all(record.git_commit for record in records),
-        "seeds": _all(str(record.seed) for record in records),
-        "started": _all((record.started or "")[:10] or None for record in records),
-        "versions": " · ".join(f"{name} {version}" for name, version in versions.items()) or "n/a",
+            key = (row.cell.arm, event.kind.replace("_", " "), event.reason, event.location or ABSENT)
+            seen.setdefault(key, []).append(event.step or 0)
+    listed = list(seen.items())[:MAX_EVENTS]
+    columns = {name: [key[at] for key, _ in listed] for at, name in enumerate(("arm", "what", "reason", "source line"))}
+    return columns | {
+        "first step": [str(min(steps) or ABSENT) for _, steps in listed],
+        "times": [f"{len(steps):,}" for _, steps in listed],
     }
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="words">{_text(value)}</td></tr>\n'
-        for name, value in facts.items()
-    )
-    commands = "".join(
-        f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
-        for row in comparison.rows
+
+
+def _failed(comparison: WorkloadComparison) -> Columns:
+    """Runs that did not finish, with their reasons."""
+    failed = [(row.cell.arm, run) for row in comparison.rows for run in row.cell.failed]
+    return {
+        "arm": [arm for arm, _ in failed],
+        "status": [run.record.status.replace("running", "running, or killed") for _, run in failed],
+        "reason": [run.record.reason or "no reason in its record" for _, run in failed],
+        "folder": [str(run.directory) for _, run in failed],
+    }
+
+
+def _part(title: str, columns: Columns) -> str:
+    """A table below its heading; nothing where it has no row."""
+    return f"<h3>{title}</h3>\n{_table(columns)}" if next(iter(columns.values())) else ""
+
+
+def _table(columns: Columns, palette: Mapping[str, str] | None = None) -> str:
+    """A table as the terminal shows it; with ``palette`` each arm bears its colour."""
+    kinds = ["words" if one in PROSE else "short" if one in (*TEXT_COLUMNS, "what") else "number" for one in columns]
+    body = ""
+    for first, *texts in zip(*columns.values(), strict=True):
+        colour = "" if palette is None else VARIABLES[palette[first]]
+        swatch = f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
+        cells = "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in zip(texts, kinds[1:], strict=True))
+        body += f'<tr><th scope="row">{swatch}{_breakable(first)}</th>{cells}</tr>\n'
+    head = "".join(
+        f'<th scope="col" class="{kind}">{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True)
     )
     return (
-        f'<h3>Conditions</h3>\n<div class="scroll"><table><tbody>{body}</tbody></table></div>\n'
-        f"<h3>Commands</h3>\n<details><summary>One for each arm</summary>\n{commands}</details>"
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
     )
 
 
@@ -323,9 +272,26 @@ def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("." if words and words[-1] not in ".!?" else "")
 
 
-def _table(columns: Iterable[tuple[str, str]], body: str) -> str:
-    """Headings with the class of each, and rows."""
-    head = "".join(f'<th scope="col" class="{kind}">{escape(name)}</th>' for name, kind in columns)
+def svg(figure: Figure, name: str, title: str, description: str) -> str:
+    """The figure as an SVG element: text as text, colours as CSS variables, no address outside it.
+
+    ``name`` is put before all identifiers, so that several figures fit on one page. ``title`` and ``description`` are
+    for a screen reader; both already escaped.
+    """
+    buffer = io.StringIO()
+    with drawing():
+        about = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=about)
+    text = buffer.getvalue()
+    opening, _, body = text[text.index("<svg") :].partition(">")
+    box = opening.partition('viewBox="')[2].partition('"')[0]
+    body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->\n?", "", body, flags=re.DOTALL)
+    body = body.replace("xlink:href", "href")
+    used = set(re.findall(r"#([\w-]+)[\")]", body))
+    body = re.sub(r' id="([\w.-]+)"', lambda hit: f' id="{name}-{hit[1]}"' if hit[1] in used else "", body)
+    body = re.sub(r"(url\(|href=\")#([\w-]+)", rf"\1#{name}-\2", body)
+    body = re.sub(r"#[0-9a-f]{6}\b", lambda hit: VARIABLES.get(hit[0], hit[0]), body)
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
+        f'<svg viewBox="{box}" role="img" aria-labelledby="{name}-title {name}-description">\n'
+        f'<title id="{name}-title">{title}</title><desc id="{name}-description">{description}</desc>{body}'
     )

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,22 +26,22 @@ NOT_SURE = "~"
 NOTE = f"{NOT_SURE} no difference is shown: one run of an arm, or runs of one arm that differ by as much"
 GAP = 2
 """Blanks between columns."""
-MIN_NAME = 8
-"""Characters of the first column at least."""
 SINGLE = ("padded_share", "peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph_breaks", "recompiles")
 """Figures of a row without a range."""
-TEXT_COLUMNS = ("arm", "runs", "cell", "status", "start")
+TEXT_COLUMNS = ("arm", "runs", "status")
 """Columns that are read from the left; all others hold figures."""
+Columns = dict[str, list[str]]
+"""A table for the terminal, Markdown and the page: texts by heading, those that name a row first."""
 
 
-def tables_of(found: WorkloadComparison) -> list[dict[str, list[str]]]:
+def tables_of(found: WorkloadComparison) -> list[Columns]:
     """All tables of a workload, each as its columns by heading, the arms first: what to decide by, the same for warm
     compile caches, steady state, and warm-up. Columns and tables without a figure are left out."""
     tables = [kept(table) for table in (_decision(found), _warm(found), _speed(found), _compile(found))]
     return [table for table in tables if len(table) > 1]
 
 
-def _decision(found: WorkloadComparison) -> dict[str, list[str]]:
+def _decision(found: WorkloadComparison) -> Columns:
     """Which arm is faster, when it has paid back, and what total time comes to."""
     rows = found.rows
     columns = {
@@ -56,7 +57,7 @@ def _decision(found: WorkloadComparison) -> dict[str, list[str]]:
     return columns
 
 
-def _warm(found: WorkloadComparison) -> dict[str, list[str]]:
+def _warm(found: WorkloadComparison) -> Columns:
     rows = found.rows
     columns = {"arm": [row.cell.arm for row in rows]}
     if any(row.cell.warm and row.cell.compiles for row in rows):
@@ -67,7 +68,7 @@ def _warm(found: WorkloadComparison) -> dict[str, list[str]]:
     return columns
 
 
-def _speed(found: WorkloadComparison) -> dict[str, list[str]]:
+def _speed(found: WorkloadComparison) -> Columns:
     rows = found.rows
     on_device = any(row.peak_device_memory_gib is not None for row in rows)
     memory = [row.peak_device_memory_gib if on_device else row.peak_process_memory_gib for row in rows]
@@ -80,10 +81,11 @@ def _speed(found: WorkloadComparison) -> dict[str, list[str]]:
         "padding": [ABSENT if row.padded_share is None else f"{row.padded_share:.1%}" for row in rows],
         "peak GiB" if on_device else "process GiB": [number(value) for value in memory],
         "J/sample": [_middle(row.joules_per_sample) for row in rows],
+        "final loss": [ABSENT if row.final_loss is None else f"{row.final_loss.median:.4f}" for row in rows],
     }
 
 
-def _compile(found: WorkloadComparison) -> dict[str, list[str]]:
+def _compile(found: WorkloadComparison) -> Columns:
     rows = found.rows
     counts = {"graphs": "graphs", "breaks": "graph_breaks", "recompiles": "recompiles"}
     return {
@@ -99,7 +101,7 @@ def _compile(found: WorkloadComparison) -> dict[str, list[str]]:
     }
 
 
-def kept(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+def kept(columns: Columns) -> Columns:
     """Columns in which some row has something."""
     return {name: texts for name, texts in columns.items() if any(text != ABSENT for text in texts)}
 
@@ -175,22 +177,24 @@ def show(comparisons: Sequence[WorkloadComparison], console: Console) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    width = console.width - 2
+    def line(text: str, style: str = "", *, left: int = 2, above: int = 0) -> None:
+        console.print(Padding(Text(text, style=style), (above, 0, 0, left), expand=False))
+
     for found in comparisons:
-        console.print(Text(found.workload, style="bold"))
-        console.print(Padding(Text(_conditions(found), style="dim"), (0, 0, 0, 2), expand=False))
+        line(found.workload, "bold", left=0)
+        line(_conditions(found), "dim")
         for columns in tables_of(found):
-            for part in _parts(columns, width):
-                console.print(Padding(_table(part, width), (1, 0, 0, 2), expand=False))
-        console.print(Padding(Text(f"verdict: {found.verdict}", style="bold"), (1, 0, 0, 2), expand=False))
-        for line in _remarks(found):
-            console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+            for part in _parts(columns, console.width - 2):
+                console.print(Padding(_table(part, console.width - 2), (1, 0, 0, 2), expand=False))
+        line(f"verdict: {found.verdict}", "bold", above=1)
+        for remark in remarks(found):
+            line(remark)
         console.print()
-    for line in footnotes(comparisons):
-        console.print(line, markup=False, highlight=False)
+    for note in footnotes(comparisons):
+        console.print(note, markup=False, highlight=False)
 
 
-def plain_lines(columns: dict[str, list[str]], width: int) -> Iterator[str]:
+def plain_lines(columns: Columns, width: int) -> Iterator[str]:
     """The columns as lines of text no longer than ``width``."""
     from rich.console import Console
 
@@ -208,14 +212,14 @@ def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
         for columns in tables_of(found):
             lines += [*piped(columns), ""]
         lines += [f"**Verdict:** {_escaped(found.verdict)}.", ""]
-        if remarks := [_escaped(line) for line in _remarks(found)]:
-            lines += [*(f"- {line}" for line in remarks), ""]
+        if notes := [_escaped(line) for line in remarks(found)]:
+            lines += [*(f"- {line}" for line in notes), ""]
         lines += ["Commands:", "", "```bash", *(row.cell.command for row in found.rows), "```", ""]
     lines += [line.replace("*", r"\*", 1) for line in footnotes(comparisons)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def piped(columns: dict[str, list[str]]) -> list[str]:
+def piped(columns: Columns) -> list[str]:
     """A table in Markdown."""
     rules = (" --- " if name in TEXT_COLUMNS else " ---: " for name in columns)
     rows = zip(*columns.values(), strict=True)
@@ -289,7 +293,7 @@ def _conditions(found: WorkloadComparison) -> str:
     return " · ".join([found.device, *(f"{name} {version}" for name, version in found.versions.items())])
 
 
-def _remarks(found: WorkloadComparison) -> list[str]:
+def remarks(found: WorkloadComparison) -> list[str]:
     """What to know of all and of each arm, alike remarks once."""
     arms: dict[str, list[str]] = {}
     for row in found.rows:
@@ -306,19 +310,16 @@ def _remarks(found: WorkloadComparison) -> list[str]:
     ]
 
 
-def _parts(columns: dict[str, list[str]], width: int) -> Iterator[dict[str, list[str]]]:
-    """The columns in as few tables as it takes for each to fit, each with the arm first and the arm's name broken if
-    need be."""
-    if "runs" in columns and sum(GAP + _width(name, texts) for name, texts in columns.items()) > width:
-        columns = columns | {"runs": [text.replace(", ", ",\n") for text in columns["runs"]]}
-    (first, arm), *others = columns.items()
-    room = width - min(_width(first, arm), max(MIN_NAME, *(len(word) for name in arm for word in _words(name))))
-    part, left = {first: arm}, room
+def _parts(columns: Columns, width: int) -> Iterator[Columns]:
+    """The columns in as few tables as it takes for each to fit, each with the arm first, which may be broken."""
+    (first, names), *others = columns.items()
+    room = width - max(len(word) for name in names for word in _words(name))
+    part, left = {first: names}, room
     for name, texts in others:
         needed = GAP + _width(name, texts)
         if needed > left and len(part) > 1:
             yield part
-            part, left = {first: arm}, room
+            part, left = {first: names}, room
         part[name] = texts
         left -= needed
     yield part
@@ -326,36 +327,34 @@ def _parts(columns: dict[str, list[str]], width: int) -> Iterator[dict[str, list
 
 def _width(name: str, texts: Sequence[str]) -> int:
     """Characters that a column takes; headings break between words."""
-    return max(len(line) for line in (*name.split(), *(line for text in texts for line in text.split("\n"))))
-
-
-def _table(columns: dict[str, list[str]], width: int) -> RenderableType:
-    """For rich: the columns side by side; the first one gets what the others leave of ``width``."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    # Widths are given because rich shrinks the widest column first, whatever the others could spare.
-    widths = {name: _width(name, texts) for name, texts in columns.items()}
-    first = next(iter(columns))
-    left = width - sum(GAP + widths[name] for name in columns if name != first)
-    widths[first] = max(MIN_NAME, min(widths[first], left))
-    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for name in columns:
-        side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
-        made.add_column(name, justify=side, overflow="fold", width=widths[name])
-    for name, *figures in zip(*columns.values(), strict=True):
-        lines = [""]  # a long name in lines; rich would break it anywhere
-        for word in _words(name):
-            if len(lines[-1] + word.rstrip()) > widths[first] and lines[-1]:
-                lines.append("")
-            lines[-1] += word
-        made.add_row(escape("\n".join(line.rstrip() for line in lines)), *map(escape, figures))
-    return made
+    return max(map(len, (*name.split(), *texts)))
 
 
 def _words(name: str) -> list[str]:
     """Where a name may be broken: after a blank, a plus, an equals sign or a dash."""
     return re.findall(r"[^ +=-]*[ +=-]*", name)
+
+
+def _table(columns: Columns, width: int) -> RenderableType:
+    """For rich: the first column gets what the others leave of ``width``, its names in lines."""
+    from rich.table import Table
+    from rich.text import Text
+
+    first, *others = columns
+    left = width - sum(GAP + _width(name, columns[name]) for name in others)
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for name, texts in columns.items():
+        side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
+        heading = "\n".join(textwrap.wrap(name, _width(name, texts)))
+        made.add_column(heading, justify=side, overflow="fold", no_wrap=name != first)
+    for name, *texts in zip(*columns.values(), strict=True):
+        lines = [""]
+        for word in _words(name):
+            if len(lines[-1] + word.rstrip()) > left and lines[-1]:
+                lines.append("")
+            lines[-1] += word
+        made.add_row(Text("\n".join(line.rstrip() for line in lines)), *map(Text, texts))
+    return made
 
 
 def _escaped(text: str) -> str:
