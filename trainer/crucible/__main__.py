@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train under compile strategies, measured; with -m a sweep of several",
     "compare": "would torch.compile help? Train eager and two strategies on a task; or compare runs that are there",
     "report": "runs as one HTML page: verdict, break-even, pictures",
+    "verify": "do the published figures hold on this machine?",
     "explain": "what does not compile, with its line and the usual fix",
     "bisect": "the smallest module or option that makes a compiled run fail, differ or lag",
     "doctor": "is this machine all right?",

@@ -109,26 +109,41 @@ def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | Non
     """All runs below ``paths``, each once, in the order given and by name within one path.
 
     Args:
-        paths: Record files, run folders, folders that hold such folders at any depth, or globs of these.
+        paths: Record files, run folders, folders that hold such folders at any depth, or globs of these; or files of
+            published records, ``.jsonl``.
         unreadable: Called with the reason for a record that a search came upon and that cannot be read.
 
     Raises:
         ValueError: A path that does not exist or holds no record, or a record that cannot be read: one that was given
             by its own name, or any when ``unreadable`` is None.
     """
-    found: dict[Path, Run] = {}
+    found: dict[Path, list[Run]] = {}
     for path in paths:
         files = _record_files(path)
         for file in files:
             if (key := file.resolve()) in found:
                 continue
             try:
-                found[key] = Run(file.parent, RunRecord.load(file))
+                found[key] = _runs_in(file)
             except ValueError as error:
                 if unreadable is None or len(files) == 1:
                     raise
                 unreadable(printable(str(error)))
-    return list(found.values())
+    return [run for runs in found.values() for run in runs]
+
+
+def _runs_in(file: Path) -> list[Run]:
+    """The run of a record's file; all runs of a file that holds a record a line (``trainer.report.published``)."""
+    if file.suffix != ".jsonl":
+        return [Run(file.parent, RunRecord.load(file))]
+    runs: list[Run] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        place = Path(f"{file.name}:{number}")
+        try:
+            runs.append(Run(place, RunRecord.of(printable(json.loads(line)), place)))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{place}: not a run record ({error})") from error
+    return runs
 
 
 def _record_files(path: str | Path) -> list[Path]:

@@ -60,6 +60,8 @@ class MachineFacts:
     gpu_power_watts: float | None = None
     """Highest power that was seen."""
     gpu_power_limit_watts: float | None = None
+    gpu_celsius: int | None = None
+    """Highest temperature that was seen."""
     gpu_throttled: list[str] = field(default_factory=list)
     """Reasons for a low clock that were seen, without the power cap."""
     gpu_other_share: float | None = None
@@ -122,6 +124,8 @@ class MachineMonitor:
             reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
             seen = {name for bit, name in THROTTLED.items() if reasons & bit}
             facts.gpu_throttled = sorted({*facts.gpu_throttled, *seen})
+            celsius = pynvml.nvmlDeviceGetTemperature(board, pynvml.NVML_TEMPERATURE_GPU)
+            facts.gpu_celsius = max(celsius, facts.gpu_celsius or celsius)
         except Exception:  # what a board, a container or an older pynvml does not tell stays None
             return
 

@@ -398,7 +398,11 @@ class RunRecord:
     def load(cls, path: Path) -> RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
-        values = read_json(file, "a run record")
+        return cls.of(read_json(file, "a run record"), file)
+
+    @classmethod
+    def of(cls, values: Any, file: Path | str) -> RunRecord:
+        """A record from what ``file`` holds of it. Raises ValueError, naming the file, when it is not one of ours."""
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")

@@ -1,0 +1,227 @@
+"""Do our published figures hold on your machine? ``crucible verify ROW`` runs a row of docs/results again and says.
+
+It trains the row's arm and eager in rounds, each in a fresh process, as they were for the table. Ratios, the loss,
+graphs and recompiles are compared with the published interval; times and memory where the GPU is of the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.arguments import exit_code, parser, positive
+from trainer.report.published import (
+    LOSS,
+    RATIO,
+    RECORDS,
+    STEP,
+    TIME_TOLERANCE,
+    TOLERANCES,
+    PublishedRow,
+    conditions_of,
+    lands,
+    publish,
+    range_text,
+    refresh,
+    rows_of,
+    same_table,
+)
+from trainer.report.runs import find
+from trainer.report.tables import plain_lines
+from trainer.sweep.plan import COMPILE, quoted
+
+MORE = f"""\
+examples:
+  crucible verify --list                                     # the rows
+  crucible verify cpu-micro/regional                         # one row, three rounds
+  crucible verify h200-captioning/whole --smoke              # its arm on a small model, on a CPU: does it work here?
+  crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl, and the tables made anew
+  crucible verify --tables                                   # the tables of docs/results made anew from their records
+  crucible verify --same outputs/sweeps/<time>               # one arm as two: how often is a difference called?
+
+A figure holds where the median of the rounds here is within the published range, or beyond it by at most:
+{TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
+Counts must be the same.
+
+Exit codes: 0 all that can be compared holds, 1 something does not or a training failed, 2 wrong arguments.
+"""
+APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
+"""Overrides of a published command that a verification sets by itself."""
+EXPERIMENT = re.compile(r"^experiment=(\w+)$")
+MAX_FALSE_CALLS = 0.05
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what ``arguments`` say; returns the exit code."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda _: work(options))
+
+
+def work(options: argparse.Namespace) -> int:
+    """Raises ValueError for a row or runs that are not there."""
+    if options.list:
+        list_rows(options.records)
+    elif options.same:
+        return same(options.what)
+    elif options.publish or options.tables:
+        if options.publish:
+            file = options.records / f"{options.publish}.jsonl"
+            print(f"{file}: {publish(options.what, file)} records")
+        for page in refresh(options.records):
+            print(f"{page}: tables made anew")
+    else:
+        return verify(options)
+    return 0
+
+
+def published_rows(records: Path) -> dict[str, PublishedRow]:
+    """Every row by its name, ``FILE/ARM``. Raises ValueError where there are no records."""
+    files = sorted(records.glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"{records} has no records (*.jsonl): they are in a checkout; --records DIR says where else")
+    return {f"{file.stem}/{row.arm}": row for file in files for row in rows_of(find([file]))}
+
+
+def list_rows(records: Path) -> None:
+    """Print each row with its ratio and where it was measured."""
+    for name, row in published_rows(records).items():
+        ratio = range_text(RATIO, row.figures.get(RATIO, ()))
+        what = f"{ratio} times eager" if RATIO in row.figures else "what the others are compared with"
+        print(f"{name:<40} {what}, {len(row.records)} rounds, {row.records[0].device}")
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Run a row again, print how it compares with the published one."""
+    rows = published_rows(options.records)
+    if len(options.what) != 1 or (name := options.what[0]) not in rows:
+        given = f"{' '.join(options.what)!r} is not a row" if options.what else "name a row"
+        raise ValueError(f"{given}; there are {', '.join(rows)}")
+    row = rows[name]
+    base = rows[next(each for each in rows if each.startswith(f"{name.partition('/')[0]}/"))]
+    out = (
+        options.out or Path("outputs/verify") / f"{name.replace('/', '-')}-{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    )
+    arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
+    command = ["-m", "trainer", *arguments]
+    print(shlex.join(["python", *command]), flush=True)
+    code = subprocess.run([sys.executable, *command], check=False).returncode
+    ran = rows_of(find([out])) if code in (0, 1) else []
+    found = next((each for each in ran if each.records and each.records[0].label == row.records[0].label), None)
+    if found is None:
+        print(f"{name} did not run to its end here (exit code {code}): the lines above say why")
+        return 1
+    text, holds = report(name, row, found, command=shlex.join(["python", *command]), smoke=options.smoke)
+    print(text)
+    return int(not holds or code != 0)
+
+
+def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke: bool, out: Path) -> list[str]:
+    """Arguments of ``python -m trainer`` that run a row and its baseline in rounds."""
+    command, start = row.records[0].command, row.records[0].start
+    shared = [word for word in command if not APART.match(word)]
+    if smoke:
+        shared = [f"experiment={in_small(command)}"]
+    arms = dict.fromkeys((arm_of(base), arm_of(row)))
+    return [
+        "-m",
+        f"sweep={quoted(out)}",
+        *shared,
+        f"hydra.launcher.arms=[{','.join(map(quoted, arms))}]",
+        f"hydra.launcher.rounds={rounds}",
+        *(["hydra.launcher.caches=shared"] if start is None else []),  # as for the table
+    ]
+
+
+def arm_of(row: PublishedRow) -> str:
+    """Value of ``compile=`` with its further overrides after blanks, as a sweep takes it."""
+    words = [word for word in row.records[0].command if COMPILE.match(word)]
+    first = next((word.partition("=")[2] for word in words if word.startswith("compile=")), "eager")
+    return " ".join([first, *(word for word in words if not word.startswith("compile="))])
+
+
+def in_small(command: list[str]) -> str:
+    """The experiment that is a published one's in small."""
+    from trainer.cli import CONF
+
+    experiment = next((found[1] for word in command if (found := EXPERIMENT.match(word))), "")
+    names = (experiment if experiment.endswith("smoke") else "", f"{experiment}_smoke")
+    return next((name for name in names if name and (CONF / "experiment" / f"{name}.yaml").is_file()), "smoke")
+
+
+def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str, smoke: bool = False) -> tuple[str, bool]:
+    """What to say of a row, for a person and for a bug report, and whether all that can be compared holds."""
+    ours, theirs = row.records[0], here.records[0]
+    same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
+    verdicts: dict[str, bool | None] = {}
+    for figure in row.figures:
+        verdicts[figure] = lands(figure, row.figures[figure], here.figures.get(figure, ()), same_gpu=same_gpu)
+    if smoke:
+        verdicts = dict.fromkeys(verdicts)
+    words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
+    columns = {
+        "figure": list(verdicts),
+        "published": [range_text(figure, row.figures[figure]) for figure in verdicts],
+        "here": [range_text(figure, here.figures.get(figure, ())) for figure in verdicts],
+        "verdict": [words[verdict] for verdict in verdicts.values()],
+    }
+    failed = [figure for figure, verdict in verdicts.items() if verdict is False]
+    compared = sum(verdict is not None for verdict in verdicts.values())
+    if smoke:
+        conclusion = "ran here in small; nothing is compared, since the model is another one"
+    elif failed:
+        conclusion = f"{', '.join(failed)} of {compared} figures {'does' if len(failed) == 1 else 'do'} not hold here"
+    else:
+        conclusion = f"all {compared} figures that can be compared hold here"
+    remarks = list(here.compared.flags)
+    if ours.device != theirs.device or ours.processor != theirs.processor:
+        remarks.append("another machine than the published one: where the host limits a step, ratios go with it")
+    for package in ("torch", "triton", "cuda"):
+        if ours.versions.get(package) != theirs.versions.get(package):
+            remarks.append(f"{package} {theirs.versions.get(package)} here, {ours.versions.get(package)} published")
+    lines = [
+        "",
+        f"{name}: {conclusion}",
+        f"  published: {conditions_of(row.records)} · {len(row.records)} rounds",
+        f"  here:      {conditions_of(here.records)} · {len(here.records)} rounds",
+        f"  command:   {command}",
+        *plain_lines(columns, 100),
+        *(f"  {remark}" for remark in remarks),
+    ]
+    if not same_gpu and STEP in row.figures:
+        lines.append("  times and memory are compared on a GPU of the same model alone")
+    return "\n".join(lines), not failed
+
+
+def same(paths: list[str]) -> int:
+    """Print how often a difference is called between an arm and itself; 1 where that is more than 5%."""
+    lines = same_table(find(paths or ["outputs"]))
+    print("\n".join(lines))
+    shares = [float(share) for line in lines for share in re.findall(r"\(([\d.]+)%\)", line)]
+    return int(any(share > 100 * MAX_FALSE_CALLS for share in shares))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Command-line options."""
+    made = parser("verify", __doc__ or "", MORE)
+    add = made.add_argument
+    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish and --same")
+    add("--list", action="store_true", help="show the rows, run nothing")
+    add(
+        "--smoke", action="store_true", help="run the row's arm on a small model: compares nothing, shows that it works"
+    )
+    add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
+    add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make the tables anew")
+    add("--tables", action="store_true", help="make the tables of the pages anew from their records")
+    add("--same", action="store_true", help="an arm as two: how often does compare call a difference?")
+    add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
+    return made.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

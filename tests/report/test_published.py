@@ -1,0 +1,155 @@
+"""Published figures: records as lines, tables made of them, and what agrees with a published row."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.report.records import record
+from trainer.report import published
+from trainer.report.comparison import compare_runs
+from trainer.report.published import RATIO, false_calls, lands, publish, refresh, refreshed, rows_of
+from trainer.report.runs import Run, find
+from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.record import RunRecord
+
+ROUNDS = {"eager": (0.100, 0.200, 0.110), "regional": (0.080, 0.160, 0.092)}
+MACHINE = {"gpu_clock_mhz": 1755, "gpu_power_limit_watts": 700.0, "gpu_celsius": 61, "load_average": 1.5}
+
+
+def sweep(**changes: object) -> list[RunRecord]:
+    """Three rounds of two arms; the second round met a slow machine."""
+    return [
+        record(
+            arm,
+            step_seconds=seconds,
+            round=number,
+            started=f"2026-11-22T12:0{number}:00+00:00",
+            machine=MachineFacts(seconds=9.0, processors=16, **MACHINE),
+            **changes,
+        )
+        for number in (1, 2, 3)
+        for arm, steps in ROUNDS.items()
+        for seconds in [steps[number - 1]]
+    ]
+
+
+def on_disk(folder: Path, records: list[RunRecord]) -> Path:
+    for number, one in enumerate(records):
+        one.save(folder / str(number))
+    return folder
+
+
+def runs_of(records: list[RunRecord]) -> list[Run]:
+    return [Run(Path(str(number)), one) for number, one in enumerate(records)]
+
+
+def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
+    pages = sorted((ROOT / "docs" / "results").glob("*.md"))
+    texts = {page.name: page.read_text(encoding="utf-8") for page in pages}
+    stale = [name for name, text in texts.items() if refreshed(text) != text]
+    assert stale == [], "python -m scripts.verify --tables makes them anew"
+    shown = {match[3] for text in texts.values() for match in published.MARK.finditer(text)}
+    assert shown == {file.stem for file in published.RECORDS.glob("*.jsonl")}, "each record belongs to a table"
+
+
+def test_a_table_that_was_edited_differs_from_its_records(tmp_path: Path) -> None:
+    records = tmp_path / "results" / "records"
+    publish([on_disk(tmp_path / "runs", sweep())], records / "row.jsonl")
+    page = records.parent / "page.md"
+    page.write_text("# Figures\n\n<!-- table: row -->\n<!-- end -->\nafter\n", encoding="utf-8")
+    assert refresh(records) == [page]
+    made = page.read_text(encoding="utf-8")
+    assert refresh(records) == [], "a page is made once"
+    assert refreshed(made.replace("1.25", "1.35"), records) == made
+    page.write_text(made.replace("row", "gone"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"gone\.jsonl: no such file"):
+        refresh(records)
+
+
+def test_a_line_holds_what_a_comparison_reads(tmp_path: Path) -> None:
+    records = [*sweep(), record("whole", status="interrupted")]
+    records[1].notes, records[1].report["slowdown"] = ["seen in /home/me"], {"eager_seconds": [0.1] * 99}
+    file = tmp_path / "row.jsonl"
+    assert publish([on_disk(tmp_path / "runs", records)], file) == 6
+    back, first = compare_runs(find([file])), compare_runs(runs_of(records[:6]))
+    for then, now in zip(first[0].rows, back[0].rows, strict=True):
+        assert (then.cell.arm, then.ratio, then.step_seconds) == (now.cell.arm, now.ratio, now.step_seconds)
+        assert (then.graphs, then.parity, then.flags) == (now.graphs, now.parity, now.flags)
+    assert "/home" not in file.read_text(encoding="utf-8")
+    assert max(map(len, file.read_text(encoding="utf-8").splitlines())) < 2000
+
+
+def test_a_file_of_records_that_is_not_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "row.jsonl"
+    for line in ("{", '{"task": 3, "schema": 1}', '{"task": "a"}'):
+        file.write_text(f"{published.line_of(record('eager'))}\n{line}\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"row\.jsonl:2: not a run record"):
+            find([file])
+
+
+def test_ratios_are_taken_in_each_round_and_a_wide_row_is_marked() -> None:
+    eager, regional = rows_of(runs_of(sweep()))
+    assert regional.figures[RATIO] == pytest.approx((1.25, 1.25, 0.110 / 0.092))
+    text = "\n".join(published.table(runs_of(sweep()), "records/row.jsonl"))
+    assert "| `eager` † | 3 | 1 |" in text, "its steps spread by the slow round"
+    assert "| `regional` | 3 | ~1.25 (1.20 to 1.25) |" in text, "its ratios do not"
+    assert "GPU clock 1755 MHz · power limit 700 W · 61 °C · throttled: no" in text
+    assert (eager.spread or 0) > published.MAX_SPREAD
+
+
+def test_the_time_of_the_device_comes_from_runs_under_the_profiler() -> None:
+    profiled = record(
+        "regional", step_seconds=0.5, warmup_seconds=12.0, report={"profile": {"busy_seconds_per_step": 0.03}}
+    )
+    profiled.config["profile"] = "on"
+    _, regional = rows_of(runs_of([*sweep(cache="warm", compile_seconds=1.0), profiled]))
+    assert regional.figures["device ms a step"] == (30.0,)
+    assert regional.figures["warm-up s, cold"] == (12.0,)
+    assert max(regional.figures[published.STEP]) < 200, "its own steps are not the row's"
+    eager, _ = rows_of(runs_of(sweep()))
+    assert "device ms a step" not in eager.figures
+
+
+def test_several_workloads_make_no_table() -> None:
+    with pytest.raises(ValueError, match="one workload"):
+        rows_of(runs_of([record("eager"), record("eager", batch_size=64)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "same_gpu", "holds"),
+    [
+        (RATIO, 1.60, False, True),
+        (RATIO, 1.64, False, True),
+        (RATIO, 1.70, False, False),
+        (RATIO, 1.40, True, False),
+        ("graphs", 1.5, False, True),
+        ("graphs", 2, False, False),
+        ("ms a step", 1.6, True, True),
+        ("ms a step", 2.0, True, False),
+        ("ms a step", 1.6, False, None),
+    ],
+)
+def test_a_figure_holds_within_the_published_range(name: str, here: float, same_gpu: bool, holds: bool | None) -> None:
+    assert lands(name, (1.5, 1.55, 1.6), (here,), same_gpu=same_gpu) is holds
+    assert lands(name, (1.5,), (), same_gpu=same_gpu) is None
+
+
+def test_an_arm_is_no_faster_than_itself_but_a_lasting_difference_is_seen() -> None:
+    drawn = random.Random(0)
+
+    def noisy(slower: float) -> list[Run]:
+        steps = [0.1 * (1 + drawn.gauss(0, 0.01)) * (slower if place % 2 else 1) for place in range(200)]
+        started = [f"2026-11-22T{place // 60:02}:{place % 60:02}:00+00:00" for place in range(200)]
+        return runs_of(
+            [record("eager", step_seconds=each, started=at) for each, at in zip(steps, started, strict=True)]
+        )
+
+    ((called, of),) = false_calls(noisy(1.0), 5).values()
+    assert of == 96
+    assert called <= 0.05 * of
+    ((called, of),) = false_calls(noisy(1.1), 5).values()
+    assert called == of

@@ -1,0 +1,120 @@
+"""``python -m scripts.verify``: rows that are there, what is run again, and what it says of the outcome."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import verify
+from tests.report.records import record
+from tests.report.test_published import on_disk, sweep
+from trainer.report.published import publish
+from trainer.telemetry.record import RunRecord
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """A file of one workload, ``row``."""
+    folder = tmp_path / "records"
+    publish([on_disk(tmp_path / "published", sweep())], folder / "row.jsonl")
+    return folder
+
+
+def run(monkeypatch: pytest.MonkeyPatch, records: Path, here: list[RunRecord], *more: str) -> tuple[int, list[str]]:
+    """The exit code of a verification whose sweep leaves ``here``, and the sweep's arguments."""
+    started: list[list[str]] = []
+    out = records.parent / "here"
+
+    def sweep_process(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        on_disk(out, here)
+        return subprocess.CompletedProcess(command, int(any(one.status == "failed" for one in here)))
+
+    monkeypatch.setattr(verify.subprocess, "run", sweep_process)
+    code = verify.main(["row/regional", "--records", str(records), "--out", str(out), *more])
+    return code, started[0][3:]
+
+
+def test_the_published_command_is_run_again_in_rounds(monkeypatch: pytest.MonkeyPatch, records: Path) -> None:
+    _, command = run(monkeypatch, records, sweep(), "--rounds", "2")
+    assert command == [
+        "-m",
+        f"sweep='{records.parent / 'here'}'",
+        "task=captioning",
+        "task.data.batch_size=32",
+        "hydra.launcher.arms=['eager','[regional]']",
+        "hydra.launcher.rounds=2",
+        "hydra.launcher.caches=shared",
+    ]
+
+
+def test_what_holds_and_what_does_not_is_said(
+    monkeypatch: pytest.MonkeyPatch, records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run(monkeypatch, records, sweep())
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "row/regional: all 6 figures that can be compared hold here" in text
+    assert "published: NVIDIA H200 · 16 processors · torch 2.11.0" in text
+
+    code, _ = run(monkeypatch, records, sweep(graphs=9, final_loss=0.6, device="NVIDIA A100"))
+    text = capsys.readouterr().out
+    assert code == 1
+    assert "graphs, final loss of 5 figures do not hold here" in text
+    assert "another machine than the published one" in text
+    assert "times and memory are compared on a GPU of the same model alone" in text
+
+
+def test_an_arm_that_fails_here_has_not_been_verified(
+    monkeypatch: pytest.MonkeyPatch, records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run(monkeypatch, records, [record("eager"), record("regional", status="failed", reason="no GPU")])
+    assert code == 1
+    assert "did not run to its end" in capsys.readouterr().out
+
+
+def test_in_small_nothing_is_compared(
+    monkeypatch: pytest.MonkeyPatch, records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, command = run(monkeypatch, records, sweep(graphs=1), "--smoke")
+    assert code == 0
+    assert "experiment=smoke" in command
+    assert "ran here in small" in capsys.readouterr().out
+    assert verify.in_small(["experiment=gpt2", "trainer.max_steps=9"]) == "gpt2_smoke"
+    assert verify.in_small(["experiment=captioning_base"]) == "smoke"
+
+
+def test_rows_are_listed_and_others_refused(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["--list", "--records", str(records)]) == 0
+    assert "1.25 (1.20 to 1.25) times eager" in next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("row/regional")
+    )
+    assert verify.main(["row/whole", "--records", str(records)]) == 2
+    assert "'row/whole' is not a row; there are row/eager, row/regional" in capsys.readouterr().err
+    assert verify.main(["--list", "--records", str(records / "none")]) == 2
+
+
+def test_every_published_row_can_be_run_again(edge: None, tmp_path: Path) -> None:
+    from trainer.config import compose
+
+    rows = verify.published_rows(verify.RECORDS)
+    for name, row in rows.items():
+        base = next(each for key, each in rows.items() if key.startswith(name.split("/")[0]))
+        for smoke in (False, True):
+            arguments = verify.sweep_arguments(row, base, rounds=1, smoke=smoke, out=tmp_path)
+            shared = [word for word in arguments[2:] if not word.startswith("hydra.")]
+            first, *more = verify.arm_of(row).split()
+            assert compose([*shared, f"compile={first}", *more]).trainer.max_steps > 0, name
+
+
+def test_an_arm_that_is_faster_than_itself_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [0.1 if place % 2 else 0.2 for place in range(40)]
+    started = [f"2026-11-22T12:{place:02}:00+00:00" for place in range(40)]
+    runs = [record("eager", step_seconds=step, started=at) for step, at in zip(steps, started, strict=True)]
+    assert verify.main(["--same", str(on_disk(tmp_path / "always", runs))]) == 1
+    assert "18 (100.0%)" in capsys.readouterr().out

@@ -1,0 +1,310 @@
+"""Published figures: the records behind a table as compact JSON lines, the tables that docs/results makes of them, and
+whether figures measured elsewhere agree with them. ``python -m scripts.verify`` is the command.
+
+A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
+table between ``<!-- table: NAME -->`` and ``<!-- end -->``. Ratios are taken in each round; the median is given with
+the least and the largest. Of runs under the profiler only the device's own time of a step is taken, and the cold
+warm-up where no other run was cold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.report.comparison import Row, WorkloadComparison, compare_runs
+from trainer.report.flags import step_seconds
+from trainer.report.runs import Run, find, group
+from trainer.report.tables import ABSENT, NOT_SURE, NOTE, kept, number, piped
+from trainer.telemetry.files import finite, written_whole
+from trainer.telemetry.record import RunRecord
+
+RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
+LEFT_OUT = frozenset(
+    {
+        *("progress", "steady_step_seconds_quantiles", "latency_seconds_quantiles", "repeat_samples_per_second"),
+        *("events", "notes", "slow_steps", "slow_step_causes", "verdict", "audits", "compile_phases_seconds"),
+        *("joules_by_phase", "skipped_items", "final_metrics"),
+    }
+)
+"""What neither a table nor a verification reads."""
+REPORTED = frozenset({"parity", "profile", "cuda_graph"})
+"""Strategies and checks whose reports are kept: verdicts and numbers."""
+MAX_SPREAD = 0.05
+"""Between the rounds of a row, over their median; beyond it the row is marked."""
+MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
+COUNTS = ("graphs", "graph breaks", "recompiles")
+TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
+"""By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
+TIME_TOLERANCE = 0.05
+"""The same of times and memory, which are compared on one model of GPU alone."""
+GROUPS = (3, 5, 10)
+"""Pairs that a comparison of an arm with itself is made of."""
+Figures = dict[str, tuple[float, ...]]
+"""Values by the name of a figure, of each round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """An arm's figures."""
+
+    arm: str
+    compared: Row
+    figures: Figures
+    spread: float | None
+    """Between the rounds, over their median: of the ratios, for the baseline of its steps. None for one round."""
+
+    @property
+    def records(self) -> list[RunRecord]:
+        return [run.record for run in self.compared.cell.finished]
+
+
+def line_of(record: RunRecord) -> str:
+    """A record as a line: without what is empty or left out."""
+    blank, values = dataclasses.asdict(RunRecord(task="")), dataclasses.asdict(record)
+    short = {name: value for name, value in values.items() if name not in LEFT_OUT and value != blank[name]}
+    short["config"] = {name: value for name, value in record.config.items() if name != "compile"}  # in ``strategies``
+    short["report"] = {name: _facts(facts) for name, facts in record.report.items() if name in REPORTED}
+    if record.machine is not None:
+        short["machine"] = {name: value for name, value in values["machine"].items() if value not in (None, [])}
+    return json.dumps(finite(short | {"schema": record.schema}), allow_nan=False, separators=(",", ":"), default=str)
+
+
+def _facts(facts: Any) -> Any:
+    """Numbers and verdicts; no lists, no paths."""
+    if not isinstance(facts, dict):
+        return facts
+    return {
+        name: _facts(value)
+        for name, value in facts.items()
+        if isinstance(value, int | float) or name in ("verdict", "reason", "parity")
+    }
+
+
+def publish(paths: Iterable[str | Path], file: Path) -> int:
+    """Write the records of the runs below ``paths`` into ``file``, in the order in which they ran; returns how many.
+
+    Runs that someone stopped are left out, failed ones are not. Raises ValueError when they are of several workloads.
+    """
+    ended = [run for run in find(paths) if run.record.status in ("finished", "failed")]
+    runs = sorted(ended, key=lambda run: run.record.started or "")
+    rows_of(runs)
+    with written_whole(file, "w") as out:
+        out.writelines(f"{line_of(run.record)}\n" for run in runs)
+    return len(runs)
+
+
+def rows_of(runs: Sequence[Run]) -> list[PublishedRow]:
+    """An arm a row, eager first. Raises ValueError when there is not exactly one workload."""
+    return _rows(_compared(runs), runs)
+
+
+def _compared(runs: Sequence[Run]) -> WorkloadComparison:
+    compared = compare_runs([run for run in runs if not _is_profiled(run)])
+    if len(compared) != 1:
+        raise ValueError(f"a table is of one workload, these are {', '.join(found.workload for found in compared)}")
+    return compared[0]
+
+
+def _is_profiled(run: Run) -> bool:
+    return run.record.config.get("profile", "off") != "off"
+
+
+def _rows(found: WorkloadComparison, runs: Sequence[Run]) -> list[PublishedRow]:
+    base = found.baseline_row
+    rows = []
+    for row in found.rows:
+        strategies = row.cell.runs[0].record.strategies
+        profiled = [run.record for run in runs if _is_profiled(run) and run.record.strategies == strategies]
+        figures = _figures(row, base if row is not base else None, profiled)
+        rounds = figures.get(RATIO) or figures.get(STEP, ())
+        spread = (max(rounds) - min(rounds)) / statistics.median(rounds) if len(rounds) > 1 else None
+        rows.append(PublishedRow(arm=row.cell.arm, compared=row, figures=figures, spread=spread))
+    return rows
+
+
+def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figures:
+    records = [run.record for run in row.cell.finished]
+    per_run: dict[str, Callable[[RunRecord], float | None]] = {
+        STEP: lambda record: None if (seconds := step_seconds(record)) is None else seconds * 1e3,
+        "peak GiB": lambda record: record.peak_device_memory_gib,
+        "graphs": lambda record: record.graphs,
+        "graph breaks": lambda record: record.graph_breaks,
+        "recompiles": lambda record: record.recompiles,
+        LOSS: lambda record: record.final_loss,
+    }
+    found: dict[str, list[float | None]] = {name: [of(record) for record in records] for name, of in per_run.items()}
+    busy = [record.report.get("profile", {}).get("busy_seconds_per_step") for record in (*profiled, *records)]
+    found["device ms a step"] = [None if seconds is None else seconds * 1e3 for seconds in busy]
+    for name, warmup in (("cold", row.cold_warmup_seconds), ("warm", row.warm_warmup_seconds)):
+        found[f"warm-up s, {name}"] = [] if warmup is None else list(warmup.values)
+    found["warm-up s, cold"] += [] if row.cold_warmup_seconds else [record.warmup_seconds for record in profiled]
+    if base is not None:
+        others = {(run.record.seed, run.record.round): step_seconds(run.record) for run in base.cell.finished}
+        pairs = [(step_seconds(record), others.get((record.seed, record.round))) for record in records]
+        found[RATIO] = [theirs / ours for ours, theirs in pairs if ours and theirs]
+    return {name: there for name, values in found.items() if (there := tuple(v for v in values if v is not None))}
+
+
+def range_text(name: str, values: Sequence[float]) -> str:
+    """``1.55 (1.54 to 1.56)``: the median, with the least and the largest where they differ."""
+    if not values:
+        return ABSENT
+
+    def text(value: float) -> str:
+        return f"{value:.0f}" if name in COUNTS else f"{value:.5g}" if name == LOSS else number(value)
+
+    low, middle, high = (text(each) for each in (min(values), statistics.median(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def table(runs: Sequence[Run], link: str) -> list[str]:
+    """The lines of a table: conditions, a row for each arm, what the marks mean and what to know of an arm."""
+    compared = _compared(runs)
+    rows = _rows(compared, runs)
+    records = [record for row in rows for record in row.records]
+    on_cpu = all(record.device_type == "cpu" for record in records)
+    names = (RATIO, STEP, "device ms a step", "warm-up s, cold", "warm-up s, warm", "peak GiB", *COUNTS, LOSS)
+    shown = [name for name in names if not (on_cpu and name not in TOLERANCES)]
+    columns = {"arm": [f"`{row.arm}`{' †' if (row.spread or 0) > MAX_SPREAD else ''}" for row in rows]}
+    columns["rounds"] = [str(len(row.records)) for row in rows]
+    for name in shown:
+        columns[name] = [range_text(name, row.figures.get(name, ())) for row in rows]
+    for place, row in enumerate(rows):
+        ratio = row.compared.ratio
+        if row.compared is compared.baseline_row:
+            columns[RATIO][place] = "1"
+        elif ratio is not None and not ratio.shown:
+            columns[RATIO][place] = NOT_SURE + columns[RATIO][place]
+    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%} of their median."] * any(
+        "†" in a for a in columns["arm"]
+    )
+    notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    notes += ["On a CPU the rows give ratios, no times."] * on_cpu
+    notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags]
+    conditions = f"{compared.workload} · {conditions_of(records)} · [records]({link})"
+    return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
+
+
+def conditions_of(records: Sequence[RunRecord]) -> str:
+    """Device, processor, versions, dates, and what was seen of the machine, in one line."""
+    facts = [record.machine for record in records if record.machine is not None]
+
+    def span(name: str, form: str) -> str | None:
+        seen = [value for each in facts if (value := getattr(each, name)) is not None]
+        low, high = (
+            str(end) if isinstance(end, int) else number(end) for end in (min(seen, default=0), max(seen, default=0))
+        )
+        return form.format(low if low == high else f"{low} to {high}") if seen else None
+
+    def joined(values: Iterable[str | None]) -> str:
+        return " / ".join(dict.fromkeys(value for value in values if value))
+
+    throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
+    on_gpu = any(each.gpu_clock_mhz is not None for each in facts)
+    versions = {name: joined(record.versions.get(name) for record in records) for name in ("torch", "triton", "cuda")}
+    parts = [
+        joined(record.device for record in records),
+        joined(record.processor for record in records if record.processor != record.device),
+        span("processors", "{} processors"),
+        *(f"{name} {version}" for name, version in versions.items() if version),
+        f"commit {joined((record.git_commit or '')[:10] for record in records) or 'unknown'}",
+        joined((record.started or "")[:10] for record in records),
+        span("load_average", "load average {}"),
+        span("gpu_clock_mhz", "GPU clock {} MHz"),
+        span("gpu_power_watts", "at most {} W"),
+        span("gpu_power_limit_watts", "power limit {} W"),
+        span("gpu_celsius", "{} °C"),
+        f"throttled: {', '.join(throttled) or 'no'}" if on_gpu else None,
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def refreshed(text: str, records: Path = RECORDS) -> str:
+    """A page with its tables made anew from the files in ``records``. Raises ValueError for a file that is missing."""
+
+    def made(match: re.Match[str]) -> str:
+        file = records / f"{match[3]}.jsonl"
+        lines = table(find([file]), f"records/{file.name}") if match[2] == "table" else same_table(find([file]))
+        return "\n".join((match[1].rstrip("\n"), *lines, match[4]))
+
+    return MARK.sub(made, text)
+
+
+def refresh(records: Path = RECORDS) -> list[Path]:
+    """Make the tables of all pages beside ``records`` anew; returns the pages that have changed."""
+    changed = []
+    for page in sorted(records.parent.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := refreshed(text, records)) != text:
+            with written_whole(page, "w") as out:
+                out.write(new)
+            changed.append(page)
+    return changed
+
+
+def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_gpu: bool) -> bool | None:
+    """Whether the median of ``here`` is within what was published and its tolerance; None where the two cannot be
+    compared: one is missing, or it is a time on another device."""
+    if not published or not here or not (name in TOLERANCES or same_gpu):
+        return None
+    tolerance = TOLERANCES.get(name, TIME_TOLERANCE)
+    if not tolerance:
+        return set(here) <= set(published)
+    room = tolerance * abs(statistics.median(published))
+    return min(published) - room <= statistics.median(here) <= max(published) + room
+
+
+def false_calls(runs: Sequence[Run], pairs: int, *, guarded: bool = True) -> Mapping[str, tuple[int, int]]:
+    """By workload and arm: how often ``compare`` calls a difference between an arm and itself, and of how many times.
+
+    Runs follow each other as first and second arm of a round, as in a sweep of two. Each ``pairs`` rounds in a row are
+    one comparison, and those that begin one round later another: they share runs, which leaves the share unbiased.
+
+    Args:
+        runs: Of one or more arms, each many times.
+        pairs: Rounds of a comparison.
+        guarded: Whether what was seen of a busy machine may withhold a verdict, as it does in ``compare``.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for cell in group(runs):
+        ordered = [run.record for run in sorted(cell.finished, key=lambda run: run.record.started or "")]
+        halves = [_as_arm(record, place, guarded=guarded) for place, record in enumerate(ordered)]
+        starts = range(0, len(halves) - 2 * pairs + 1, 2)
+        ratios = [compare_runs(halves[start : start + 2 * pairs])[0].rows[1].ratio for start in starts]
+        found[f"{cell.workload}, {cell.arm}"] = (sum(each is not None and each.shown for each in ratios), len(ratios))
+    return found
+
+
+def _as_arm(record: RunRecord, place: int, *, guarded: bool) -> Run:
+    """A run of a pretended sweep of two arms, at this place in it."""
+    name = "again" if place % 2 else "eager"
+    pretended = dataclasses.replace(
+        record,
+        label=name,
+        strategies=[{"name": name}] if place % 2 else [],
+        round=place // 2 + 1,
+        machine=record.machine if guarded else None,
+    )
+    return Run(Path(str(place)), pretended)
+
+
+def same_table(runs: Sequence[Run]) -> list[str]:
+    """The lines of a table of ``false_calls``."""
+    cells: list[list[str]] = []
+    for pairs in GROUPS:
+        for (arm, (called, of)), (alone, _) in zip(
+            false_calls(runs, pairs).items(), false_calls(runs, pairs, guarded=False).values(), strict=True
+        ):
+            share = [f"{count} ({count / of:.1%})" if of else ABSENT for count in (called, alone)]
+            cells.append([arm, str(pairs), str(of), *share])
+    names = ("arm", "rounds", "comparisons", "differences called", "by the statistics alone")
+    columns = {name: list(texts) for name, texts in zip(names, zip(*cells, strict=True), strict=True)}
+    return [f"{len(runs)} runs · {conditions_of([run.record for run in runs])}", "", *piped(columns), ""]
