@@ -151,7 +151,7 @@ def run(cells: Sequence[PlannedCell], ledger: Ledger, signals: Signals, *, timeo
     for cell in cells:
         place(cell, ledger)
     ledger.save()
-    view = SweepView(cells, parallel=1)
+    view = SweepView(cells)
     sweep = Sweep(cells, ledger, SweepOptions(timeout_seconds=timeout_seconds), view)
     for cell in cells:
         if not sweep.is_done(cell) and goes_on(cell):
@@ -159,7 +159,6 @@ def run(cells: Sequence[PlannedCell], ledger: Ledger, signals: Signals, *, timeo
     try:
         run_queues([cells], sweep, signals, places=[{}])
     finally:
-        view.close()
         sweep.close(stopped=signals.received is not None)
     return any(result.exit_code != 0 for result in sweep.results)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tasks.base import BatchCounts, Declaration, Task
-from tasks.captioning.task import CaptionerSize, Captioning, Coco, Csv, Lognormal, Shapes
+from tasks.captioning.task import CaptionerSize, Captioning, Coco, Lognormal, Shapes
 from tasks.image_classification.task import ImageClassification, LabelledShapes, TorchvisionDataset
-from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork, TransformersNetwork
+from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import LanguageModelling, MaskedLM
 from tasks.micro.task import Micro
@@ -29,7 +29,6 @@ SCHEMAS: dict[str, type] = {
     "task/data/shapes": Shapes,
     "task/data/lognormal": Lognormal,
     "task/data/coco": Coco,
-    "task/data/csv": Csv,
     "task/data/labelled_shapes": LabelledShapes,
     "task/data/torchvision": TorchvisionDataset,
     "task/data/stdlib": Stdlib,
@@ -37,7 +36,6 @@ SCHEMAS: dict[str, type] = {
     "task/network/bert": BertNetwork,
     "task/network/gpt2": Gpt2Network,
     "task/network/llama": LlamaNetwork,
-    "task/network/transformers": TransformersNetwork,
 }
 """Configuration dataclasses by the group and name under which the command line registers them."""
 

@@ -105,8 +105,6 @@ class Task:
 class TrainedTask(Task):
     """A task trained from random weights with AdamW under a linear warm-up and a cosine."""
 
-    uncountable: ClassVar[tuple[type[Exception], ...]] = (NotImplementedError,)
-    """What a network raises whose operations cannot be counted without values."""
     embeds: ClassVar[bool] = False
     """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
     backward costs twice forward."""

@@ -66,9 +66,6 @@ class _Instant:
     def send(self, number: int) -> None:
         raise AssertionError("nothing signals an instant cell")
 
-    def last_line(self) -> str:
-        return ""
-
 
 def ledger_of(sweep: Path) -> dict[str, Any]:
     """The contents of ``sweep.json``."""

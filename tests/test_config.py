@@ -24,7 +24,6 @@ LANGUAGE = "task=language_modelling"
 IMAGES = "task=image_classification"
 NEEDS = {
     "task/data/coco": ["task.data.root=."],
-    "task/data/csv": ["task.data.file=x.csv"],
     "task/data/labelled_shapes": [IMAGES],
     "task/data/torchvision": [IMAGES, "task.data.dataset=CIFAR10", "task.data.root=."],
     "task/data/stdlib": [LANGUAGE],
@@ -32,7 +31,6 @@ NEEDS = {
     **{f"task/network/{name}": [LANGUAGE] for name in ("gpt2", "gpt2_tiny", "llama_tiny", "llama_small")},
     **{f"task/network/{name}": [LANGUAGE] for name in ("llama_7b", "llama_3_8b")},
     **{f"task/network/{name}": ["task=masked_lm"] for name in ("bert_base", "bert_tiny")},
-    "task/network/transformers": [LANGUAGE, "task.network.model_type=gpt2"],
 }
 """Options that are complete only with the user's own paths, or that another task than the default one has."""
 

@@ -76,14 +76,6 @@ def test_caches_of_a_failed_cell_without_a_twin_are_removed(command_line: Any, c
     assert not list(Path("sweep/caches").iterdir())
 
 
-def test_time_left_is_told_once_each_strategy_and_workload_has_run(
-    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command_line(*SWEEP, "task=captioning,micro", "compile=eager,whole", "seed=0,1") == 0
-    said = [line.rpartition("(")[2] for line in capfd.readouterr().out.splitlines() if "left" in line]
-    assert said == [f"{left} left)" for left in (7, 6, 5, 4, 3)] + ["2 left, about 2 s)", "1 left, about 1 s)"]
-
-
 def test_arms_take_turns_within_a_seed_unless_cells_run_side_by_side(
     command_line: Any, cells: InstantCells, monkeypatch: pytest.MonkeyPatch
 ) -> None:

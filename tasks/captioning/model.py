@@ -12,25 +12,19 @@ E image width, S text positions, D text width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
-from torchvision.utils import make_grid
 
-from tasks.captioning.data import CaptionBatch, CaptionDataModule
+from tasks.captioning.data import CaptionBatch
 from tasks.layers import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
-from tasks.module import Recipe, ScoredModule
-from tasks.tokenizer import BEGIN, END, PAD
+from tasks.module import ScoredModule
+from tasks.tokenizer import PAD
 
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize
-
-CAPTIONED_IMAGES = 4
-"""Validation images shown with their captions."""
 
 
 class CaptionNet(nn.Module):
@@ -44,7 +38,6 @@ class CaptionNet(nn.Module):
     def __init__(self, size: CaptionerSize) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
-        self.max_tokens = size.max_tokens
         self.encoder = ImageEncoder(size)
         self.decoder = TextDecoder(size)
         self.tail = LanguageTail(size.decoder_width, size.vocabulary_size)
@@ -59,31 +52,6 @@ class CaptionNet(nn.Module):
         # Contiguous, so that no compiled region sees strides that depend on the length of the batch's longest caption.
         x_BSD = self.decoder(tokens_BS[:, :-1].contiguous(), image_BNE)
         return self.tail(x_BSD, tokens_BS[:, 1:].contiguous() if score else None)
-
-    @torch.no_grad()
-    def generate(self, images_BCHW: Tensor, *, begin: int, end: int, max_new_tokens: int) -> Tensor:
-        """Caption uint8 images greedily; returns int64 tokens [B, S], ``begin`` first, ``end`` repeated once reached.
-
-        Draws no random numbers and leaves every submodule's mode as it was. Compiled regions run eagerly meanwhile:
-        each new length would otherwise be compiled anew.
-        """
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                image_BNE = self.encoder(images_BCHW)
-                tokens_BS = torch.full((len(images_BCHW), 1), begin, dtype=torch.long, device=images_BCHW.device)
-                for _ in range(min(max_new_tokens, self.max_tokens)):
-                    logits_BV = self.tail.logits(self.decoder(tokens_BS, image_BNE)[:, -1])
-                    ended_B = tokens_BS[:, -1] == end
-                    next_B = torch.where(ended_B, end, logits_BV.argmax(dim=-1))
-                    tokens_BS = torch.cat((tokens_BS, next_B[:, None]), dim=1)
-                    if bool((next_B == end).all()):
-                        break
-        finally:
-            for module, training in modes:
-                module.training = training
-        return tokens_BS
 
 
 class PatchEmbedding(nn.Module):
@@ -195,32 +163,21 @@ class LanguageTail(nn.Module):
         self.head = nn.Linear(width, vocabulary_size, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)
 
-    def logits(self, x_BSD: Tensor) -> Tensor:
-        """Next-token scores [..., V] of hidden states [..., D]."""
-        logits_V: Tensor = self.head(self.norm(x_BSD))
-        return logits_V
-
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
         """Return (mean loss in nats, right predictions, targets), 0-D, over targets that are not padding.
 
         In training mode the last two are None. Without targets, return logits [B, S, V].
         """
-        logits_BSV = self.logits(x_BSD)
+        logits_BSV: Tensor = self.head(self.norm(x_BSD))
         if targets_BS is None:
             return logits_BSV
         return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)
 
 
 class Captioner(ScoredModule):
-    """Trains a CaptionNet; every validation captions a few images."""
+    """Trains a CaptionNet."""
 
     accuracy: ClassVar[str] = "val/token_accuracy"
-
-    net: CaptionNet
-
-    def __init__(self, build: Callable[[], CaptionNet], recipe: Recipe, *, initialise: str) -> None:
-        super().__init__(build, recipe, initialise=initialise)
-        self._captioned: tuple[Tensor, Tensor] | None = None
 
     def scores(self, batch: CaptionBatch) -> Scores:
         """Loss in nats a target; the network takes the targets from the tokens."""
@@ -231,41 +188,3 @@ class Captioner(ScoredModule):
         """Logits [B, S - 1, V] of the next token at each position of the given captions."""
         logits: Tensor = self.net(batch.images, batch.tokens, score=False)
         return logits
-
-    def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
-        self._captioned = None
-
-    def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        if batch_idx == 0:
-            self._captioned = (batch.images[:CAPTIONED_IMAGES], batch.tokens[:CAPTIONED_IMAGES])
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/loss`` and ``val/token_accuracy`` over all ranks; captions where there is a TensorBoard."""
-        super().on_validation_epoch_end()
-        self._write_captions()
-        self._captioned = None
-
-    def _write_captions(self) -> None:
-        data = getattr(self.trainer, "datamodule", None)
-        logger = next((logger for logger in self.loggers if isinstance(logger, TensorBoardLogger)), None)
-        if logger is None or self._captioned is None or not isinstance(data, CaptionDataModule):
-            return
-        # One rank alone may not run sharded parameters: it would wait for the others' shards.
-        sharded = any(hasattr(parameter, "device_mesh") for parameter in self.net.parameters())
-        if sharded or not self.trainer.is_global_zero or self.trainer.sanity_checking:
-            return
-        images, tokens = self._captioned
-        with self.trainer.precision_plugin.forward_context():
-            generated = self.net.generate(images, begin=BEGIN, end=END, max_new_tokens=tokens.shape[1])
-        true_texts = [data.decode(row) for row in tokens.tolist()]
-        texts = [data.decode(row) for row in generated.tolist()]
-        rows = [f"| {_cell(true)} | {_cell(text)} |" for true, text in zip(true_texts, texts, strict=True)]
-        table = "\n".join(["| true | generated |", "|---|---|", *rows])
-        logger.experiment.add_image("val/captions", make_grid(images.cpu()), self.global_step)
-        logger.experiment.add_text("val/captions", table, self.global_step)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,11 +1,10 @@
 """Captioning: describe an image in words, with a Vision Transformer and a text decoder with cross attention.
 
-Captioned images are drawn shapes, noise with captions of lognormal lengths, COCO's layout or a table of captions.
+Captioned images are drawn shapes, noise with captions of lognormal lengths, or COCO's layout.
 """
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import random
@@ -177,37 +176,51 @@ class FileCaption(NamedTuple):
     """Its caption, as written in the file."""
 
 
-Listed = tuple[list[FileCaption], Path]
-"""Captions, and the file that lists them."""
-
-
 @dataclass(kw_only=True, slots=True)
-class CaptionFiles(CaptionData):
-    """Base of the sources whose images are files."""
+class Coco(CaptionData):
+    """Captioned images in COCO's layout: ``annotations/captions_train*.json`` and ``train*/``, the same with ``val``.
 
+    Of several years the latest is read. Without validation files some training images are held out.
+    """
+
+    root: str = ""
+    """The folder."""
     val_share: float = 0.02
     """Share of the images held out for validation where no validation file is given; the same images in every run."""
 
     def __post_init__(self) -> None:
         CaptionData.__post_init__(self)
         require_share("task.data.val_share", self.val_share, below_one=True)
-
-    def read(self) -> tuple[Listed, Listed | None]:
-        """Training and validation captions, each with the file that lists them; None: to be held out.
-
-        Raises ValueError, naming the file or folder, for one that cannot be used.
-        """
-        raise NotImplementedError
+        if not self.root:
+            raise ValueError("task.data.root='' must name a folder")
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
         """List both splits. Raises ValueError, naming the file or folder, for one that cannot be used."""
-        (train, place), val = self.read()
+        found = self._split("train")
+        if found is None:
+            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
+        train, place = found
+        val = self._split("val")
         if val is None:
             # By a hash of the file's name: all captions of an image fall on one side.
             held = held_out({item.path: item.path.name for item in train}, share=self.val_share)
             val = [item for item in train if item.path in held], place
             train = [item for item in train if item.path not in held]
         return _examples(train, place, image_size), _examples(*val, image_size)
+
+    def _split(self, name: str) -> tuple[list[FileCaption], Path] | None:
+        """Captions, and the file that lists them."""
+        root = Path(self.root)
+        file = max((root / "annotations").glob(f"captions_{name}*.json"), default=None)
+        if file is None:
+            return None
+        # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
+        folder = root / file.stem.removeprefix("captions_")
+        if not folder.is_dir():
+            folder = max((path for path in root.glob(f"{name}*") if path.is_dir()), default=folder)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder of images")
+        return read_annotations(file, folder), file
 
 
 def _examples(items: list[FileCaption], place: Path, image_size: int) -> Examples:
@@ -226,41 +239,6 @@ def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
     return read_image(paths[index], image_size=image_size)
 
 
-@dataclass(kw_only=True, slots=True)
-class Coco(CaptionFiles):
-    """Captioned images in COCO's layout: ``annotations/captions_train*.json`` and ``train*/``, the same with ``val``.
-
-    Of several years the latest is read. Without validation files some training images are held out.
-    """
-
-    root: str = ""
-    """The folder."""
-
-    def __post_init__(self) -> None:
-        CaptionFiles.__post_init__(self)
-        if not self.root:
-            raise ValueError("task.data.root='' must name a folder")
-
-    def read(self) -> tuple[Listed, Listed | None]:
-        train = self._split("train")
-        if train is None:
-            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
-        return train, self._split("val")
-
-    def _split(self, name: str) -> Listed | None:
-        root = Path(self.root)
-        file = max((root / "annotations").glob(f"captions_{name}*.json"), default=None)
-        if file is None:
-            return None
-        # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
-        folder = root / file.stem.removeprefix("captions_")
-        if not folder.is_dir():
-            folder = max((path for path in root.glob(f"{name}*") if path.is_dir()), default=folder)
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder of images")
-        return read_annotations(file, folder), file
-
-
 def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
     """Read a caption annotation file; raises ValueError, naming it, where it is missing or not of that format."""
     try:
@@ -277,46 +255,6 @@ def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
         raise ValueError(f"{file} is not JSON ({error})") from None
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
-
-
-@dataclass(kw_only=True, slots=True)
-class Csv(CaptionFiles):
-    """Captioned images of a CSV file, or of a TSV file by its name, with a header line, UTF-8."""
-
-    file: str = ""
-    """File of training captions; relative image paths begin at its folder."""
-    image_column: str = "image"
-    """Column with the image's path."""
-    caption_column: str = "caption"
-    """Column with the caption; an image with several captions has several rows."""
-    val_file: str = ""
-    """File of validation captions; empty: a share of the images is held out."""
-
-    def __post_init__(self) -> None:
-        CaptionFiles.__post_init__(self)
-        if not self.file:
-            raise ValueError("task.data.file='' must name a CSV file")
-
-    def read(self) -> tuple[Listed, Listed | None]:
-        train, val = Path(self.file), Path(self.val_file)
-        return (self._read(train), train), (self._read(val), val) if self.val_file else None
-
-    def _read(self, file: Path) -> list[FileCaption]:
-        try:
-            # utf-8-sig: spreadsheets begin files with a byte order mark, which would join the first column's name.
-            with file.open(encoding="utf-8-sig", newline="") as lines:
-                rows = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
-                columns = list(rows.fieldnames or [])
-                for name in (self.image_column, self.caption_column):
-                    if name not in columns:
-                        has = ", ".join(map(repr, columns)) or "none"
-                        raise ValueError(f"{file} has no column {name!r}; it has {has}")
-                images, captions = self.image_column, self.caption_column
-                return [FileCaption(file.parent / (row[images] or ""), row[captions] or "") for row in rows]
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read ({error.strerror})") from None
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not a UTF-8 CSV file ({error})") from None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -369,7 +307,7 @@ class Captioning(TrainedTask):
     size: CaptionerSize = field(default_factory=CaptionerSize)
     """Dimensions of the network."""
     data: CaptionData = field(default_factory=CaptionData)
-    """Captioned images: the embedded shapes (also where only the base is given), COCO's layout or a CSV file."""
+    """Captioned images: the embedded shapes (also where only the base is given), or COCO's layout."""
 
     def __post_init__(self) -> None:
         if type(self.data) is CaptionData:

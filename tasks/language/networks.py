@@ -1,45 +1,14 @@
-"""Networks of language tasks: dimensions of GPT-2, of the Llama family and of BERT, and the transformers library's."""
+"""Networks of language tasks: dimensions of GPT-2, of the Llama family and of BERT."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from tasks.base import require_fields, require_multiple, require_share, suggest
+from tasks.base import require_fields, require_multiple, require_share
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(kw_only=True, slots=True)
-class LanguageNetwork:
-    """Base of every network that predicts the next token."""
-
-    def limits(self) -> tuple[int, int]:
-        """(outputs of the head, most positions). Raises ValueError for a network that cannot be built."""
-        raise NotImplementedError
-
-    def build(self, *, loss_chunks: int) -> nn.Module:
-        """Build the network; its weights are drawn from torch's global generator."""
-        raise NotImplementedError
-
-    def learning_rate(self) -> float:
-        """The highest learning rate where none is given."""
-        raise NotImplementedError
-
-    def blocks(self) -> tuple[str, ...]:
-        """Containers of repeated blocks, as paths within the network."""
-        return ("blocks",)
-
-    def parts(self) -> tuple[str, ...]:
-        """Other submodules worth a region of their own."""
-        return ("tail",)
-
-    def has_experts(self) -> bool:
-        """Whether tokens are routed by their values, so that operations are not known without them."""
-        return False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +36,7 @@ class Dimensions:
         require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
 
     def limits(self) -> tuple[int, int]:
+        """Outputs of the head, most positions."""
         return self.vocabulary_size, self.max_tokens
 
     def learning_rate(self) -> float:
@@ -75,7 +45,16 @@ class Dimensions:
 
 
 @dataclass(kw_only=True, slots=True)
-class Gpt2Network(Dimensions, LanguageNetwork):
+class LanguageNetwork(Dimensions):
+    """Base of every network that predicts the next token."""
+
+    def build(self, *, loss_chunks: int) -> nn.Module:
+        """Build the network; its weights are drawn from torch's global generator."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, slots=True)
+class Gpt2Network(LanguageNetwork):
     """Dimensions of GPT-2. MLPs are four widths wide; the head shares the embedding's weight."""
 
     dropout: float = 0.0
@@ -92,7 +71,7 @@ class Gpt2Network(Dimensions, LanguageNetwork):
 
 
 @dataclass(kw_only=True, slots=True)
-class LlamaNetwork(Dimensions, LanguageNetwork):
+class LlamaNetwork(LanguageNetwork):
     """Dimensions of the Llama family. The head has a weight of its own."""
 
     heads: int = 4
@@ -141,112 +120,3 @@ class BertNetwork(Dimensions):
     def learning_rate(self) -> float:
         """The original's 1e-4 for base; Adam's best rate falls with the width."""
         return 0.0768 / self.width
-
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The library's names for the number of experts."""
-UNLIMITED = 2048
-"""Positions where a network's configuration names no most."""
-
-
-@dataclass(kw_only=True, slots=True)
-class TransformersNetwork(LanguageNetwork):
-    """A causal language model of transformers (``pip install -e '.[models]'``), built from its configuration.
-
-    Nothing is ever downloaded; weights are random.
-    """
-
-    config: str = ""
-    """A ``config.json`` as models are published with, or the folder that holds it."""
-    model_type: str = ""
-    """Instead of a file: the library's name of an architecture (``qwen2``, ``mistral``), at its default dimensions."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Options of that configuration by the library's names: ``{num_hidden_layers: 2, hidden_size: 128}``."""
-    attention: str | None = None
-    """The library's ``attn_implementation``; None: its own choice, ``sdpa`` where the architecture has it."""
-
-    def limits(self) -> tuple[int, int]:
-        """Vocabulary and positions of the configuration. Raises ValueError for one that cannot be read."""
-        config = self.library_config()
-        text = config.get_text_config()
-        most = getattr(text, "max_position_embeddings", None)
-        return text.vocab_size, most if isinstance(most, int) and most > 0 else UNLIMITED
-
-    def build(self, *, loss_chunks: int) -> nn.Module:
-        """Build a ``TransformersNet``. Raises ValueError, naming the option, for what the library refuses."""
-        from tasks.language.model import TransformersNet
-
-        if loss_chunks != 1:
-            raise ValueError(
-                f"task.loss_chunks={loss_chunks} must be 1 for task/network=transformers: the library's networks "
-                "return all logits at once"
-            )
-        return TransformersNet(self.library_config(), attention=self.attention)
-
-    def learning_rate(self) -> float:
-        width = getattr(self.library_config().get_text_config(), "hidden_size", None)
-        return 0.2 / width if isinstance(width, int) and width > 0 else 3e-4
-
-    def blocks(self) -> tuple[str, ...]:
-        """None declared: ``regional`` finds them."""
-        return ()
-
-    def parts(self) -> tuple[str, ...]:
-        """The loss; final norm and head lie within the library's code."""
-        return ("loss",)
-
-    def has_experts(self) -> bool:
-        config = self.library_config()
-        return any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)
-
-    def library_config(self) -> Any:
-        """The library's configuration object. Raises ValueError, in one line, for whatever is wrong with it."""
-        try:
-            from transformers import CONFIG_MAPPING
-            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        except ImportError as error:
-            raise ValueError(
-                f"task/network=transformers needs the transformers package ({error}): pip install -e '.[models]'"
-            ) from None
-        if bool(self.config) == bool(self.model_type):
-            raise ValueError(
-                f"task.network.config={self.config!r} and task.network.model_type={self.model_type!r}: give one of them"
-            )
-        option, values = "task.network.model_type", {}
-        model_type = self.model_type
-        if self.config:
-            option, values = "task.network.config", _read(Path(self.config))
-            model_type = str(values.get("model_type", ""))
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ValueError(
-                f"{option}: {model_type!r} is not a causal language model of this transformers"
-                + suggest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-            )
-        kind = CONFIG_MAPPING[model_type]
-        known = kind().to_dict()
-        for name in self.overrides:
-            if name not in known and not hasattr(kind, name) and name not in getattr(kind, "attribute_map", {}):
-                raise ValueError(
-                    f"task.network.overrides.{name} is not an option of {model_type}{suggest(name, known)}"
-                )
-        try:
-            config = kind.from_dict({**values, **dict(self.overrides)})
-        except Exception as error:  # each architecture checks in a way of its own
-            raise ValueError(f"{option}: {model_type}: {' '.join(str(error).split())}") from None
-        config.use_cache = False  # kept keys and values are of no use to a training
-        if getattr(config, "is_decoder", None) is False:
-            config.is_decoder = True  # BERT and its kind see later positions otherwise
-        return config
-
-
-def _read(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"task.network.config={str(path)!r}: {file} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"task.network.config={str(path)!r}: {file} is not JSON ({error})") from None
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ValueError(f"task.network.config={str(path)!r}: {file} names no model_type")
-    return values

@@ -1,14 +1,13 @@
-"""Language tasks: predict the next token of a text (GPT-2, Llama, transformers), or hidden ones from those around them
+"""Language tasks: predict the next token of a text (GPT-2, Llama), or hidden ones from those around them
 (BERT)."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration, TrainedTask, require_at_least
-from tasks.language.networks import BertNetwork, Gpt2Network, LanguageNetwork, TransformersNetwork
+from tasks.language.networks import BertNetwork, Gpt2Network, LanguageNetwork
 from tasks.language.sources import Stdlib, TextData
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ class LanguageModelling(TrainedTask):
     name: ClassVar[str] = "language_modelling"
     monitor: ClassVar[str | None] = "val/loss"
     embeds: ClassVar[bool] = True
-    uncountable: ClassVar[tuple[type[Exception], ...]] = (Exception,)  # the library's networks fail in many ways
 
     loss_chunks: int = 1
     """Pieces of the positions whose logits are in memory at once in training; those of more than one are computed
@@ -72,8 +70,8 @@ class LanguageModelling(TrainedTask):
         ragged = (("tokens", 1, PAD, 1),) if self.data.packing == "documents" else ()
         return Declaration(
             whole=("net",),
-            blocks=tuple(f"net.{path}" for path in self.network.blocks()),
-            parts=tuple(f"net.{path}" for path in self.network.parts()),
+            blocks=("net.blocks",),
+            parts=("net.tail",),
             ragged=ragged,
         )
 
@@ -92,17 +90,7 @@ class LanguageModelling(TrainedTask):
 
     def counted_net(self) -> nn.Module:
         """What is computed again in backward (``loss_chunks``) does not count: it brings the training no further."""
-        if self.network.has_experts():
-            raise NotImplementedError("operations of experts")
         return self.network.build(loss_chunks=1)
-
-    def counting(self) -> AbstractContextManager[Any]:
-        if not isinstance(self.network, TransformersNetwork):
-            return TrainedTask.counting(self)
-        # The library makes an exception for fake tensors where it reads values in its forward.
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        return FakeTensorMode()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -140,31 +140,3 @@ def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_wi
         logits = net(*example(size), score=False)
     assert logits.shape == (4, 11, size.vocabulary_size)
     assert Captioning(size=size).count_flops(rows=4, positions=11, training=False) == counter.get_total_flops()
-
-
-def test_generation_leaves_mode_and_random_state_and_compiles_nothing(net: CaptionNet, size: CaptionerSize) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    for block in net.decoder.blocks:
-        block.compile(backend=counter, fullgraph=True)
-    net.tail.eval()
-    state = torch.get_rng_state()
-    tokens = net.generate(example(size)[0], begin=1, end=2, max_new_tokens=6)
-    assert tokens.shape[0] == 4
-    assert 2 <= tokens.shape[1] <= 7
-    assert (tokens[:, 0] == 1).all()
-    assert net.training
-    assert net.encoder.training
-    assert not net.tail.training
-    assert torch.equal(torch.get_rng_state(), state)
-    assert counter.frame_count == 0
-    torch._dynamo.reset()
-
-
-def test_generation_stops_when_every_caption_has_ended(net: CaptionNet, size: CaptionerSize) -> None:
-    with torch.no_grad():
-        net.tail.norm.weight.zero_()
-        net.tail.norm.bias.fill_(1.0)
-        net.tail.head.weight.zero_()
-        net.tail.head.weight[2] = 1.0
-    assert net.generate(example(size)[0], begin=1, end=2, max_new_tokens=50).tolist() == [[1, 2]] * 4

@@ -26,7 +26,7 @@ def test_the_plain_base_stands_for_the_embedded_data() -> None:
     assert Captioning(data=CaptionData(batch_size=3)).data == Shapes(batch_size=3)
 
 
-def test_validation_writes_the_exact_mean_and_captioned_images(size: CaptionerSize, tmp_path: Path) -> None:
+def test_validation_writes_the_exact_mean(size: CaptionerSize, tmp_path: Path) -> None:
     task = Captioning(size=size, data=Shapes(batch_size=8, train_images=16, val_images=13, num_workers=0))
     data, module = task.build_data(seed=0), task.build_module(max_steps=2)
     trainer = L.Trainer(
@@ -48,13 +48,7 @@ def test_validation_writes_the_exact_mean_and_captioned_images(size: CaptionerSi
     assert float(trainer.callback_metrics["val/token_accuracy"]) == pytest.approx(accuracy, abs=1e-6)
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
-    tags = events.Tags()
-    assert {"val/loss", "val/token_accuracy"} <= set(tags["scalars"])
-    assert tags["images"] == ["val/captions"]
-    (image,) = events.Images("val/captions")
-    assert image.width > 4 * size.image_size
-    (table,) = events.Tensors("val/captions/text_summary")
-    assert table.tensor_proto.string_val[0].decode().startswith("| true | generated |")
+    assert {"val/loss", "val/token_accuracy"} <= set(events.Tags()["scalars"])
 
 
 def test_only_matrices_decay_and_the_rate_warms_up_and_falls(size: CaptionerSize) -> None:

@@ -1,4 +1,4 @@
-"""COCO folders and CSV files: what is read, what is left out and counted, what stops with one line."""
+"""COCO folders: what is read, what is left out and counted, what stops with one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tasks.captioning.data import CaptionDataModule
-from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Coco, Csv
+from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Coco
 from tasks.images import ImageError, read_image
 
 Write = Callable[..., Path]
@@ -119,20 +119,6 @@ def test_a_held_out_image_keeps_its_side_with_all_its_captions(tmp_path: Path, w
     assert train | val == set(names)
 
 
-def test_a_table_is_read_with_its_own_columns_and_the_delimiter_of_its_name(
-    tmp_path: Path, write_image: Write, size: CaptionerSize
-) -> None:
-    for number in range(4):
-        write_image(f"pictures/{number}.png")
-    file = tmp_path / "captions.tsv"
-    rows = [f'pictures/{number}.png\t"a ""grey"" area, {number}"' for number in range(4)]
-    file.write_text("\n".join(["path\ttext", *rows]), encoding="utf-8-sig")
-    config = Csv(file=str(file), image_column="path", caption_column="text", batch_size=1, num_workers=0)
-    data = load(size, config)
-    assert len(data.train_set) + len(data.val_set) == 4
-    assert data.decode(next(iter(data.val_dataloader())).tokens[0].tolist()).startswith('a "grey" area, ')
-
-
 def coco_with(tmp_path: Path, content: str) -> Coco:
     (tmp_path / "annotations").mkdir()
     (tmp_path / "train").mkdir()
@@ -164,14 +150,6 @@ def test_missing_folders_and_files_are_named(tmp_path: Path, size: CaptionerSize
         Coco()
     with pytest.raises(ValueError, match=r"has no annotations/captions_train\*\.json"):
         load(size, Coco(root=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"b\.csv cannot be read \(No such file"):
-        load(size, Csv(file=str(tmp_path / "b.csv")))
-
-
-def test_a_csv_file_without_the_column_names_those_it_has(tmp_path: Path, size: CaptionerSize) -> None:
-    (tmp_path / "a.csv").write_text("path,text\n")
-    with pytest.raises(ValueError, match=r"a\.csv has no column 'image'; it has 'path', 'text'"):
-        load(size, Csv(file=str(tmp_path / "a.csv")))
 
 
 def test_a_folder_of_broken_images_stops_the_run_before_it_trains(tmp_path: Path, size: CaptionerSize) -> None:

@@ -114,7 +114,7 @@ class IsolatedLauncher(Launcher):
             ledger.state = "running"
             cells = self._composer.cells(job_overrides, self.options, ledger)
             ledger.save()
-            view = SweepView(cells, parallel=len(self._places))
+            view = SweepView(cells)
             sweep = Sweep(cells, ledger, self.options, view)
             for entry in ledger.unplanned(cells):
                 view.print(f"left alone, not part of this command: {entry.directory} ({entry.state})")
@@ -122,7 +122,6 @@ class IsolatedLauncher(Launcher):
                 groups = queues(cells, interleaved=self.options.interleaved)
                 run_queues(groups, sweep, signals, places=self._places)
             finally:
-                view.close()
                 sweep.close(stopped=signals.received is not None)
         width = shutil.get_terminal_size().columns
         self._print(summarize(sweep.results, planned=len(cells), sweep_dir=directory, width=width))

@@ -117,10 +117,6 @@ class CellProcess:
             return None
         return CellEnd(exit_code=exit_code, record=self._settled(exit_code), seconds=seconds)
 
-    def last_line(self) -> str:
-        lines = last_lines(self.cell.directory / OUTPUT_NAME)
-        return lines[-1] if lines else ""
-
     def _watch_time(self, seconds: float) -> None:
         assert self.process is not None
         if self.timeout_seconds is None or seconds < self.timeout_seconds:
@@ -268,10 +264,8 @@ def run_queues(
         while True:
             for worker in workers:
                 _advance(worker, waiting, sweep, signals)
-            running = [worker.process for worker in workers if worker.process is not None]
-            if not running:
+            if all(worker.process is None for worker in workers):
                 return
-            sweep.view.show({process.cell.number: process.last_line for process in running}, signals.received)
             time.sleep(POLL_SECONDS)
     finally:
         for worker in workers:  # an error of ours: nothing may stay behind
