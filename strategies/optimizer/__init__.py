@@ -135,8 +135,7 @@ class Optimizer(CompileOptions):
     def _update(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
         import torch
 
-        from strategies.optimizer.formulas import formula_of
-        from strategies.optimizer.functional import FunctionalUpdate
+        from strategies.optimizer.functional import FunctionalUpdate, formula_of
         from strategies.optimizer.step import GenericUpdate
 
         arguments = self.compile_arguments()

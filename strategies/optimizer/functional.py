@@ -2,23 +2,26 @@
 
 Parameters are cut into chunks, one for each repeated block of the module and a few for the rest. Chunks of the same
 shapes share one compiled function, so that compile time does not grow with the number of blocks. What may change from
-step to step (learning rate, betas, weight decay, count of steps, clipping) is read from 0-D device tensors; what may
-not (shapes, strides, flags) is compared on the host, which is why the compiled functions need no guards.
+step to step (learning rate, betas, weight decay, count of steps, clipping) is computed on the host in double precision,
+as torch's own uncompiled optimizers do, and read from 0-D device tensors. What may not (shapes, strides, flags) is
+compared on the host, which is why the compiled functions need no guards.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 import operator
+import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from strategies.optimizer.formulas import Formula, Group, fresh_function, numbers_of
 from strategies.optimizer.step import DeviceScalar, Update
 
 MAX_CHUNK = 32
@@ -27,146 +30,139 @@ MAX_CHUNK = 32
 _dtype_of = operator.attrgetter("dtype")
 
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
+Group = dict[str, Any]
 
 
-class FunctionalUpdate(Update):
-    """Updates ``optimizer``'s parameters and states in place, exactly where torch's own step would.
+# Lists of tensors that one operator works on together: Inductor makes one kernel of a chain of such operators.
+# https://docs.pytorch.org/tutorials/recipes/compiling_optimizer.html
+Each = list[Tensor] | tuple[Tensor, ...]
+add, sub, mul, div = torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div
+sqrt, maximum = torch._foreach_sqrt, torch._foreach_maximum
 
-    Args:
-        optimizer: One that ``formula`` stands for.
-        formula: See ``formulas.formula_of``.
-        places: Path of the repeated block for parameters that lie in one.
-        compiler: Compiles one function; called once for each kind of chunk.
+
+class Formula:
+    """One optimizer. A subclass has ``flags`` and three methods.
+
+    ``states(group)``: names of the state tensors that have their parameter's shape; all begin as zeros.
+    ``scalars(group, step)``: numbers of the step with this number (1 is the first), in double precision.
+    ``update(flags, p, g, states, s)``: new parameters and states; ``g`` is the gradient, ``s`` the scalars.
     """
 
-    form = "functional"
-    clips = exact = True
+    flags: ClassVar[tuple[str, ...]]
+    """Entries of a parameter group that decide which operators there are; whoever changes one recompiles."""
+    counted: ClassVar[bool] = True
+    """Whether torch keeps a ``step`` tensor in the state of each parameter."""
+    states: Callable[[Group], tuple[str, ...]]
+    scalars: Callable[[Group, int], tuple[float, ...]]
+    update: Callable[..., tuple[Each, list[Each]]]
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        formula: Formula,
-        *,
-        places: Mapping[Tensor, str],
-        compiler: Compiler,
-    ) -> None:
-        self.optimizer = optimizer
-        self._formula = formula
-        self._planner = Planner(optimizer, formula, places, compiler)
-        self._plan: Plan | None = None
-        self._plans = 0
-        self._scaled = False
-        # Loading replaces every state tensor: plan anew, and believe the loaded counts.
-        self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+    def steps_in(self, state: Group) -> int:
+        """Steps made with the ``state`` of a parameter; of SGD, whether one was, which is all that matters."""
+        return int(state.get("step", 0) if self.counted else state.get("momentum_buffer") is not None)
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
+    def create_state(self, state: Group, parameter: Tensor, group: Group) -> None:
+        """Fill in what torch would create in the first step."""
+        if self.counted and "step" not in state:
+            on_device = group.get("capturable") or group.get("fused")
+            # As torch counts: in float32, unless the default type is float64 and the optimizer is not fused.
+            precise = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+            dtype = torch.float64 if precise else torch.float32
+            state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        for name in self.states(group):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def __call__(self) -> None:
-        """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
-        plan, gradients = self._prepare()
-        max_norm, self.max_norm = self.max_norm, None
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            self.refresh()
-        if max_norm is None and self._scaled:  # by an earlier step that was clipped
-            for own in self._planner.scales.values():
-                own.fill_(1.0)
-        self._scaled = max_norm is not None
-        self._launch(plan, gradients, max_norm)
-
-    def _prepare(self) -> tuple[Plan, list[Tensor]]:
-        """The plan, a new one unless gradients and groups are those it was made for, and the gradients."""
-        if self._plan is not None and not self._planner.owns_state(self._plan):
-            self.forget()
-        gradients = None if self._plan is None else self._planner.gradients_for(self._plan)
-        if gradients is None:
-            self._plan = self._planner.make()
-            self._plans += 1
-            gradients = [parameter.grad for parameter in self._plan.parameters if parameter.grad is not None]
-        assert self._plan is not None
-        return self._plan, gradients
-
-    def refresh(self) -> None:
-        """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
-        plan = self._plan
-        assert plan is not None, "a step was made"
-        groups = [numbers_of(group) for group in self.optimizer.param_groups]
-        for clock in plan.clocks:
-            clock.steps += 1
-            for scalar, value in zip(
-                clock.scalars, self._formula.scalars(groups[clock.group], clock.steps), strict=True
-            ):
-                scalar.write(value)
-        for count in plan.counts:
-            if count.steps.is_cpu:
-                count.add()
-
-    def _launch(self, plan: Plan, gradients: list[Tensor], max_norm: float | None) -> None:
-        """The device's part: gradients to parameters and states. May be captured in a CUDA graph."""
-        if max_norm is not None and gradients:
-            # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
-            scale = torch.clamp(max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
-            for own in self._planner.scales.values():
-                own.copy_(scale, non_blocking=True)
-        for count in plan.counts:
-            if not count.steps.is_cpu:
-                count.add()
-        begin = 0
-        for chunk in plan.chunks:
-            end = begin + len(chunk.parameters)
-            chunk.run(chunk.parameters, gradients[begin:end], chunk.states, chunk.scalars, chunk.scale)
-            begin = end
-
-    # ---- between steps ---------------------------------------------------------------------------------------------
-
-    @property
-    def plan_number(self) -> int:
-        """Number of the plan that the next step goes by: another one as soon as the state is not the one planned for.
-
-        A CUDA graph captured under one plan must not be replayed under another.
-        """
-        stale = self._plan is None or not self._planner.owns_state(self._plan)
-        return self._plans + int(stale)
-
-    def take(self) -> Callable[[], None]:
-        """Remember the counts of steps. Where the state tensors are then still those of the plan, it stays, and with it
-        what was captured by it; else the next step plans anew."""
-        plan = self._plan
-        counted = [] if plan is None else [clock.steps for clock in plan.clocks]
-
-        def put_back() -> None:
-            if plan is None or plan is not self._plan or not self._planner.holds_state(plan):
-                self.forget()
-                return
-            for clock, steps in zip(plan.clocks, counted, strict=True):
-                clock.steps = steps
-            for count in plan.counts:
-                count.version = count.steps._version
-
-        return put_back
-
-    def forget(self) -> None:
-        """Plan anew at the next step, from the optimizer's own state."""
-        self._plan = None
-        self._planner.clock_of.clear()
-
-    def release(self) -> None:
-        """Take the hook off the optimizer; torch's own step continues from its state as it is."""
-        self._loaded.remove()
-
-    def scale_on(self, device: torch.device) -> Tensor | float:
-        return self._planner.scales.get(device, 1.0)
-
-    def facts(self) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            "form": self.form,
-            "tensors": None if plan is None else len(plan.parameters),
-            "chunks": None if plan is None else len(plan.chunks),
-            "graphs": len(self._planner.functions),
-        }
+    def flags_of(self, group: Group) -> Group:
+        return {name: group["momentum"] != 0 if name == "has_momentum" else bool(group[name]) for name in self.flags}
 
 
-# ---- the plan: which tensors are updated together, by which function, with which numbers -----------------------------
+class Adam(Formula):
+    """Adam and AdamW: https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html."""
+
+    flags = ("maximize", "amsgrad", "decoupled_weight_decay")
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+    def scalars(self, group: Group, step: int) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        lr, decay = group["lr"], group["weight_decay"]
+        if group["decoupled_weight_decay"]:
+            decay = 1 - lr * decay  # the share of the parameter that is kept
+        size, correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        return decay, 1 - beta1, beta2, 1 - beta2, size, correction, group["eps"]
+
+    def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
+        decay, grown1, kept2, grown2, size, correction, eps = s
+        if flags["decoupled_weight_decay"]:
+            p = mul(p, decay)
+        else:
+            g = add(g, mul(p, decay))
+        mean = add(states[0], mul(sub(g, states[0]), grown1))
+        square = add(mul(states[1], kept2), mul(mul(g, g), grown2))
+        new: list[Each] = [mean, square]
+        if flags["amsgrad"]:
+            square = maximum(states[2], square)
+            new.append(square)
+        return sub(p, mul(div(mean, add(div(sqrt(square), correction), eps)), size)), new
+
+
+class SGD(Formula):
+    """Stochastic gradient descent with momentum: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html."""
+
+    flags = ("maximize", "nesterov", "has_momentum")
+    counted = False
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def scalars(self, group: Group, step: int) -> tuple[float, ...]:
+        grown = 1.0 if step == 1 else 1 - group["dampening"]  # dampening leaves the first gradient alone
+        return group["weight_decay"], group["lr"], group["momentum"], grown
+
+    def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
+        decay, lr, momentum, grown = s
+        g = add(g, mul(p, decay))
+        if not flags["has_momentum"]:
+            return sub(p, mul(g, lr)), []
+        buffer = add(mul(states[0], momentum), mul(g, grown))
+        return sub(p, mul(add(g, mul(buffer, momentum)) if flags["nesterov"] else buffer, lr)), [buffer]
+
+
+def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
+    """The formula of one of torch's optimizers, or None; a subclass with a step of its own has none."""
+    # unwrap: each class's step is decorated anew, the function inside tells whose mathematics it is.
+    step = inspect.unwrap(type(optimizer).step)
+    formulas = ((torch.optim.Adam, Adam), (torch.optim.AdamW, Adam), (torch.optim.SGD, SGD))
+    return next((formula() for kind, formula in formulas if inspect.unwrap(kind.step) is step), None)
+
+
+_serial = itertools.count()
+
+
+def fresh_function(formula: Formula, flags: Group, which: tuple[int, ...], *, name: str) -> Callable[..., None]:
+    """What updates the tensors of one kind of chunk, the i-th with the scalars of clock ``which[i]``.
+
+    It has a code object of its own, by which Dynamo keeps compiled code: the kinds of chunks would be recompiles of
+    each other, count against its limit and be told apart by guards (``isolate_recompiles`` of torch 2.13 does the same
+    for wrappers).
+    """
+
+    def update(params: Each, grads: Each, states: list[Each], scalars: list[list[Tensor]], scale: Tensor) -> None:
+        g: Each = mul(grads, [scale] * len(grads))
+        if flags["maximize"]:
+            g = torch._foreach_neg(g)
+        each_scalar = [[scalars[clock][number] for clock in which] for number in range(len(scalars[0]))]
+        new_parameters, new = formula.update(flags, params, g, states, each_scalar)
+        # What is computed from most comes first: Inductor gives a buffer of its own to what still has to read a tensor
+        # that is overwritten, and copies it later.
+        # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/graph.py (GraphLowering.mark_buffer_mutated)
+        torch._foreach_copy_(params, new_parameters)
+        for before, after in zip(reversed(states), reversed(new), strict=True):
+            torch._foreach_copy_(before, after)
+
+    code = update.__code__.replace(co_name=f"{name}_{next(_serial)}")
+    return types.FunctionType(code, globals(), code.co_name, None, update.__closure__)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,41 +174,15 @@ class Clock:
     scalars: list[DeviceScalar]
 
 
+Chunk = tuple[Callable[..., None], list[Tensor], tuple[Any, ...]]
+"""What updates the parameters of a chunk in one call, these, and what it takes beside them and their gradients."""
+
+
 @dataclass(slots=True)
-class Count:
-    """The ``step`` tensors of many parameters as views of one, which is counted in their stead."""
-
-    steps: Tensor
-    version: int
-    """Of ``steps`` after the last count: another one means that somebody else has written to it."""
-
-    def add(self) -> None:
-        self.steps.add_(1)
-        self.version = self.steps._version
-
-
-@dataclass(slots=True, kw_only=True)
-class Chunk:
-    """Parameters that one call updates."""
-
-    run: Callable[..., None]
-    parameters: list[Tensor]
-    names: tuple[str, ...]
-    """Of the kinds of state."""
-    states: list[list[Tensor]]
-    """One list for each kind of state."""
-    scalars: list[list[Tensor]]
-    """One list for each clock among the parameters."""
-    scale: Tensor
-    """What gradients are multiplied by."""
-    step: Any = None
-    """The ``step`` tensor of the first parameter, where torch keeps one."""
-
-
-@dataclass(slots=True, kw_only=True)
 class Plan:
     """Everything that stays the same from step to step."""
 
+    chunks: list[Chunk]
     parameters: list[Tensor]
     """Those that have a gradient, chunk by chunk."""
     idle: list[Tensor]
@@ -221,40 +191,150 @@ class Plan:
     """Strides and types of the gradients."""
     groups: list[tuple[Any, ...]]
     """Of each parameter group: number of parameters and flags."""
-    chunks: list[Chunk]
     clocks: list[Clock]
-    counts: list[Count]
+    held: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
+    """State tensors of the first parameter of each chunk, by parameter and name."""
+    counts: list[Tensor] = field(default_factory=list)
+    """The ``step`` tensors of many parameters are views of one, which is counted in their stead."""
+    versions: list[int] = field(default_factory=list)
+    """Of ``counts`` after the last count: another one means that somebody else has written to it."""
+
+    def count(self, *, on_host: bool) -> None:
+        for place, steps in enumerate(self.counts):
+            if steps.is_cpu is on_host:
+                steps.add_(1)
+                self.versions[place] = steps._version
 
 
-class Planner:
-    """Makes plans for one optimizer and keeps from plan to plan what compiled code and CUDA graphs hold on to."""
+class FunctionalUpdate(Update):
+    """Updates ``optimizer``'s parameters and states in place, exactly where torch's own step would.
+
+    Args:
+        optimizer: One that ``formula`` stands for.
+        formula: See ``formula_of``.
+        places: Path of the repeated block for parameters that lie in one.
+        compiler: Compiles one function; called once for each kind of chunk.
+    """
+
+    form = "functional"
+    clips = exact = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, formula: Formula, places: Mapping[Tensor, str], compiler: Compiler
+        self, optimizer: torch.optim.Optimizer, formula: Formula, *, places: Mapping[Tensor, str], compiler: Compiler
     ) -> None:
-        self._optimizer, self._formula, self._places, self._compiler = optimizer, formula, places, compiler
-        self.functions: dict[tuple[Any, ...], Callable[..., None]] = {}
-        """What has been compiled, by kind of chunk."""
-        self.scales: dict[torch.device, Tensor] = {}
-        """What gradients are multiplied by, on each device."""
-        self.clock_of: dict[Tensor, Clock] = {}
-        """Empty: the counts of steps in the optimizer's state are believed."""
+        self.optimizer = optimizer
+        self._formula, self._places, self._compiler = formula, places, compiler
+        self._plan: Plan | None = None
+        self._plans = 0
+        self._scaled = False
+        # From plan to plan, as compiled code and CUDA graphs hold on to them.
+        self._functions: dict[tuple[Any, ...], Callable[..., None]] = {}  # by kind of chunk
+        self._scales: dict[torch.device, Tensor] = {}  # what gradients are multiplied by
         self._scalars: dict[tuple[Any, ...], list[DeviceScalar]] = {}
+        self._clock_of: dict[Tensor, Clock] = {}  # empty: the counts in the optimizer's state are believed
+        # Loading replaces every state tensor: plan anew, and believe the loaded counts.
+        self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
 
-    def owns_state(self, plan: Plan) -> bool:
-        return self.holds_state(plan) and all(count.steps._version == count.version for count in plan.counts)
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def holds_state(self, plan: Plan) -> bool:
+    def __call__(self) -> None:
+        """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
+        if self._plan is not None and not self._owns_state(self._plan):
+            self.forget()
+        gradients = None if self._plan is None else self._gradients_for(self._plan)
+        if self._plan is None or gradients is None:
+            self._plan = self._make()
+            self._plans += 1
+            gradients = [parameter.grad for parameter in self._plan.parameters if parameter.grad is not None]
+        max_norm, self.max_norm = self.max_norm, None
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            self.refresh()
+        if max_norm is None and self._scaled:  # by an earlier step that was clipped
+            for own in self._scales.values():
+                own.fill_(1.0)
+        self._scaled = max_norm is not None
+        self._launch(self._plan, gradients, max_norm)
+
+    def refresh(self) -> None:
+        """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
+        plan = self._plan
+        assert plan is not None, "a step was made"
+        groups = [_numbers_of(group) for group in self.optimizer.param_groups]
+        for clock in plan.clocks:
+            clock.steps += 1
+            values = self._formula.scalars(groups[clock.group], clock.steps)
+            for scalar, value in zip(clock.scalars, values, strict=True):
+                scalar.write(value)
+        plan.count(on_host=True)
+
+    def _launch(self, plan: Plan, gradients: list[Tensor], max_norm: float | None) -> None:
+        """The device's part: gradients to parameters and states. May be captured in a CUDA graph."""
+        if max_norm is not None and gradients:
+            # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
+            scale = torch.clamp(max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
+            for own in self._scales.values():
+                own.copy_(scale, non_blocking=True)
+        plan.count(on_host=False)
+        begin = 0
+        for run, parameters, others in plan.chunks:
+            end = begin + len(parameters)
+            run(parameters, gradients[begin:end], *others)
+            begin = end
+
+    # ---- between steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan_number(self) -> int:
+        """Number of the plan that the next step goes by: another one as soon as the state is not the one planned for.
+
+        A CUDA graph captured under one plan must not be replayed under another.
+        """
+        return self._plans + int(self._plan is None or not self._owns_state(self._plan))
+
+    def take(self) -> Callable[[], None]:
+        """Remember the counts of steps. Where the state tensors are then still those of the plan, it stays, and with it
+        what was captured by it; else the next step plans anew."""
+        plan = self._plan
+        counted = [] if plan is None else [clock.steps for clock in plan.clocks]
+
+        def put_back() -> None:
+            if plan is None or plan is not self._plan or not self._holds_state(plan):
+                self.forget()
+                return
+            for clock, steps in zip(plan.clocks, counted, strict=True):
+                clock.steps = steps
+            plan.versions = [steps._version for steps in plan.counts]
+
+        return put_back
+
+    def forget(self) -> None:
+        """Plan anew at the next step, from the optimizer's own state."""
+        self._plan = None
+        self._clock_of.clear()
+
+    def release(self) -> None:
+        """Take the hook off the optimizer; torch's own step continues from its state as it is."""
+        self._loaded.remove()
+
+    def scale_on(self, device: torch.device) -> Tensor | float:
+        return self._scales.get(device, 1.0)
+
+    def facts(self) -> dict[str, Any]:
+        plan = self._plan
+        tensors, chunks = (None, None) if plan is None else (len(plan.parameters), len(plan.chunks))
+        return {"form": self.form, "tensors": tensors, "chunks": chunks, "graphs": len(self._functions)}
+
+    # ---- the plan: which tensors are updated together, by which function, with which numbers -----------------------
+
+    def _owns_state(self, plan: Plan) -> bool:
+        return self._holds_state(plan) and [steps._version for steps in plan.counts] == plan.versions
+
+    def _holds_state(self, plan: Plan) -> bool:
         """Whether the optimizer's state is still in the tensors that the plan works on."""
-        for chunk in plan.chunks:
-            state = self._optimizer.state.get(chunk.parameters[0], {})
-            if any(state.get(name) is not kind[0] for name, kind in zip(chunk.names, chunk.states, strict=True)):
-                return False
-            if self._formula.counted and state.get("step") is not chunk.step:
-                return False
-        return True
+        state = self.optimizer.state
+        return all(state.get(parameter, {}).get(name) is tensor for parameter, name, tensor in plan.held)
 
-    def gradients_for(self, plan: Plan) -> list[Tensor] | None:
+    def _gradients_for(self, plan: Plan) -> list[Tensor] | None:
         """Gradients of the plan's parameters; None unless they and the groups are those that it was made for."""
         gradients: list[Any] = [parameter.grad for parameter in plan.parameters]
         try:
@@ -265,49 +345,54 @@ class Planner:
         return gradients if fits and idle and self._groups() == plan.groups else None
 
     def _groups(self) -> list[tuple[Any, ...]]:
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return [(len(group["params"]), *self._formula.flags_of(group).values()) for group in groups]
 
-    def make(self) -> Plan:
+    def _make(self) -> Plan:
         """Plan for the gradients and groups as they are; creates the state that torch would create."""
-        formula = self._formula
+        formula, state = self._formula, self.optimizer.state
         clocks: dict[tuple[Any, ...], Clock] = {}
-        chunks: defaultdict[tuple[Any, ...], list[tuple[Tensor, Clock]]] = defaultdict(list)
+        places: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         idle: list[Tensor] = []
-        for index, group in enumerate(self._optimizer.param_groups):
-            flags, states = tuple(formula.flags_of(group).items()), formula.states(group)
+        for index, group in enumerate(self.optimizer.param_groups):
+            flags, names = tuple(formula.flags_of(group).items()), formula.states(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     idle.append(parameter)
                     continue
-                if parameter in self.clock_of:
-                    steps = self.clock_of[parameter].steps
-                else:
-                    steps = formula.steps_in(self._optimizer.state.get(parameter, {}))
-                if states or formula.counted:  # else torch makes no entry either
-                    formula.create_state(self._optimizer.state[parameter], parameter, group)
+                known = self._clock_of.get(parameter)
+                steps = formula.steps_in(state.get(parameter, {})) if known is None else known.steps
+                if names or formula.counted:  # else torch makes no entry either
+                    formula.create_state(state[parameter], parameter, group)
                 key = (index, parameter.device, parameter.dtype == torch.float64, steps)
                 if key not in clocks:
-                    values = formula.scalars(numbers_of(group), steps + 1)
+                    values = formula.scalars(_numbers_of(group), steps + 1)
                     clocks[key] = Clock(index, steps, self._device_scalars(key, values, clocks))
-                self.clock_of[parameter] = clocks[key]
-                place = (self._places.get(parameter), parameter.device, parameter.dtype, flags, states)
-                chunks[place].append((parameter, clocks[key]))
-        made = [
-            self._chunk(members[start : start + MAX_CHUNK], device, dict(flags), states)
-            for (_, device, _, flags, states), members in chunks.items()
+                self._clock_of[parameter] = clocks[key]
+                place = (self._places.get(parameter), parameter.device, parameter.dtype, flags, names)
+                places[place].append(parameter)
+        cut = [
+            (members[start : start + MAX_CHUNK], dict(flags), names)
+            for (_, _, _, flags, names), members in places.items()
             for start in range(0, len(members), MAX_CHUNK)
         ]
-        parameters = [parameter for chunk in made for parameter in chunk.parameters]
+        parameters = [parameter for members, _, _ in cut for parameter in members]
+        counts = self._pack_steps(parameters) if formula.counted else []
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         return Plan(
-            parameters=parameters,
-            idle=idle,
-            layout=_layout(gradients),
-            groups=self._groups(),
-            chunks=made,
-            clocks=list(clocks.values()),
-            counts=self._pack_steps(parameters, made) if formula.counted else [],
+            [self._chunk(*each) for each in cut],
+            parameters,
+            idle,
+            _layout(gradients),
+            self._groups(),
+            list(clocks.values()),
+            held=[
+                (members[0], name, state[members[0]][name])
+                for members, _, names in cut
+                for name in (*names, *(["step"] if formula.counted else []))
+            ],
+            counts=counts,
+            versions=[steps._version for steps in counts],
         )
 
     def _device_scalars(
@@ -321,47 +406,41 @@ class Planner:
             self._scalars[place] = [DeviceScalar(value, device=device, dtype=dtype) for value in values]
         return self._scalars[place]
 
-    def _chunk(
-        self, members: Sequence[tuple[Tensor, Clock]], device: torch.device, flags: Group, names: tuple[str, ...]
-    ) -> Chunk:
-        parameters = [parameter for parameter, _ in members]
-        clocks = list(dict.fromkeys(clock for _, clock in members))
-        which = tuple(clocks.index(clock) for _, clock in members)
-        states = [[self._optimizer.state[parameter][name] for parameter in parameters] for name in names]
+    def _chunk(self, parameters: list[Tensor], flags: Group, names: tuple[str, ...]) -> Chunk:
+        device = parameters[0].device
+        own = [self._clock_of[parameter] for parameter in parameters]
+        clocks = list(dict.fromkeys(own))
+        which = tuple(map(clocks.index, own))
+        states = [[self.optimizer.state[parameter][name] for parameter in parameters] for name in names]
         shapes = tuple(
             (tensor.shape, tensor.stride(), tensor.dtype)
             for tensor in itertools.chain(parameters, *states, (parameter.grad for parameter in parameters))
         )
         kind = (device, which, tuple(flags.items()), names, shapes)
-        if kind not in self.functions:
-            name = f"{type(self._optimizer).__name__}_update"
-            self.functions[kind] = self._compiler(fresh_function(self._formula, flags, which, name=name))
-        if device not in self.scales:
-            self.scales[device] = torch.ones((), device=device)
-        return Chunk(
-            run=self.functions[kind],
-            parameters=parameters,
-            names=names,
-            states=states,
-            scalars=[[scalar.tensor for scalar in clock.scalars] for clock in clocks],
-            scale=self.scales[device],
-        )
+        if kind not in self._functions:
+            name = f"{type(self.optimizer).__name__}_update"
+            self._functions[kind] = self._compiler(fresh_function(self._formula, flags, which, name=name))
+        if device not in self._scales:
+            self._scales[device] = torch.ones((), device=device)
+        scalars = [[scalar.tensor for scalar in clock.scalars] for clock in clocks]
+        return self._functions[kind], parameters, (states, scalars, self._scales[device])
 
-    def _pack_steps(self, parameters: list[Tensor], chunks: list[Chunk]) -> list[Count]:
+    def _pack_steps(self, parameters: list[Tensor]) -> list[Tensor]:
         """Make the ``step`` tensors views of one, so that counting is one operation instead of one for each."""
-        states = [self._optimizer.state[parameter] for parameter in parameters]
         kinds: defaultdict[tuple[torch.device, torch.dtype], list[dict[str, Any]]] = defaultdict(list)
-        for state in states:
+        for parameter in parameters:
+            state = self.optimizer.state[parameter]
             kinds[state["step"].device, state["step"].dtype].append(state)
-        counts = []
-        for alike in kinds.values():
-            packed = torch.stack([state["step"] for state in alike])
-            for state, step in zip(alike, packed.unbind(), strict=True):
+        packed = [torch.stack([state["step"] for state in alike]) for alike in kinds.values()]
+        for alike, steps in zip(kinds.values(), packed, strict=True):
+            for state, step in zip(alike, steps.unbind(), strict=True):
                 state["step"] = step
-            counts.append(Count(packed, packed._version))
-        for chunk in chunks:
-            chunk.step = self._optimizer.state[chunk.parameters[0]]["step"]
-        return counts
+        return packed
+
+
+def _numbers_of(group: Group) -> Group:
+    """The group with numbers for tensors on the host: a learning rate may be one, which schedulers then fill."""
+    return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()}
 
 
 def _layout(gradients: list[Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
