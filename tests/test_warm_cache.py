@@ -43,7 +43,8 @@ def test_an_empty_store_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_verify_fails_when_a_bundle_would_be_refused(store: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", store.root]) == 0
-    next(Path(store.root).glob("*.bundle")).write_bytes(b"changed")
+    bundle = next(Path(store.root).glob("*.bundle"))
+    bundle.write_bytes(bundle.read_bytes() + b"changed")
     assert main(["list", store.root]) == 0, "a listing reads manifests only"
     assert main(["verify", store.root]) == 1
     assert "1 refused" in capsys.readouterr().out

@@ -340,7 +340,7 @@ def reason_of(error: BaseException) -> str:
 
 # ---- the fingerprint -------------------------------------------------------------------------------------------------
 
-REVISION = 2
+REVISION = 3
 """Raised when strategies let the compiler make something else of the same program: artifacts of before are stale."""
 
 

@@ -1,9 +1,9 @@
 """ArtifactStore: bundles of compiled artifacts under any fsspec URL (``file:``, ``s3:``, ``gs:``, ``memory:``, ...).
 
-One flat folder. A bundle is ``<fingerprint>-<sha256>.bundle`` and, written after it, the manifest of the same name
-(``.json``) that says what it holds and carries the signature; ``.used`` is empty and its age says when the bundle last
-served. Nothing is ever changed in place: two writers add two bundles and lose nothing, and a reader sees a bundle whole
-or not at all. A bundle that holds all of another one replaces it.
+One flat folder with a file for each bundle, ``<fingerprint>-<sha256>.bundle``: a line of JSON, the manifest, which says
+what it holds and carries the signature, and the artifacts behind it. Nothing is ever changed in place: two writers add
+two bundles and lose nothing, and a reader sees a bundle whole or not at all. A bundle that holds all of another one
+replaces it.
 
 Artifacts are executable data (torch unpickles them, libraries are loaded into the process): whoever can write them runs
 code as whoever loads them. So they are loaded only if they are signed (HMAC-SHA256) or lie where only the user writes.
@@ -21,7 +21,6 @@ import os
 import re
 import shlex
 import stat
-import time
 import uuid
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -29,14 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-SCHEMA = 2
-NAME = re.compile(r"(?P<name>[0-9a-f]{32}-(?P<sha256>[0-9a-f]{64}))\.(?P<kind>json|bundle|used)")
+SCHEMA = 3
+NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{64})\.bundle")
 """Files of ours; nothing else in the folder is read or removed."""
-TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[0-9a-f]{64}\.\w+\.[0-9a-f]{32}")
 MAX_MANIFEST_BYTES = 4 << 20
 """Bytes; a manifest is read before anything vouches for it."""
-ABANDONED_SECONDS = 3600.0
-"""A bundle without a manifest, or a temporary file, is somebody's write under way; after this time it is left over."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,11 +41,9 @@ class Stored:
 
     name: str
     size: int
-    """Bytes of all its files."""
+    """Bytes."""
     used: float
-    """When it was written or last served, in seconds since the epoch."""
-    complete: bool
-    """Whether it has both a manifest and a bundle."""
+    """When it was written or, in a local folder, last served, in seconds since the epoch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,40 +81,50 @@ class ArtifactStore:
 
     def bundles(self) -> list[Stored]:
         """All bundles, the one used longest ago first; empty where the folder does not exist."""
-        files: dict[str, dict[str, dict[str, Any]]] = {}
-        for info in self._files():
-            if match := NAME.fullmatch(_base(info["name"])):
-                files.setdefault(match["name"], {})[match["kind"]] = info
         bundles = [
-            Stored(
-                name=name,
-                size=sum(info["size"] or 0 for info in kinds.values()),
-                used=max(map(_modified, kinds.values())),
-                complete={"json", "bundle"} <= kinds.keys(),
-            )
-            for name, kinds in files.items()
+            Stored(name=match[1], size=info["size"] or 0, used=_modified(info))
+            for info in self._files()
+            if (match := NAME.fullmatch(_base(info["name"])))
         ]
         return sorted(bundles, key=lambda stored: (stored.used, stored.name))
 
     def names(self, fingerprint: str) -> list[str]:
         """Bundles that were written for ``fingerprint``, oldest use first."""
-        return [
-            stored.name for stored in self.bundles() if stored.complete and stored.name.startswith(fingerprint[:32])
-        ]
+        return [stored.name for stored in self.bundles() if stored.name.startswith(fingerprint[:32])]
 
     def manifest(self, name: str) -> dict[str, Any]:
         """The manifest of a bundle, once it is known to be genuine. Raises Refused."""
-        path = self._path(name, "json")
+        return self._parsed(name, self._read(name, MAX_MANIFEST_BYTES))[0]
+
+    def load(self, name: str, *, fingerprint: str | None = None) -> Loaded:
+        """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
+        manifest, data = self._parsed(name, self._read(name))
+        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
+            raise Refused("it was made for another program or machine")
+        if len(data) != manifest["bytes"]:
+            raise Refused(f"it is truncated or was changed: {len(data)} bytes instead of {manifest['bytes']}")
+        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+            raise Refused("it is corrupt: its SHA-256 is not the one in its manifest")
+        return Loaded(name=name, manifest=manifest, data=data)
+
+    def _read(self, name: str, most: int | None = None) -> bytes:
         try:
-            if self.fs.size(path) > MAX_MANIFEST_BYTES:
-                raise Refused("its manifest is too large to be one")
-            manifest = json.loads(self.fs.cat_file(path))
+            data: bytes = self.fs.cat_file(self._path(name), start=0, end=most)
+        except FileNotFoundError:
+            raise Refused("its file is missing") from None
+        return data
+
+    def _parsed(self, name: str, content: bytes) -> tuple[dict[str, Any], bytes]:
+        """The manifest at the beginning of ``content``, once it is known to be genuine, and what follows it."""
+        line, _, data = content.partition(b"\n")
+        if len(line) >= MAX_MANIFEST_BYTES:
+            raise Refused("its manifest is too large to be one")
+        try:
+            manifest = json.loads(line)
             sha256, size = manifest["sha256"], manifest["bytes"]
             fingerprint, schema, _ = manifest["fingerprint"], manifest["schema"], manifest["signature"]
             artifacts = [str(entry) for entry in manifest["artifacts"]]
             findings = dict(manifest.get("findings") or {})
-        except FileNotFoundError:
-            raise Refused("its manifest is missing") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Refused(f"its manifest cannot be read ({type(error).__name__}: {error})") from None
         if (reason := refusal(manifest, self.key, self._distrust(name))) is not None:
@@ -129,30 +133,14 @@ class ArtifactStore:
             raise Refused(f"its format is {schema}, this version reads {SCHEMA}")
         if name != _name(fingerprint, sha256) or not isinstance(size, int):
             raise Refused("its manifest belongs to another bundle")
-        return {**manifest, "artifacts": artifacts, "findings": findings}
-
-    def load(self, name: str, *, fingerprint: str | None = None) -> Loaded:
-        """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
-        manifest = self.manifest(name)
-        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
-            raise Refused("it was made for another program or machine")
-        try:
-            data = self.fs.cat_file(self._path(name, "bundle"))
-        except FileNotFoundError:
-            raise Refused("its file is missing") from None
-        if len(data) != manifest["bytes"]:
-            raise Refused(f"it is truncated or was changed: {len(data)} bytes instead of {manifest['bytes']}")
-        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-            raise Refused("it is corrupt: its SHA-256 is not the one in its manifest")
-        return Loaded(name=name, manifest=manifest, data=data)
+        return {**manifest, "artifacts": artifacts, "findings": findings}, data
 
     def _distrust(self, name: str) -> str | None:
         """Why the place vouches for nothing; None for a local folder and files that only this user can write."""
         if not self.local:
             return "the store is not a local folder"
-        paths = [self.root, self._path(name, "json")]
         with contextlib.suppress(FileNotFoundError):  # a missing bundle is reported as such
-            return next(filter(None, map(distrust_of, [*paths, self._path(name, "bundle")])), None)
+            return distrust_of(self.root) or distrust_of(self._path(name))
         return None
 
     def distrust_of_writes(self) -> str | None:
@@ -174,7 +162,7 @@ class ArtifactStore:
         artifacts: Iterable[str],
         findings: dict[str, Any] | None = None,
     ) -> str:
-        """Write a bundle and then its manifest; returns its name. Raises what the file system raises.
+        """Write a bundle; returns its name. Raises what the file system raises.
 
         ``facts`` say what the bundle is for; ``findings`` what its run found out about the program.
         """
@@ -193,36 +181,29 @@ class ArtifactStore:
         if self.key is not None:
             manifest["signature"] = signature_of(manifest, self.key)
         name = _name(fingerprint, sha256)
-        self._write(self._path(name, "bundle"), data)
-        self._write(self._path(name, "json"), json.dumps(manifest, indent=1).encode())
+        self._write(self._path(name), json.dumps(manifest).encode() + b"\n" + data)
         return name
 
     def touch(self, name: str) -> None:
-        """Note that a bundle served just now."""
-        self._write(self._path(name, "used"), b"")
+        """Note that a bundle served just now; elsewhere than in a local folder its age stays that of its writing."""
+        if self.local:
+            os.utime(self._path(name))
 
     def remove(self, name: str) -> None:
-        """Remove a bundle, its manifest first, so that no reader finds half of it."""
-        for kind in ("json", "bundle", "used"):
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.rm_file(self._path(name, kind))
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self._path(name))
 
     def evict(self, *, max_bytes: float, before: float = 0.0, keep: Iterable[str] = ()) -> list[Stored]:
         """Remove bundles used before ``before`` (seconds since the epoch), then the ones used longest ago until the
-        rest fits ``max_bytes``; never one in ``keep``, nor a write under way. Returns what was removed."""
-        now, removed, kept = time.time(), [], set(keep)
+        rest fits ``max_bytes``; never one in ``keep``. Returns what was removed."""
+        removed, kept = [], set(keep)
         bundles = self.bundles()
         total = sum(stored.size for stored in bundles)
         for stored in bundles:
-            under_way = not stored.complete and now - stored.used < ABANDONED_SECONDS
-            unwanted = not stored.complete or stored.used < before or total > max_bytes
-            if unwanted and not under_way and stored.name not in kept:
+            if (stored.used < before or total > max_bytes) and stored.name not in kept:
                 self.remove(stored.name)
                 removed.append(stored)
                 total -= stored.size
-        for info in self._files():
-            if TEMPORARY.fullmatch(_base(info["name"])) and now - _modified(info) > ABANDONED_SECONDS:
-                self.fs.rm_file(info["name"])
         return removed
 
     def _write(self, path: str, data: bytes) -> None:
@@ -250,8 +231,8 @@ class ArtifactStore:
         except FileNotFoundError:
             return []
 
-    def _path(self, name: str, kind: str) -> str:
-        return f"{self.root}/{name}.{kind}"
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}.bundle"
 
 
 def _name(fingerprint: str, sha256: str) -> str:

@@ -42,13 +42,17 @@ def save(store: ArtifactStore, data: bytes = b"artifacts", fingerprint: str = PR
     return store.save(data, fingerprint=fingerprint, facts={"torch": "2"}, artifacts=[f"inductor {data!r}"])
 
 
-def change(store: ArtifactStore, name: str, kind: str, edit: Callable[[bytes], bytes]) -> None:
-    path = f"{store.root}/{name}.{kind}"
-    data = edit(store.fs.cat_file(path))
-    if store.local:
-        Path(path).write_bytes(data)
-    else:
-        store.fs.pipe_file(path, data)
+def change(store: ArtifactStore, name: str, edit: Callable[[bytes], bytes]) -> None:
+    path = Path(f"{store.root}/{name}.bundle")
+    path.write_bytes(edit(path.read_bytes()))
+
+
+def manifest_changed(edit: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    def changed(content: bytes) -> bytes:
+        line, _, data = content.partition(b"\n")
+        return edit(line) + b"\n" + data
+
+    return changed
 
 
 def test_what_is_saved_is_loaded(local: ArtifactStore, memory: str) -> None:
@@ -65,35 +69,34 @@ def test_an_empty_store_holds_nothing(local: ArtifactStore, memory: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "edit", "reason"),
+    ("edit", "reason"),
     [
-        ("bundle", lambda data: data[:-1], "truncated"),
-        ("bundle", lambda data: b"", "truncated"),
-        ("bundle", lambda data: b"A" + data[1:], "corrupt"),
-        ("json", lambda data: data[:-9], "cannot be read"),
-        ("json", lambda data: b"[" * 100_000, "cannot be read"),
-        ("json", lambda data: b"{}", "cannot be read"),
-        ("json", lambda data: b"\xff\xfe", "cannot be read"),
-        ("json", lambda data: b" " * (artifact_store.MAX_MANIFEST_BYTES + 1), "too large"),
-        ("json", lambda data: data.replace(b'"schema": 2', b'"schema": 3'), "format is 3"),
-        ("json", lambda data: data.replace(PROGRAM.encode(), FOREIGN.encode()), "another bundle"),
+        (lambda data: data[:-1], "truncated"),
+        (lambda data: b"", "cannot be read"),
+        (lambda data: data[:-1] + b"A", "corrupt"),
+        (manifest_changed(lambda line: line[:-9]), "cannot be read"),
+        (manifest_changed(lambda line: b"[" * 100_000), "cannot be read"),
+        (manifest_changed(lambda line: b"{}"), "cannot be read"),
+        (manifest_changed(lambda line: b"\xff\xfe"), "cannot be read"),
+        (manifest_changed(lambda line: b" " * (artifact_store.MAX_MANIFEST_BYTES + 1)), "too large"),
+        (manifest_changed(lambda line: line.replace(b'"schema": 3', b'"schema": 4')), "format is 4"),
+        (manifest_changed(lambda line: line.replace(PROGRAM.encode(), FOREIGN.encode())), "another bundle"),
     ],
 )
 def test_a_damaged_bundle_is_refused_with_the_reason(
-    local: ArtifactStore, kind: str, edit: Callable[[bytes], bytes], reason: str
+    local: ArtifactStore, edit: Callable[[bytes], bytes], reason: str
 ) -> None:
     name = save(local)
-    change(local, name, kind, edit)
+    change(local, name, edit)
     with pytest.raises(Refused, match=reason):
         local.load(name, fingerprint=PROGRAM)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("json", "manifest is missing"), ("bundle", "file is missing")])
-def test_a_bundle_with_a_part_missing_is_refused(local: ArtifactStore, kind: str, reason: str) -> None:
+def test_a_bundle_that_is_gone_is_refused(local: ArtifactStore) -> None:
     name = save(local)
-    Path(f"{local.root}/{name}.{kind}").unlink()
-    assert local.names(PROGRAM) == [], "not even offered"
-    with pytest.raises(Refused, match=reason):
+    local.remove(name)
+    assert local.names(PROGRAM) == []
+    with pytest.raises(Refused, match="file is missing"):
         local.load(name)
 
 
@@ -125,16 +128,15 @@ def test_a_signature_by_another_key_is_refused_everywhere(local: ArtifactStore, 
 
 
 def test_data_swapped_together_with_its_digest_is_refused(memory: str) -> None:
-    # The digest alone proves nothing to somebody who can write both files.
+    # The digest alone proves nothing to somebody who can write the file.
     store = ArtifactStore(memory, key=KEY)
     genuine = save(store)
     evil = b"evil data"
     digest = hashlib.sha256(evil).hexdigest()
-    manifest = json.loads(store.fs.cat_file(f"{store.root}/{genuine}.json"))
+    manifest = json.loads(store.fs.cat_file(f"{store.root}/{genuine}.bundle").partition(b"\n")[0])
     manifest.update(sha256=digest, bytes=len(evil))
     name = f"{PROGRAM[:32]}-{digest}"
-    store.fs.pipe_file(f"{store.root}/{name}.bundle", evil)
-    store.fs.pipe_file(f"{store.root}/{name}.json", json.dumps(manifest).encode())
+    store.fs.pipe_file(f"{store.root}/{name}.bundle", json.dumps(manifest).encode() + b"\n" + evil)
     with pytest.raises(Refused, match="does not match"):
         store.load(name)
 
@@ -149,7 +151,7 @@ def test_the_signature_covers_every_field(field: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
-@pytest.mark.parametrize("kind", ["", "json", "bundle"])
+@pytest.mark.parametrize("kind", ["", "bundle"])
 def test_what_others_may_write_is_refused_unless_it_is_signed(local: ArtifactStore, mode: int, kind: str) -> None:
     name = save(local)
     path = Path(f"{local.root}/{name}.{kind}") if kind else Path(local.root)
@@ -167,14 +169,11 @@ def test_what_others_may_write_is_refused_unless_it_is_signed(local: ArtifactSto
 
 def test_links_are_refused_unless_it_is_signed(local: ArtifactStore, tmp_path: Path) -> None:
     name = save(local)
-    for kind in ("json", "bundle"):
-        path, elsewhere = Path(f"{local.root}/{name}.{kind}"), tmp_path / f"elsewhere.{kind}"
-        path.rename(elsewhere)
-        path.symlink_to(elsewhere)
-        with pytest.raises(Refused, match="is a link"):
-            local.load(name)
-        path.unlink()
-        elsewhere.rename(path)
+    path, elsewhere = Path(f"{local.root}/{name}.bundle"), tmp_path / "elsewhere.bundle"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(Refused, match="is a link"):
+        local.load(name)
 
 
 def test_a_folder_of_another_user_is_refused(local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,20 +208,6 @@ def test_a_write_that_fails_leaves_nothing_behind(local: ArtifactStore, monkeypa
     assert local.load(first).data == b"artifacts"
 
 
-def test_a_bundle_without_its_manifest_is_not_offered(local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = ArtifactStore._write
-
-    def killed(self: ArtifactStore, path: str, data: bytes) -> None:
-        if path.endswith(".json"):
-            raise KeyboardInterrupt
-        write(self, path, data)
-
-    monkeypatch.setattr(ArtifactStore, "_write", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(local)
-    assert local.names(PROGRAM) == []
-
-
 def test_writers_at_once_lose_nothing(local: ArtifactStore, memory: str) -> None:
     for url in (local.root, memory):
         barrier = threading.Barrier(8)
@@ -245,10 +230,7 @@ def test_writers_at_once_lose_nothing(local: ArtifactStore, memory: str) -> None
 
 
 def age(store: ArtifactStore, name: str, seconds: float) -> None:
-    for kind in ("json", "bundle", "used"):
-        path = f"{store.root}/{name}.{kind}"
-        if os.path.exists(path):
-            os.utime(path, (time.time() - seconds,) * 2)
+    os.utime(f"{store.root}/{name}.bundle", (time.time() - seconds,) * 2)
 
 
 def test_the_bundle_used_longest_ago_is_evicted_first(local: ArtifactStore) -> None:
@@ -261,7 +243,7 @@ def test_the_bundle_used_longest_ago_is_evicted_first(local: ArtifactStore) -> N
     assert [stored.name for stored in local.evict(max_bytes=total - 1)] == [old]
     assert [stored.name for stored in local.evict(max_bytes=0, keep=[new])] == [used]
     assert local.names(PROGRAM) == [new]
-    assert {Path(path).stem for path in os.listdir(local.root)} == {new}, "all three files of each are gone"
+    assert {Path(path).stem for path in os.listdir(local.root)} == {new}
 
 
 def test_eviction_touches_nothing_that_is_not_ours(local: ArtifactStore) -> None:
@@ -271,19 +253,6 @@ def test_eviction_touches_nothing_that_is_not_ours(local: ArtifactStore) -> None
     (Path(local.root) / "folder").mkdir()
     local.evict(max_bytes=0)
     assert sorted(os.listdir(local.root)) == ["folder", "notes.json"]
-
-
-def test_a_write_under_way_is_spared_and_a_left_over_one_is_removed(local: ArtifactStore) -> None:
-    name = save(local)
-    Path(f"{local.root}/{name}.json").unlink()
-    temporary = Path(local.root) / f".{name}.bundle.{uuid.uuid4().hex}"
-    temporary.write_bytes(b"half")
-    local.evict(max_bytes=0)
-    assert len(os.listdir(local.root)) == 2
-    age(local, name, artifact_store.ABANDONED_SECONDS + 1)
-    os.utime(temporary, (0, 0))
-    local.evict(max_bytes=1 << 30)
-    assert os.listdir(local.root) == []
 
 
 def test_bundles_not_used_since_a_day_are_removed(local: ArtifactStore) -> None:
