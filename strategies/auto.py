@@ -16,9 +16,10 @@ class Auto(Strategy):
     """Choose how modules are compiled, and whether steps are captured, while the run trains.
 
     Eager first, timed on the training's own steps. A candidate is tried only where the steps to come could pay for it.
-    It takes over between two steps, is compared with eager as any strategy is, is timed on real steps, and stays if it
-    is faster; else what was best before trains on. The decision, with its table, is in the record, and is remembered: a
-    second run of the same program begins with what was best. ``trainer.auto`` does the work; other strategies
+    A helper process compiles it meanwhile, as for ``background``, where the machine has the cores. It takes over
+    between two steps, is compared with eager as any strategy is, is timed on real steps, and stays if it is faster;
+    else what was best before trains on. The decision, with its table, is in the record, and is remembered: a second
+    run of the same program begins with what was best. ``trainer.auto`` does the work; other strategies
     (``buckets``, ``cached``, ``optimizer``) go with it as they are.
     """
 
@@ -32,6 +33,9 @@ class Auto(Strategy):
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""
+    background: bool | None = None
+    """Whether a helper process compiles what is tried while the training goes on, as ``background`` does; null = on
+    machines of four cores or more, false = the training stands still for each compile."""
     margin: float = 0.02
     """Share of a step's time that a candidate must save: less is not worth a surprise."""
     remember: bool = True

@@ -57,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def auto(**options: Any) -> Compile:
-    return Compile([Auto(**{"planned_steps": LONG, "remember": False, **options})])
+    return Compile([Auto(**{"planned_steps": LONG, "remember": False, "background": False, **options})])
 
 
 def tried(compile_: Compile) -> list[str]:

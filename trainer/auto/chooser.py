@@ -14,15 +14,18 @@ from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Strategy
 from strategies.auto import Auto
+from strategies.background import TOGETHER
+from strategies.background import Background as Options
 from strategies.base import Region
 from strategies.cached.session import facts_of, fingerprint_of
 from strategies.compose import compiler_settings, ordered
 from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.prepare import Preparation, is_prepared
-from strategies.regions import uncompile
+from strategies.regions import outermost, switch_on, uncompile
 from trainer.auto.remembered import Remembered, directory, program_facts
 from trainer.auto.rule import EAGER, Arm, Choice, Knowledge
+from trainer.background import Background
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
@@ -33,6 +36,7 @@ from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from trainer.guards.guards import Guards
+    from trainer.loops.processes import Agreement
 
 ENDLESS = 1_000_000
 """Steps that are planned for a run whose length nobody knows."""
@@ -78,7 +82,9 @@ class Chooser:
         self._modules: dict[str, Candidate] = {}
         self._guards: dict[str, Guards | None] = {EAGER: guards}
         self._eager_parts: dict[str, str] = {}
-        self._begun = False
+        self._compiling: Candidate | None = None
+        self._agreement: Agreement | None = None
+        self._begun = self._recorded = False
         self._next: Arm | None = None
         self._recalled: str | None = None
         self._memory: Remembered | None = None
@@ -109,10 +115,13 @@ class Chooser:
             if any(map(is_lazy, self._program.module.parameters())):  # of no shape before eager has run
                 return
             self._begin(batch)
+            if self._known.helped:  # this step's calls are recorded: a graph would stand for them
+                return
         arm, self._next = self._next, None
         if arm is self._best and arm is not self._on:
             self._put_on(arm)
-            self._decide()
+            if self._compiling is None:
+                self._decide()
         elif arm is not None:
             self._try(arm, guard)
 
@@ -138,8 +147,38 @@ class Chooser:
             self._base = self._best = self._on = self._known.arms[EAGER, False]
         self._base.switched_at_step = self._loop.steps_done
         best = self._known.best_known(self._base, self._steps_left, self._auto.margin)
-        if best is not self._base:
+        self._record_calls()
+        if best is not self._base and not self._known.needs_helper(best, self._base):
             self._next = best
+
+    def _record_calls(self) -> None:
+        """Where a helper can compile, keep what each candidate is called with in this step, which is not captured."""
+        options, known = Options(force=bool(self._auto.background)), self._known
+        able = self._auto.background is not False and options.left_out is None
+        if not self._loop.everywhere(able and all(other.name in TOGETHER for other in self._others)):
+            return
+        for name in ("regional", "whole"):
+            if not any(arm.module == name and not arm.failed for arm in known.arms.values()):
+                continue
+            if any(arm.module == name and arm.cached for arm in known.arms.values()):
+                continue
+            candidate = Candidate(strategy=STRATEGIES[name]())
+            with contextlib.suppress(Exception):  # comes up again, with its reason, when it is put on
+                candidate.helper = Background(options, candidate.outline(self._program))
+                candidate.helper.record()
+                self._modules[name], known.helped[name] = candidate, False
+
+    def _stop_recording(self) -> None:
+        self._recorded = True
+        for name in reversed(list(self._known.helped)):
+            helper = self._modules[name].helper
+            assert helper is not None
+            helper.stop_recording()
+            if self._loop.anywhere(not helper.recorded):
+                del self._known.helped[name]
+                self._modules[name].helper = None
+                reason = next(iter(helper.refused.values()), "of another process")
+                self._program.notes.append(f"auto: {name} would be compiled in the foreground: {reason}")
 
     def _may_capture(self) -> bool:
         loop, program = self._loop, self._program
@@ -216,6 +255,13 @@ class Chooser:
         """An optimizer step is over: judge what has been timed long enough."""
         if not self._begun:
             return
+        if not self._recorded:
+            self._stop_recording()
+        answered = self._compiling is not None and self._helper_answered(self._compiling)
+        if self._on is self._best and self._best.steps_timed and self._next is None:  # it trains on meanwhile
+            if answered:
+                self._look_for_next()
+            return
         self._steps.append((self._telemetry.last_step, self._shape))
         if len(self._steps) < self._check_at:
             return
@@ -271,13 +317,55 @@ class Chooser:
     # ---- the decision --------------------------------------------------------------------------------------------
 
     def _look_for_next(self) -> None:
-        arm = self._known.next(self._best, self._steps_left, process_age_seconds() or 0.0)
-        key = self._loop.broadcast(None if arm is None else (arm.module, arm.captured))
+        now = self._best, self._steps_left, process_age_seconds() or 0.0
+        ahead = self._known.next(*now, helper=True) if self._compiling is None else None
+        arm = self._known.next(*now)
+        key, module = None if arm is None else (arm.module, arm.captured), None if ahead is None else ahead.module
+        key, module = self._loop.broadcast((key, module))
+        if module is not None:
+            self._compile_beside(self._modules[module])
         self._next = None if key is None else self._known.arms[key]
         if self._next is None and self._on is not self._best:
             self._next = self._best
-        elif self._next is None:
+        elif self._next is None and self._compiling is None:
             self._decide()
+
+    def _compile_beside(self, candidate: Candidate) -> None:
+        assert candidate.helper is not None
+        self._compiling = candidate
+        if self._loop.world_size > 1:
+            from trainer.loops.processes import Agreement
+
+            self._agreement = Agreement()
+        candidate.helper.start()
+
+    def _helper_answered(self, candidate: Candidate) -> bool:
+        """Whether the helpers of all processes are through, or one has failed: seen by all at the same step."""
+        helper, name = candidate.helper, candidate.strategy.name
+        assert helper is not None
+        helper.ready()
+        failed = helper.done and not helper.complete
+        waits = not failed and not (helper.done and helper.imported())
+        if self._agreement is not None:
+            waits, failed, sent = map(bool, self._agreement.exchange(waits, failed, True))
+            waits = waits or not sent  # the first answer says nothing
+        if waits and not failed:
+            return False
+        if self._agreement is not None:
+            self._agreement.settle()
+            self._agreement = None
+        self._compiling = None
+        self._known.helped[name] = not failed
+        refused = next(iter(helper.refused.values()), "another process's failed")
+        for arm in [arm for arm in self._known.arms.values() if arm.module == name]:
+            arm.helper_seconds = helper.seconds
+            arm.not_ready = f"no code of a helper process: {helper.failed or refused}" if failed else None
+        if failed:
+            self._program.notes.append(f"auto: the training goes on without {name}: {helper.failed or refused}")
+        for region in outermost(candidate.outline(self._program)):
+            if self._loop.anywhere(region.path in helper.refused):
+                helper.refused.setdefault(region.path, "it stays eager on another process")
+        return True
 
     def _decide(self) -> None:
         self.decided = True
@@ -313,6 +401,9 @@ class Chooser:
     def finish(self) -> list[Strategy]:
         """The training is over: write the table, remember what was measured; returns what was chosen."""
         choice, done = self.choice, self._loop.steps_done
+        if self._compiling is not None:
+            self._program.notes.append(f"auto: the run ended while a helper compiled {self._compiling.strategy.name}")
+        self.close()
         if not self.decided:
             self._program.notes.append(self._line())
         choice.chosen, choice.remembered = self._best.name, self._recalled
@@ -333,6 +424,13 @@ class Chooser:
                 self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
         return self._strategies(self._best)
 
+    def close(self) -> None:
+        """End the helpers. May be called twice."""
+        self._compiling = None
+        for candidate in self._modules.values():
+            if candidate.helper is not None:
+                candidate.helper.close()
+
     def _compare(self) -> None:
         """Real steps of eager and of what was chosen, for the run's verdict."""
         eager, chosen = self._base.seconds, self._best.seconds
@@ -347,8 +445,8 @@ class Chooser:
         parts = []
         for arm in self._known.arms.values():
             took = "" if arm.step_seconds is None else f"{arm.step_seconds * 1e3:,.1f} ms a step"
-            if arm.failed is not None:
-                parts.append(f"{arm.name} is out: {arm.failed}")
+            if (reason := arm.failed or arm.not_ready) is not None:
+                parts.append(f"{arm.name} is out: {reason}")
             elif arm.switched_at_step is not None and arm.steps_timed and arm is not self._best:
                 setup = f", {arm.setup_seconds:.1f} s to set up" if arm.setup_seconds else ""
                 parts.append(f"{arm.name} {took}{setup}")
@@ -368,30 +466,34 @@ class Candidate:
     """One strategy of the MODULE stage; what it has compiled stays with it while it is off."""
 
     strategy: Strategy
-    _regions: list[Region] = field(default_factory=list, init=False)
-    _calls: list[Any] = field(default_factory=list, init=False)
-    _settings: dict[str, Any] = field(default_factory=dict, init=False)
+    helper: Background | None = None
+    """Compiles it while the training goes on; None where the training itself does."""
+    _outline: Program | None = field(default=None, init=False)
+    _regions: list[Region] | None = field(default=None, init=False)
+
+    def outline(self, program: Program) -> Program:
+        """``program`` as this strategy would compile it, its regions named alone. Raises ValueError where it does not
+        apply."""
+        if self._outline is None:
+            view = dataclasses.replace(program, outlined=True, regions=[], notes=[], settings={}, report={})
+            self.strategy.apply(view)
+            self._outline = view
+        return self._outline
 
     def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
         """Let the program's modules, eager so far, run compiled in this way; compiler settings hold until ``settings``
         is closed. Raises ValueError where it does not apply."""
-        if not self._calls:
-            self._apply(program)
-            settings.enter_context(compiler_settings(self._settings, eager_embeddings=program.eager_embeddings))
-        for region, call in zip(self._regions, self._calls, strict=True):
-            program.module.get_submodule(region.path)._compiled_call_impl = call
+        view = self.outline(program)
+        if self._regions is None:
+            if self.strategy.needs_inductor and not is_prepared():
+                Preparation().wait()
+            settings.enter_context(compiler_settings(view.settings, eager_embeddings=program.eager_embeddings))
+            refused = {} if self.helper is None else self.helper.refused
+            program.eager_parts.update(refused)
+            left_out = tuple(f"{path}." for path in refused)
+            self._regions = [one for one in view.regions if not f"{one.path}.".startswith(left_out)]
+            program.notes.extend(view.notes)
         program.regions[:] = self._regions
-        program.settings.update(self._settings)
-
-    def _apply(self, program: Program) -> None:
-        if self.strategy.needs_inductor and not is_prepared():
-            Preparation().wait()
-        view = dataclasses.replace(program, outlined=False, regions=[], notes=[], settings={}, report={})
-        try:
-            self.strategy.apply(view)
-            self._regions = list(view.regions)
-            self._calls = [program.module.get_submodule(region.path)._compiled_call_impl for region in view.regions]
-        finally:
-            uncompile(view)
-        self._settings = dict(view.settings)
-        program.notes.extend(view.notes)
+        for region in self._regions:
+            switch_on(program, region)
+        program.settings.update(view.settings)

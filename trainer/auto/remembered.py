@@ -19,7 +19,7 @@ from torch import nn
 from strategies import Program
 from strategies.toolchain import cache_directories
 from tasks.resources import cache_folder
-from trainer.auto.rule import Knowledge
+from trainer.auto.rule import HELPER, TAKING_OVER, Knowledge
 from trainer.telemetry.files import finite, written_whole
 
 FORMAT = 4
@@ -55,12 +55,14 @@ class Remembered:
         try:
             if kept.get("format") != FORMAT:
                 return None
+            warm = _caches_are_there(kept)
             for arm in knowledge.arms.values():
                 values = kept["arms"].get(arm.name)
                 if values is not None:
                     seconds, setup = values["step_seconds"], values["setup_seconds"]
+                    arm.cached, arm.helper_seconds = warm and bool(setup), values.get("helper_seconds")
                     arm.step_seconds, arm.failed = seconds, arm.failed or values["failed"]
-                    arm.setup_seconds = (setup.get("warm") if _caches_are_there(kept) else None) or setup.get("cold")
+                    arm.setup_seconds = (setup.get("warm") if warm else None) or setup.get("cold")
                     arm.remembered = True
             return str(kept["written"])
         except (KeyError, TypeError, AttributeError):
@@ -77,11 +79,21 @@ class Remembered:
             before = earlier_arms.get(arm.name, {}) if isinstance(earlier_arms, dict) else {}
             setup = dict(before.get("setup_seconds", {}))
             if arm.switched_at_step is not None and arm.setup_seconds is not None:
-                setup["warm" if cache == "warm" else "cold"] = arm.setup_seconds
-                if cache != "warm" and arm.changed is not None:
-                    seen[arm.changed] = [*seen.get(arm.changed, []), arm.setup_seconds][-MAX_SETUPS:]
+                helped = knowledge.helped.get(arm.module, False)
+                setup["warm" if cache == "warm" or helped else "cold"] = arm.setup_seconds
+                taken = {arm.changed: arm.setup_seconds} if cache != "warm" and arm.changed is not None else {}
+                if helped and arm.changed == arm.module and arm.helper_seconds is not None:
+                    taken = {TAKING_OVER.format(arm.module): arm.setup_seconds}
+                    taken[HELPER.format(arm.module)] = arm.helper_seconds
+                for what, seconds in taken.items():
+                    seen[what] = [*seen.get(what, []), seconds][-MAX_SETUPS:]
             if arm.step_seconds is not None or arm.failed is not None:
-                arms[arm.name] = {"step_seconds": arm.step_seconds, "setup_seconds": setup, "failed": arm.failed}
+                arms[arm.name] = {
+                    "step_seconds": arm.step_seconds,
+                    "setup_seconds": setup,
+                    "helper_seconds": arm.helper_seconds,
+                    "failed": arm.failed,
+                }
         values: dict[str, Any] = {
             "format": FORMAT,
             "written": datetime.datetime.now().astimezone().isoformat(" ", "minutes"),

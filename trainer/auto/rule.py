@@ -2,8 +2,9 @@
 
 An arm is one way to train: modules eager, ``regional`` or ``whole``, steps captured or not. One rule decides what is
 tried: modules are compiled in another way only where the most that this can save of the time left is ``PAYS`` times the
-seconds that it has been seen to take; steps are captured only where those seconds are at most ``SHARE`` of the whole
-run, from the start of the process on. No torch in here.
+seconds for which the training has been seen to stand still; what a helper process compiles saves nothing until it is
+ready. Steps are captured only where those seconds are at most ``SHARE`` of the whole run, from the start of the process
+on. No torch in here.
 """
 
 from __future__ import annotations
@@ -17,9 +18,19 @@ from strategies import Strategy
 from strategies.auto import Auto
 
 EAGER = "eager"
-SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, "cuda_graph": 0.4}
+TAKING_OVER, HELPER = "{} after a helper", "{} in a helper"
+"""Keys of seconds: to take over what a helper process has compiled, and from the helper's start until it has."""
+SETUP_SECONDS = {
+    "regional": 15.0,
+    "whole": 35.0,
+    "cuda_graph": 0.4,
+    "regional after a helper": 4.0,
+    "whole after a helper": 6.0,
+    "regional in a helper": 35.0,
+    "whole in a helper": 70.0,
+}
 """What taking over is expected to take where this machine has not seen it, the comparison with eager included. On H200s
-(docs/results) compiling took 6 to 35 s, 13 to 60 s, and capturing 0.05 to 0.5 s."""
+(docs/results) compiling took 6 to 35 s, 13 to 60 s, capturing 0.05 to 0.5 s, and a helper 34 to 42 s for regions."""
 MAX_SAVED = 0.35
 """Share of a step that compiling its modules saves at most: it runs 1.35 to 1.55 times as fast in six models there."""
 WHOLE_OVER_REGIONAL = 0.05
@@ -44,6 +55,8 @@ class Arm:
     """Median seconds of a step by the shapes of its batch; of this run alone."""
     seconds: list[float] = field(default_factory=list)
     """Of each of these steps."""
+    helper_seconds: float | None = None
+    """That a helper process took to compile its modules while the training went on."""
     steps_timed: int = 0
     switched_at_step: int | None = None
     """Optimizer steps done when it took over for the first time; None where it has not."""
@@ -52,8 +65,12 @@ class Arm:
     """What trained until then."""
     remembered: bool = False
     """Whether what is known is an earlier run's."""
+    cached: bool = False
+    """Whether an earlier run compiled it, into caches that are there."""
     failed: str | None = None
     """Why it cannot be had."""
+    not_ready: str | None = None
+    """Why no helper process has compiled it, in this run."""
 
     @property
     def name(self) -> str:
@@ -89,13 +106,14 @@ class Arm:
         return {
             "switched_at_step": self.switched_at_step,
             "stepped_back_at_step": self.stepped_back_at_step,
+            "helper_seconds": self.helper_seconds,
             "setup_seconds": self.setup_seconds,
             "step_seconds_before": before,
             "step_seconds": self.step_seconds,
             "steps_timed": self.steps_timed,
             "gained_seconds": gained,
             "remembered": self.remembered,
-            "failed": self.failed,
+            "failed": self.failed or self.not_ready,
         }
 
 
@@ -105,15 +123,24 @@ class Knowledge:
 
     arms: dict[tuple[str, bool], Arm]
     seen_seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Setups of ``regional``, ``whole`` and ``cuda_graph`` that this machine has seen, of any program."""
+    """Those of ``SETUP_SECONDS`` that this machine has seen, of any program."""
+    helped: dict[str, bool] = field(default_factory=dict)
+    """What a helper process compiles, ``regional`` or ``whole``, and whether it has."""
 
     def expected_setup(self, arm: Arm, now: Arm) -> float:
-        """Seconds until ``arm`` trains, from ``now``."""
-        if arm.setup_seconds is not None:
+        """Seconds for which the training stands still until ``arm`` trains, from ``now``."""
+        changed = [arm.module] if arm.module not in (EAGER, now.module) else []
+        if arm.setup_seconds is not None and not any(one in self.helped for one in changed):
             return arm.setup_seconds
-        changes = [arm.module] if arm.module not in (EAGER, now.module) else []
-        changes += ["cuda_graph"] if arm.captured else []
-        return sum(statistics.median(self.seen_seconds.get(one) or [SETUP_SECONDS[one]]) for one in changes)
+        changes = [TAKING_OVER.format(one) if one in self.helped else one for one in changed]
+        return sum(map(self._seen, [*changes, "cuda_graph"] if arm.captured else changes))
+
+    def needs_helper(self, arm: Arm, now: Arm) -> bool:
+        """Whether a helper process has to compile ``arm`` before it can take over from ``now``."""
+        return arm.module != now.module and self.helped.get(arm.module) is False
+
+    def _seen(self, what: str) -> float:
+        return statistics.median(self.seen_seconds.get(what) or [SETUP_SECONDS[what]])
 
     def most_saved(self, arm: Arm, best: Arm) -> float:
         """The largest share of a step of ``best`` that ``arm`` may save."""
@@ -129,20 +156,24 @@ class Knowledge:
             least = max(least, bound) if regional.over(eager) < 1 - MAX_SAVED / 2 else least
         return 1 - least
 
-    def next(self, best: Arm, steps_left: int, age_seconds: float) -> Arm | None:
+    def next(self, best: Arm, steps_left: int, age_seconds: float, *, helper: bool = False) -> Arm | None:
         """The arm to try after ``best``, that with the most to gain first; None where no step pays for any.
 
         One thing at a time: the modules compiled in another way, or the steps captured. ``age_seconds`` is how long
-        the process has run.
+        the process has run. ``helper``: among those that a helper process has to compile first, else among the others.
         """
         if best.step_seconds is None:
             return None
-        left = steps_left * best.step_seconds
         worth: list[tuple[float, Arm]] = []
         for arm in self.arms.values():
-            tried = arm.switched_at_step is not None or arm.failed is not None or arm is best
-            if tried or (arm.module != best.module and arm.captured != best.captured):
+            out = arm.switched_at_step is not None or arm.failed or arm.not_ready or arm is best
+            if out or (arm.module != best.module and arm.captured != best.captured):
                 continue
+            if self.needs_helper(arm, best) is not helper:
+                continue
+            left = steps_left * best.step_seconds
+            if helper:
+                left = max(0.0, left - (arm.helper_seconds or self._seen(HELPER.format(arm.module))))
             saved, setup = left * self.most_saved(arm, best), self.expected_setup(arm, best)
             capturing = arm.module == best.module
             if arm.step_seconds is not None:
@@ -192,7 +223,10 @@ class Choice:
     def lines(self) -> str:
         """The table, for a person."""
         columns = {"setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3, "gained_seconds": 1.0}
-        rows = [["auto tried", "from step", "to step", "set-up s", "ms before", "ms a step", "gained s", ""]]
+        columns = {"helper_seconds": 1.0, **columns}
+        rows = [
+            ["auto tried", "from step", "to step", "helper s", "set-up s", "ms before", "ms a step", "gained s", ""]
+        ]
         for name, row in self.table.items():
             if (began := row["switched_at_step"]) is not None:
                 ended = row["stepped_back_at_step"]

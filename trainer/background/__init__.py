@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 from strategies.background import Background as Options
 from strategies.base import Program, Region
 from strategies.errors import one_line
-from strategies.prepare import INDUCTOR
+from strategies.prepare import INDUCTOR, import_beside
 from strategies.regions import outermost, switch_off
 from trainer.background.wire import Call, Request, call_of
 
@@ -31,16 +32,17 @@ ENDING_SECONDS = 5.0
 
 
 class Background:
-    """The helper of one training, from ``start`` to ``close``; whatever happens to it is in ``failed``.
+    """The helper of some regions, from ``start`` to ``close``; whatever happens to it is in ``failed``.
 
     Args:
         options: What it may use.
-        program: Whose ``regions`` are named and run eager.
+        program: Whose ``regions`` are named, and compiled only once they have taken over.
     """
 
     def __init__(self, options: Options, program: Program) -> None:
         self._options, self._program = options, program
         self._calls: dict[str, Call] = {}
+        self._before: dict[str, Callable[..., Any] | None] = {}
         self._missing: set[str] = set()
         self._ready: dict[str, dict[str, Any]] = {}
         self.failed: str | None = None
@@ -55,6 +57,7 @@ class Background:
         """From the start of the helper until it was done."""
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
+        self._importing: threading.Thread | None = None
         self._unread = b""
         self._sent = False
         self._began = 0.0
@@ -73,9 +76,43 @@ class Background:
         except OSError as error:
             self._fail(f"no helper could be started: {error}")
             return
+        if not self._before:
+            self.record()
+
+    def record(self) -> None:
+        """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
         for region in outermost(self._program):
             self._missing.add(region.path)
+            self._before[region.path] = self._program.module.get_submodule(region.path)._compiled_call_impl
             switch_off(self._program, region, self._recorder(region))
+
+    def stop_recording(self) -> None:
+        """One step has been taken: what was not called in it is left out."""
+        for region in outermost(self._program):
+            if region.path in self._missing:
+                switch_off(self._program, region, self._before[region.path])
+                self.refused[region.path] = "it was not called in the first step"
+        self._missing.clear()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is something that a helper could compile."""
+        return bool(self._calls)
+
+    @property
+    def complete(self) -> bool:
+        """Whether something is ready, and nothing that the helper could have compiled is missing."""
+        return bool(self._ready) and self._calls.keys() <= self._ready.keys() | self.refused.keys()
+
+    def imported(self, *, wait: bool = False) -> bool:
+        """Whether Inductor is imported, by a thread beside the training that begins once something is ready."""
+        if not self.ready():
+            return False
+        if self._importing is None:
+            self._importing = import_beside(self.modules)
+        if wait:
+            self._importing.join()
+        return not self._importing.is_alive()
 
     def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
@@ -97,17 +134,17 @@ class Background:
         return process
 
     def _recorder(self, region: Region) -> Callable[..., Any]:
-        module = self._program.module.get_submodule(region.path)
+        module, before = self._program.module.get_submodule(region.path), self._before[region.path]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if region.path in self._missing and module.training:
                 self._missing.discard(region.path)
-                module._compiled_call_impl = None
+                module._compiled_call_impl = before
                 try:
                     self._calls[region.path] = call_of(region.path, module, region.arguments, args, kwargs)
                 except Exception as error:  # anything that a user's object raises when it is pickled
                     self.refused[region.path] = f"it cannot be described to the helper: {one_line(error)}"
-            return module._call_impl(*args, **kwargs)
+            return (before or module._call_impl)(*args, **kwargs)
 
         return call
 
@@ -127,12 +164,7 @@ class Background:
             time.sleep(0.02)
 
     def _send(self) -> None:
-        """One step has been taken: what was not called in it is left eager."""
-        for region in outermost(self._program):
-            if region.path in self._missing:
-                switch_off(self._program, region)
-                self.refused[region.path] = "it was not called in the first step"
-        self._missing.clear()
+        self.stop_recording()
         self._sent = True
         try:
             calls = [self._calls[one.path] for one in outermost(self._program) if one.path in self._calls]
@@ -206,7 +238,7 @@ class Background:
         self.done = True
         for region in outermost(self._program):
             if region.path in self._missing:
-                switch_off(self._program, region)
+                switch_off(self._program, region, self._before[region.path])
         self._missing.clear()
         self._end()
 

@@ -9,7 +9,6 @@ itself is eager's.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from strategies.base import Program, Region
 from strategies.compose import compiler_settings
 from strategies.errors import one_line
 from strategies.loop import Loop
-from strategies.prepare import import_beside
 from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
 from trainer.background import Background
 from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit
@@ -72,7 +70,6 @@ class Takeover:
         self._pending = list(self._outer)
         self._trials: list[Trial] = []
         self._waited: dict[str, int] = {}
-        self._importing: threading.Thread | None = None
         self._imported = False
         self._between_steps, self._began = True, False
         self.over = False
@@ -154,14 +151,9 @@ class Takeover:
             self._finish()
 
     def _import(self, *, wait: bool) -> bool:
-        """Whether Inductor is imported, beside the training and not before something is ready."""
-        if self._imported or not self.helper.ready():
+        """Whether Inductor is imported and set up."""
+        if self._imported or not self.helper.imported(wait=wait):
             return self._imported
-        if self._importing is None:
-            self._importing = import_beside(self.helper.modules)
-        if not wait and self._importing.is_alive():
-            return False
-        self._importing.join()
         self._settings.enter_context(
             compiler_settings(self._program.settings, eager_embeddings=self._program.eager_embeddings)
         )
