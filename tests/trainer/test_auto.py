@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,10 @@ from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
+from tests.trainer.test_background import put_helper
 from trainer.auto import chooser
 from trainer.auto.remembered import program_facts
+from trainer.background import Background
 from trainer.callback import Compile
 from trainer.guards.preflight import Preflight
 
@@ -327,6 +330,7 @@ def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:
 
 IN_A_PROCESS_OF_ITS_OWN = """
 import sys
+import time
 from pathlib import Path
 from strategies.auto import Auto
 from tests.trainer.lightning_modules import Blocks, fit
@@ -427,3 +431,130 @@ def test_a_run_that_ends_in_the_middle_of_a_trial_keeps_what_was_best(
     assert choice["table"]["regional"]["switched_at_step"] == 3
     assert all(child._compiled_call_impl is None for child in module.modules())
     assert any("the run ended before the choice" in note for note in compile_.record.notes)
+
+
+# ---- candidates that a helper process compiles -----------------------------------------------------------------------
+
+ANSWERS = """
+import json, sys
+sys.stdin.readline()
+for path in ["", "stem", "head", "layers.0", "layers.1", "layers.2"]:
+    print(json.dumps({"ready": path, "seconds": 1.0}), flush=True)
+print(json.dumps({"done": True}), flush=True)
+sys.stdin.read()
+"""
+"""A helper to which everything is in the caches."""
+STEPS_MEANWHILE = 5
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a script in the place of the helper, for whose answer the training waits after ``STEPS_MEANWHILE``: so it
+    comes at the same step on every machine."""
+
+    class Waited(Background):
+        asked = 0
+
+        def ready(self) -> set[str]:
+            self.asked += 1
+            found = set() if self.asked <= STEPS_MEANWHILE else super().ready()
+            while self.asked > STEPS_MEANWHILE and not self.done:
+                time.sleep(0.01)
+                found = super().ready()
+            return found
+
+        def imported(self, *, wait: bool = False) -> bool:
+            return super().imported(wait=True)
+
+    monkeypatch.setattr(chooser, "Background", Waited)
+    return functools.partial(put_helper, monkeypatch)
+
+
+def beside(**options: Any) -> Compile:
+    return auto(**{"background": True, **options})
+
+
+def test_a_candidate_takes_over_once_a_helper_has_compiled_it(
+    tmp_path: Path, clock: Callable[..., None], helper: Callable[[str], None]
+) -> None:
+    """Losses are those of the same strategies switched at the same steps by hand."""
+    helper(ANSWERS)
+    clock(eager=1.0, regional=0.9, whole=0.95)
+    module, compile_ = Blocks(), beside()
+    losses = fit(module, tmp_path, [compile_], max_steps=40)
+    table, notes = compile_.record.report["auto"]["table"], compile_.record.notes
+    assert tried(compile_) == ["eager", "regional", "whole"], notes
+    assert compile_.record.report["auto"]["chosen"] == "regional"
+    first, second = table["regional"]["switched_at_step"], table["whole"]["switched_at_step"]
+    assert first == 3 + STEPS_MEANWHILE + 1, "eager trained on while the helper was at work"
+    assert second > first + STEPS_MEANWHILE
+    assert table["regional"]["helper_seconds"] > 0
+    assert compile_.record.audits is not None
+    assert compile_.record.audits.verdict == "clean"
+    torch._dynamo.reset()
+    by_hand = Switching(regional=(first, second), whole=(second, table["whole"]["stepped_back_at_step"]))
+    again = Switching(regional=(table["whole"]["stepped_back_at_step"], -1))
+    assert losses == fit(Blocks(), tmp_path, [by_hand, again], max_steps=40)
+
+
+def test_eager_is_captured_while_the_helper_compiles(
+    tmp_path: Path, capturing: Callable[..., None], helper: Callable[[str], None]
+) -> None:
+    helper(ANSWERS)
+    capturing(**{"eager": 1.0, "cuda_graph": 0.8, "regional+cuda_graph": 0.5})
+    compile_ = beside(candidates=["regional", "cuda_graph"])
+    losses = fit(Blocks(), tmp_path, [compile_], max_steps=40)
+    table = compile_.record.report["auto"]["table"]
+    assert tried(compile_) == ["eager", "cuda_graph", "regional+cuda_graph"], compile_.record.notes
+    assert table["cuda_graph"]["switched_at_step"] == 3, "at once"
+    assert compile_.record.report["auto"]["chosen"] == "regional+cuda_graph"
+    assert losses == pytest.approx(fit(Blocks(), tmp_path, [], max_steps=40), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import os, sys; sys.stdin.readline(); os.kill(os.getpid(), 9)", "ended with code -9"),
+        ("""print('{"refused": "layers.0", "reason": "odd"}'); input(); raise MemoryError""", "MemoryError"),
+        (ANSWERS.replace("flush=True)", "flush=True); sys.exit(4)"), "code 4"),
+    ],
+    ids=["killed", "out of memory", "after the first region"],
+)
+def test_a_helper_that_fails_leaves_auto_in_eager(
+    script: str, reason: str, tmp_path: Path, clock: Callable[..., None], helper: Callable[[str], None]
+) -> None:
+    helper(script)
+    clock(eager=1.0)
+    compile_ = beside(candidates=["regional"])
+    losses = fit(Blocks(), tmp_path, [compile_], max_steps=20)
+    choice = compile_.record.report["auto"]
+    assert (choice["chosen"], tried(compile_), compile_.record.status) == ("eager", ["eager"], "finished")
+    assert reason in choice["table"]["regional"]["failed"]
+    assert sum("goes on without regional" in note for note in compile_.record.notes) == 1
+    assert losses == fit(Blocks(), tmp_path, [], max_steps=20)
+
+
+def test_a_run_that_ends_while_a_helper_compiles_says_so_and_leaves_none(
+    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_helper(monkeypatch, "import sys; sys.stdin.read()")
+    clock(eager=1.0)
+    module, compile_ = Blocks(), beside(candidates=["regional"])
+    losses = fit(module, tmp_path, [compile_], max_steps=12)
+    assert any("ended while a helper compiled regional" in note for note in compile_.record.notes)
+    assert losses == fit(Blocks(), tmp_path, [], max_steps=12)
+    assert all(child._compiled_call_impl is None for child in module.modules())
+
+
+def test_what_no_helper_can_be_told_of_compiles_in_the_foreground(tmp_path: Path, clock: Callable[..., None]) -> None:
+    class Odd(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in [self.stem, self.head, *self.layers]:
+                layer.extra = lambda: 1  # type: ignore[assignment]
+
+    clock(eager=1.0, regional=0.9)
+    compile_ = beside(candidates=["regional"])
+    fit(Odd(), tmp_path, [compile_], max_steps=10)
+    assert compile_.record.report["auto"]["table"]["regional"]["switched_at_step"] == 3
+    assert any("compiled in the foreground: it cannot be described" in note for note in compile_.record.notes)

@@ -240,3 +240,39 @@ def test_memory_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> N
 def test_memory_lies_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert directory(None) == tmp_path / "crucible" / "auto"
+
+
+def test_what_a_helper_compiles_costs_its_take_over_and_saves_nothing_before_it_is_ready() -> None:
+    known = arms(capture=False)
+    eager, regional = known.arms[EAGER, False], known.arms["regional", False]
+    eager.step_seconds, eager.switched_at_step = 1.0, 0
+    known.helped = {"regional": False, "whole": False}
+    ready, takes = SETUP_SECONDS["regional in a helper"], SETUP_SECONDS["regional after a helper"]
+    enough = int(ready + 1.5 * takes / 0.35) + 1
+    assert enough < 1.5 * SETUP_SECONDS["regional"] / 0.35, "shorter runs can pay for it than in the foreground"
+    assert known.next(eager, enough - 1, STARTED, helper=True) is None
+    assert known.next(eager, enough, STARTED, helper=True) is regional
+    assert known.next(eager, 10**6, STARTED) is None, "nothing can be had before a helper is through"
+    known.helped["regional"] = True
+    assert known.next(eager, enough - int(ready), STARTED) is regional
+    known.arms["whole", False].not_ready = "killed"
+    assert known.next(eager, 10**6, STARTED, helper=True) is None
+
+
+def test_seconds_of_a_helper_and_of_a_take_over_are_remembered_apart_from_a_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = tmp_path / "inductor"
+    caches.mkdir()
+    (caches / "kernel").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))
+    known = measured()
+    known.helped, known.arms["regional", False].helper_seconds = {"regional": True}, 30.0
+    known.arms["whole", False].failed, known.arms["whole", False].not_ready = None, "killed"
+    Remembered(tmp_path, "a" * 64).keep(known, cache="cold")
+    again = arms()
+    Remembered(tmp_path, "a" * 64).recall(again)
+    assert again.seen_seconds == {"regional after a helper": [7.0], "regional in a helper": [30.0]}
+    regional, whole = again.arms["regional", False], again.arms["whole", False]
+    assert (regional.cached, regional.setup_seconds, regional.helper_seconds) == (True, 7.0, 30.0)
+    assert (whole.cached, whole.failed, whole.not_ready) == (False, None, None), "a killed helper says nothing of it"
