@@ -23,7 +23,7 @@ from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.test_background import put_helper
-from trainer.auto import chooser
+from trainer.auto import candidates, chooser
 from trainer.auto.remembered import program_facts
 from trainer.background import Background
 from trainer.callback import Compile
@@ -466,7 +466,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         def imported(self, *, wait: bool = False) -> bool:
             return super().imported(wait=True)
 
-    monkeypatch.setattr(chooser, "Background", Waited)
+    monkeypatch.setattr(candidates, "Background", Waited)
     return functools.partial(put_helper, monkeypatch)
 
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Strategy
 from strategies.auto import Auto
-from strategies.background import TOGETHER
-from strategies.background import Background as Options
-from strategies.base import Region
 from strategies.cached.session import facts_of, fingerprint_of
-from strategies.compose import compiler_settings, ordered
+from strategies.compose import ordered
 from strategies.errors import one_line
 from strategies.loop import Loop
-from strategies.prepare import Preparation, is_prepared
-from strategies.regions import outermost, switch_on, uncompile
+from strategies.regions import uncompile
+from trainer.auto.candidates import Candidate, Candidates
 from trainer.auto.remembered import Remembered, directory, program_facts
 from trainer.auto.rule import EAGER, Arm, Choice, Knowledge
-from trainer.background import Background
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
@@ -36,7 +30,6 @@ from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from trainer.guards.guards import Guards
-    from trainer.loops.processes import Agreement
 
 ENDLESS = 1_000_000
 """Steps that are planned for a run whose length nobody knows."""
@@ -79,12 +72,10 @@ class Chooser:
         self._base = Arm()
         self._known = Knowledge(arms={(EAGER, False): self._base})
         self._best = self._on = self._base
-        self._modules: dict[str, Candidate] = {}
+        self._candidates = Candidates(auto.background, loop, program, self._known)
         self._guards: dict[str, Guards | None] = {EAGER: guards}
         self._eager_parts: dict[str, str] = {}
-        self._compiling: Candidate | None = None
-        self._agreement: Agreement | None = None
-        self._begun = self._recorded = False
+        self._begun = False
         self._next: Arm | None = None
         self._recalled: str | None = None
         self._memory: Remembered | None = None
@@ -120,7 +111,7 @@ class Chooser:
         arm, self._next = self._next, None
         if arm is self._best and arm is not self._on:
             self._put_on(arm)
-            if self._compiling is None:
+            if self._candidates.compiling is None:
                 self._decide()
         elif arm is not None:
             self._try(arm, guard)
@@ -144,41 +135,13 @@ class Chooser:
             self._recalled = self._memory.recall(self._known)
             # The first process decides: clocks and caches of the others may say something else.
             self._known, self._recalled = self._loop.broadcast((self._known, self._recalled))
+            self._candidates.known = self._known
             self._base = self._best = self._on = self._known.arms[EAGER, False]
         self._base.switched_at_step = self._loop.steps_done
         best = self._known.best_known(self._base, self._steps_left, self._auto.margin)
-        self._record_calls()
+        self._candidates.record_calls(self._others, STRATEGIES)
         if best is not self._base and not self._known.needs_helper(best, self._base):
             self._next = best
-
-    def _record_calls(self) -> None:
-        """Where a helper can compile, keep what each candidate is called with in this step, which is not captured."""
-        options, known = Options(force=bool(self._auto.background)), self._known
-        able = self._auto.background is not False and options.left_out is None
-        if not self._loop.everywhere(able and all(other.name in TOGETHER for other in self._others)):
-            return
-        for name in ("regional", "whole"):
-            if not any(arm.module == name and not arm.failed for arm in known.arms.values()):
-                continue
-            if any(arm.module == name and arm.cached for arm in known.arms.values()):
-                continue
-            candidate = Candidate(strategy=STRATEGIES[name]())
-            with contextlib.suppress(Exception):  # comes up again, with its reason, when it is put on
-                candidate.helper = Background(options, candidate.outline(self._program))
-                candidate.helper.record()
-                self._modules[name], known.helped[name] = candidate, False
-
-    def _stop_recording(self) -> None:
-        self._recorded = True
-        for name in reversed(list(self._known.helped)):
-            helper = self._modules[name].helper
-            assert helper is not None
-            helper.stop_recording()
-            if self._loop.anywhere(not helper.recorded):
-                del self._known.helped[name]
-                self._modules[name].helper = None
-                reason = next(iter(helper.refused.values()), "of another process")
-                self._program.notes.append(f"auto: {name} would be compiled in the foreground: {reason}")
 
     def _may_capture(self) -> bool:
         loop, program = self._loop, self._program
@@ -223,8 +186,8 @@ class Chooser:
         program = self._program
         uncompile(program)
         if arm.module != EAGER:
-            candidate = self._modules.setdefault(arm.module, Candidate(strategy=STRATEGIES[arm.module]()))
-            candidate.put_on(program, self._settings)
+            candidate = Candidate(strategy=STRATEGIES[arm.module]())
+            self._candidates.named.setdefault(arm.module, candidate).put_on(program, self._settings)
         self._on, self._steps, self._check_at = arm, [], SETTLE_STEPS + TIMED_STEPS
         self._guards[arm.name] = self._switch([*self._others, *self._strategies(arm)], self._guards.get(arm.name))
 
@@ -255,9 +218,7 @@ class Chooser:
         """An optimizer step is over: judge what has been timed long enough."""
         if not self._begun:
             return
-        if not self._recorded:
-            self._stop_recording()
-        answered = self._compiling is not None and self._helper_answered(self._compiling)
+        answered = self._candidates.after_step()
         if self._on is self._best and self._best.steps_timed and self._next is None:  # it trains on meanwhile
             if answered:
                 self._look_for_next()
@@ -318,54 +279,18 @@ class Chooser:
 
     def _look_for_next(self) -> None:
         now = self._best, self._steps_left, process_age_seconds() or 0.0
-        ahead = self._known.next(*now, helper=True) if self._compiling is None else None
-        arm = self._known.next(*now)
+        arm, ahead = self._known.next(*now), None
+        if self._candidates.compiling is None and (arm is None or arm.module == self._best.module):
+            ahead = self._known.next(*now, helper=True)
         key, module = None if arm is None else (arm.module, arm.captured), None if ahead is None else ahead.module
         key, module = self._loop.broadcast((key, module))
         if module is not None:
-            self._compile_beside(self._modules[module])
+            self._candidates.compile_beside(module)
         self._next = None if key is None else self._known.arms[key]
         if self._next is None and self._on is not self._best:
             self._next = self._best
-        elif self._next is None and self._compiling is None:
+        elif self._next is None and self._candidates.compiling is None:
             self._decide()
-
-    def _compile_beside(self, candidate: Candidate) -> None:
-        assert candidate.helper is not None
-        self._compiling = candidate
-        if self._loop.world_size > 1:
-            from trainer.loops.processes import Agreement
-
-            self._agreement = Agreement()
-        candidate.helper.start()
-
-    def _helper_answered(self, candidate: Candidate) -> bool:
-        """Whether the helpers of all processes are through, or one has failed: seen by all at the same step."""
-        helper, name = candidate.helper, candidate.strategy.name
-        assert helper is not None
-        helper.ready()
-        failed = helper.done and not helper.complete
-        waits = not failed and not (helper.done and helper.imported())
-        if self._agreement is not None:
-            waits, failed, sent = map(bool, self._agreement.exchange(waits, failed, True))
-            waits = waits or not sent  # the first answer says nothing
-        if waits and not failed:
-            return False
-        if self._agreement is not None:
-            self._agreement.settle()
-            self._agreement = None
-        self._compiling = None
-        self._known.helped[name] = not failed
-        refused = next(iter(helper.refused.values()), "another process's failed")
-        for arm in [arm for arm in self._known.arms.values() if arm.module == name]:
-            arm.helper_seconds = helper.seconds
-            arm.not_ready = f"no code of a helper process: {helper.failed or refused}" if failed else None
-        if failed:
-            self._program.notes.append(f"auto: the training goes on without {name}: {helper.failed or refused}")
-        for region in outermost(candidate.outline(self._program)):
-            if self._loop.anywhere(region.path in helper.refused):
-                helper.refused.setdefault(region.path, "it stays eager on another process")
-        return True
 
     def _decide(self) -> None:
         self.decided = True
@@ -387,7 +312,7 @@ class Chooser:
 
     def _strategies(self, arm: Arm) -> list[Strategy]:
         """What trains in the place of ``auto`` under ``arm``, which has been put on before."""
-        modules = [] if arm.module == EAGER else [self._modules[arm.module].strategy]
+        modules = [] if arm.module == EAGER else [self._candidates.named[arm.module].strategy]
         return ordered([*modules, *([STRATEGIES["cuda_graph"]()] if arm.captured else [])])
 
     def restore(self) -> list[Strategy]:
@@ -395,14 +320,14 @@ class Chooser:
         if self._on is not self._best:
             uncompile(self._program)
             if self._best.module != EAGER:
-                self._modules[self._best.module].put_on(self._program, self._settings)
+                self._candidates.named[self._best.module].put_on(self._program, self._settings)
         return ordered([*self._others, *self._strategies(self._best)])
 
     def finish(self) -> list[Strategy]:
         """The training is over: write the table, remember what was measured; returns what was chosen."""
         choice, done = self.choice, self._loop.steps_done
-        if self._compiling is not None:
-            self._program.notes.append(f"auto: the run ended while a helper compiled {self._compiling.strategy.name}")
+        if self._candidates.compiling is not None:
+            self._program.notes.append(f"auto: the run ended while a helper compiled {self._candidates.compiling}")
         self.close()
         if not self.decided:
             self._program.notes.append(self._line())
@@ -425,11 +350,8 @@ class Chooser:
         return self._strategies(self._best)
 
     def close(self) -> None:
-        """End the helpers. May be called twice."""
-        self._compiling = None
-        for candidate in self._modules.values():
-            if candidate.helper is not None:
-                candidate.helper.close()
+        """End the helper. May be called twice."""
+        self._candidates.close()
 
     def _compare(self) -> None:
         """Real steps of eager and of what was chosen, for the run's verdict."""
@@ -459,41 +381,3 @@ class Chooser:
         tried += "" if self.decided else "; the run ended before the choice did"
         source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
         return f"auto: {best.name}{since}{took}{setup}{tried}{source}"
-
-
-@dataclass(slots=True, kw_only=True)
-class Candidate:
-    """One strategy of the MODULE stage; what it has compiled stays with it while it is off."""
-
-    strategy: Strategy
-    helper: Background | None = None
-    """Compiles it while the training goes on; None where the training itself does."""
-    _outline: Program | None = field(default=None, init=False)
-    _regions: list[Region] | None = field(default=None, init=False)
-
-    def outline(self, program: Program) -> Program:
-        """``program`` as this strategy would compile it, its regions named alone. Raises ValueError where it does not
-        apply."""
-        if self._outline is None:
-            view = dataclasses.replace(program, outlined=True, regions=[], notes=[], settings={}, report={})
-            self.strategy.apply(view)
-            self._outline = view
-        return self._outline
-
-    def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
-        """Let the program's modules, eager so far, run compiled in this way; compiler settings hold until ``settings``
-        is closed. Raises ValueError where it does not apply."""
-        view = self.outline(program)
-        if self._regions is None:
-            if self.strategy.needs_inductor and not is_prepared():
-                Preparation().wait()
-            settings.enter_context(compiler_settings(view.settings, eager_embeddings=program.eager_embeddings))
-            refused = {} if self.helper is None else self.helper.refused
-            program.eager_parts.update(refused)
-            left_out = tuple(f"{path}." for path in refused)
-            self._regions = [one for one in view.regions if not f"{one.path}.".startswith(left_out)]
-            program.notes.extend(view.notes)
-        program.regions[:] = self._regions
-        for region in self._regions:
-            switch_on(program, region)
-        program.settings.update(view.settings)

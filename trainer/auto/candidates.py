@@ -1,0 +1,162 @@
+"""Candidates of ``compile=auto``, and the helper process that compiles them while the training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from strategies import Program, Strategy
+from strategies.background import TOGETHER
+from strategies.background import Background as Options
+from strategies.base import Region
+from strategies.compose import compiler_settings
+from strategies.loop import Loop
+from strategies.prepare import Preparation, is_prepared
+from strategies.regions import outermost, switch_on
+from trainer.auto.rule import Knowledge
+from trainer.background import Background
+
+if TYPE_CHECKING:
+    from trainer.loops.processes import Agreement
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """One strategy of the MODULE stage; what it has compiled stays with it while it is off."""
+
+    strategy: Strategy
+    helper: Background | None = None
+    """Compiles it while the training goes on; None where the training itself does."""
+    _outline: Program | None = field(default=None, init=False)
+    _regions: list[Region] | None = field(default=None, init=False)
+
+    def outline(self, program: Program) -> Program:
+        """``program`` as this strategy would compile it, its regions named alone. Raises ValueError where it does not
+        apply."""
+        if self._outline is None:
+            view = dataclasses.replace(program, outlined=True, regions=[], notes=[], settings={}, report={})
+            self.strategy.apply(view)
+            self._outline = view
+        return self._outline
+
+    def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
+        """Let the program's modules, eager so far, run compiled in this way; compiler settings hold until ``settings``
+        is closed. Raises ValueError where it does not apply."""
+        view = self.outline(program)
+        if self._regions is None:
+            if self.strategy.needs_inductor and not is_prepared():
+                Preparation().wait()
+            settings.enter_context(compiler_settings(view.settings, eager_embeddings=program.eager_embeddings))
+            refused = {} if self.helper is None else self.helper.refused
+            program.eager_parts.update(refused)
+            left_out = tuple(f"{path}." for path in refused)
+            self._regions = [one for one in view.regions if not f"{one.path}.".startswith(left_out)]
+            program.notes.extend(view.notes)
+        program.regions[:] = self._regions
+        for region in self._regions:
+            switch_on(program, region)
+        program.settings.update(view.settings)
+
+
+class Candidates:
+    """Those of one run, by the names of their strategies; one helper is at work at a time.
+
+    Args:
+        background: As ``Auto.background``.
+        known: Whose ``helped`` says what helpers compile, and whether they have.
+    """
+
+    def __init__(self, background: bool | None, loop: Loop, program: Program, known: Knowledge) -> None:
+        self._background, self._loop, self._program, self.known = background, loop, program, known
+        self.named: dict[str, Candidate] = {}
+        self.compiling: str | None = None
+        """What a helper is at work on."""
+        self._recording = False
+        self._agreement: Agreement | None = None
+
+    def record_calls(self, others: Sequence[Strategy], strategies: Mapping[str, type[Strategy]]) -> None:
+        """Where a helper can compile, keep what each candidate is called with in this step, which is not captured.
+
+        Args:
+            others: Strategies of the run beside ``auto``.
+            strategies: By name.
+        """
+        options, arms = Options(force=bool(self._background)), list(self.known.arms.values())
+        able = self._background is not False and options.left_out is None
+        if not self._loop.everywhere(able and all(other.name in TOGETHER for other in others)):
+            return
+        for name in ("regional", "whole"):
+            wanted = any(arm.module == name and not arm.failed for arm in arms)
+            if not wanted or any(arm.module == name and arm.cached for arm in arms):
+                continue
+            candidate = Candidate(strategy=strategies[name]())
+            with contextlib.suppress(Exception):  # comes up again, with its reason, when it is put on
+                candidate.helper = Background(options, candidate.outline(self._program))
+                candidate.helper.record()
+                self.named[name], self.known.helped[name] = candidate, False
+        self._recording = True
+
+    def compile_beside(self, name: str) -> None:
+        """Start a helper; every process has its own, at the same step."""
+        self.compiling = name
+        if self._loop.world_size > 1:
+            from trainer.loops.processes import Agreement
+
+            self._agreement = Agreement()
+        self._helper(name).start()
+
+    def after_step(self) -> bool:
+        """A step is over; returns whether the helper at work is through, or has failed, for all processes alike."""
+        if self._recording:
+            self._stop_recording()
+        if self.compiling is None:
+            return False
+        helper, arms = self._helper(self.compiling), self.known.arms.values()
+        helper.ready()
+        failed = helper.done and not helper.complete
+        waits = not failed and not (helper.done and helper.imported())
+        if self._agreement is not None:
+            waits, failed, sent = map(bool, self._agreement.exchange(waits, failed, True))
+            waits = waits or not sent  # the first answer says nothing
+        if waits and not failed:
+            return False
+        if self._agreement is not None:
+            self._agreement.settle()
+            self._agreement = None
+        reason = helper.failed or next(iter(helper.refused.values()), "that of another process failed")
+        for arm in [arm for arm in arms if arm.module == self.compiling]:
+            arm.helper_seconds = helper.seconds
+            arm.not_ready = f"not compiled by the helper: {reason}" if failed else None
+        if failed:
+            self._program.notes.append(f"auto: the training goes on without {self.compiling}: {reason}")
+        for region in outermost(self.named[self.compiling].outline(self._program)):
+            if self._loop.anywhere(region.path in helper.refused):
+                helper.refused.setdefault(region.path, "it stays eager on another process")
+        self.known.helped[self.compiling], self.compiling = not failed, None
+        return True
+
+    def _stop_recording(self) -> None:
+        self._recording = False
+        for name in reversed(list(self.known.helped)):
+            helper = self._helper(name)
+            helper.stop_recording()
+            if self._loop.anywhere(not helper.recorded):
+                del self.known.helped[name]
+                self.named[name].helper = None
+                reason = next(iter(helper.refused.values()), "a helper of another process cannot be told of it")
+                self._program.notes.append(f"auto: {name} would be compiled in the foreground: {reason}")
+
+    def _helper(self, name: str) -> Background:
+        helper = self.named[name].helper
+        assert helper is not None
+        return helper
+
+    def close(self) -> None:
+        """End the helper. May be called twice."""
+        self.compiling = None
+        for candidate in self.named.values():
+            if candidate.helper is not None:
+                candidate.helper.close()
