@@ -50,7 +50,7 @@ class Chooser:
 
     Args:
         auto: What is asked for.
-        settings: Takes the compiler settings of what is compiled; closed when the run ends.
+        settings: Takes the compiler settings of what is compiled, and ends the helper; closed when the run ends.
         switch: See ``Switch``.
         guards: Those of the other strategies.
     """
@@ -73,6 +73,7 @@ class Chooser:
         self._known = Knowledge(arms={(EAGER, False): self._base})
         self._best = self._on = self._base
         self._candidates = Candidates(auto.background, loop, program, self._known)
+        settings.callback(self._candidates.close)
         self._guards: dict[str, Guards | None] = {EAGER: guards}
         self._eager_parts: dict[str, str] = {}
         self._begun = False
@@ -328,7 +329,7 @@ class Chooser:
         choice, done = self.choice, self._loop.steps_done
         if self._candidates.compiling is not None:
             self._program.notes.append(f"auto: the run ended while a helper compiled {self._candidates.compiling}")
-        self.close()
+        self._candidates.close()
         if not self.decided:
             self._program.notes.append(self._line())
         choice.chosen, choice.remembered = self._best.name, self._recalled
@@ -348,10 +349,6 @@ class Chooser:
             if not_kept is not None:
                 self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
         return self._strategies(self._best)
-
-    def close(self) -> None:
-        """End the helper. May be called twice."""
-        self._candidates.close()
 
     def _compare(self) -> None:
         """Real steps of eager and of what was chosen, for the run's verdict."""

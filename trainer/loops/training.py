@@ -417,8 +417,6 @@ class CompiledTraining:
     def close(self) -> None:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
         with self._settings:
-            if self._chooser is not None:
-                self._chooser.close()
             if self._takeover is not None:
                 self._takeover.close()
                 self._takeover = None
