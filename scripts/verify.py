@@ -17,6 +17,8 @@ from pathlib import Path
 from scripts.arguments import exit_code, parser, positive
 from trainer.report.published import (
     LOSS,
+    MAX_SPREAD,
+    PACKAGES,
     RATIO,
     RECORDS,
     STEP,
@@ -129,7 +131,7 @@ def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke
     arms = dict.fromkeys((arm_of(base), arm_of(row)))
     return [
         "-m",
-        f"sweep={quoted(out)}",
+        f"sweep={out}",
         *shared,
         f"hydra.launcher.arms=[{','.join(map(quoted, arms))}]",
         f"hydra.launcher.rounds={rounds}",
@@ -158,8 +160,8 @@ def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str, sm
     ours, theirs = row.records[0], here.records[0]
     same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
     verdicts: dict[str, bool | None] = {}
-    for figure in row.figures:
-        verdicts[figure] = lands(figure, row.figures[figure], here.figures.get(figure, ()), same_gpu=same_gpu)
+    for figure, values in row.figures.items():
+        verdicts[figure] = lands(figure, values, here.figures.get(figure, ()), same_gpu=same_gpu)
     if smoke:
         verdicts = dict.fromkeys(verdicts)
     words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
@@ -178,9 +180,11 @@ def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str, sm
     else:
         conclusion = f"all {compared} figures that can be compared hold here"
     remarks = list(here.compared.flags)
+    if (row.spread or 0) > MAX_SPREAD:
+        remarks.append(f"the published rounds spread by {row.spread:.0%}: that the ratio holds says little")
     if ours.device != theirs.device or ours.processor != theirs.processor:
         remarks.append("another machine than the published one: where the host limits a step, ratios go with it")
-    for package in ("torch", "triton", "cuda"):
+    for package in PACKAGES:
         if ours.versions.get(package) != theirs.versions.get(package):
             remarks.append(f"{package} {theirs.versions.get(package)} here, {ours.versions.get(package)} published")
     lines = [

@@ -42,7 +42,7 @@ def test_the_published_command_is_run_again_in_rounds(monkeypatch: pytest.Monkey
     _, command = run(monkeypatch, records, sweep(), "--rounds", "2")
     assert command == [
         "-m",
-        f"sweep='{records.parent / 'here'}'",
+        f"sweep={records.parent / 'here'}",
         "task=captioning",
         "task.data.batch_size=32",
         "hydra.launcher.arms=['eager','[regional]']",

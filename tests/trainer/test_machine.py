@@ -157,6 +157,7 @@ def test_a_throttled_board_and_one_in_use_are_told(monkeypatch: pytest.MonkeyPat
             ("nvmlDeviceGetPowerUsage", 690_000),
             ("nvmlDeviceGetEnforcedPowerLimit", 700_000),
             ("nvmlDeviceGetCurrentClocksThrottleReasons", reasons),
+            ("nvmlDeviceGetTemperature", 61),
             ("nvmlDeviceGetComputeRunningProcesses", []),
             ("nvmlDeviceGetProcessUtilization", []),
         ):
@@ -169,3 +170,9 @@ def test_a_throttled_board_and_one_in_use_are_told(monkeypatch: pytest.MonkeyPat
     answers(0x4)  # the power cap: as under any full load
     assert doctor.board(0, object(), 0.0).status == OK
     assert doctor.board(0, object(), 0.97).status == WARNING
+    monitor = MachineMonitor(object())
+    monitor.begin()
+    monitor.look()
+    seen = monitor.facts(shortest=0.0)
+    assert seen is not None
+    assert (seen.gpu_clock_mhz, seen.gpu_power_limit_watts, seen.gpu_celsius) == (1200, 700.0, 61)

@@ -41,10 +41,12 @@ MAX_SPREAD = 0.05
 MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 COUNTS = ("graphs", "graph breaks", "recompiles")
+NAMES = (RATIO, STEP, "device ms a step", "warm-up s, cold", "warm-up s, warm", "peak GiB", *COUNTS, LOSS)
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
 """The same of times and memory, which are compared on one model of GPU alone."""
+PACKAGES = ("torch", "triton", "cuda", "python")
 GROUPS = (3, 5, 10)
 """Pairs that a comparison of an arm with itself is made of."""
 Figures = dict[str, tuple[float, ...]]
@@ -145,12 +147,14 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
     found["device ms a step"] = [None if seconds is None else seconds * 1e3 for seconds in busy]
     for name, warmup in (("cold", row.cold_warmup_seconds), ("warm", row.warm_warmup_seconds)):
         found[f"warm-up s, {name}"] = [] if warmup is None else list(warmup.values)
-    found["warm-up s, cold"] += [] if row.cold_warmup_seconds else [record.warmup_seconds for record in profiled]
+    if row.cold_warmup_seconds is None:
+        found["warm-up s, cold"] += [record.warmup_seconds for record in profiled if record.cache in (None, "cold")]
     if base is not None:
         others = {(run.record.seed, run.record.round): step_seconds(run.record) for run in base.cell.finished}
         pairs = [(step_seconds(record), others.get((record.seed, record.round))) for record in records]
         found[RATIO] = [theirs / ours for ours, theirs in pairs if ours and theirs]
-    return {name: there for name, values in found.items() if (there := tuple(v for v in values if v is not None))}
+    there = {name: tuple(value for value in found.get(name, ()) if value is not None) for name in NAMES}
+    return {name: values for name, values in there.items() if values}
 
 
 def range_text(name: str, values: Sequence[float]) -> str:
@@ -171,8 +175,7 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     rows = _rows(compared, runs)
     records = [record for row in rows for record in row.records]
     on_cpu = all(record.device_type == "cpu" for record in records)
-    names = (RATIO, STEP, "device ms a step", "warm-up s, cold", "warm-up s, warm", "peak GiB", *COUNTS, LOSS)
-    shown = [name for name in names if not (on_cpu and name not in TOLERANCES)]
+    shown = [name for name in NAMES if not (on_cpu and name not in TOLERANCES)]
     columns = {"arm": [f"`{row.arm}`{' †' if (row.spread or 0) > MAX_SPREAD else ''}" for row in rows]}
     columns["rounds"] = [str(len(row.records)) for row in rows]
     for name in shown:
@@ -209,7 +212,7 @@ def conditions_of(records: Sequence[RunRecord]) -> str:
 
     throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
     on_gpu = any(each.gpu_clock_mhz is not None for each in facts)
-    versions = {name: joined(record.versions.get(name) for record in records) for name in ("torch", "triton", "cuda")}
+    versions = {name: joined(record.versions.get(name) for record in records) for name in PACKAGES}
     parts = [
         joined(record.device for record in records),
         joined(record.processor for record in records if record.processor != record.device),
