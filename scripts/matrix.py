@@ -1,4 +1,4 @@
-"""Every workload under every strategy that it can run, for docs/results: ``crucible matrix --minutes 60``
+"""Every workload under every strategy that it can run, for docs/results: ``crucible matrix --rounds 3``
 
 Each row is a workload and the arms that are compared on it, a sweep of its own (docs/sweeps.md) in a folder of its own
 below ``--out``. Called again it continues with what is missing. At the end come the table of ``scripts.compare`` and
@@ -11,12 +11,11 @@ import argparse
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import compare, report
-from scripts.arguments import parser, positive, seconds
+from scripts.arguments import parser, positive
 from trainer.process import keep_streams
 from trainer.sweep.plan import quoted
 
@@ -25,10 +24,9 @@ examples:
   crucible matrix --list                               # the rows, with their arms
   crucible matrix --rounds 3 --warm                    # everything, cold and warm, three rounds: hours
   crucible matrix gpt2 resnet50 --out outputs/two      # two rows
-  crucible matrix --minutes 9                          # as far as that goes; the same again continues
   crucible matrix --smoke --out outputs/try            # in small: does it run here?
 
-Exit codes: 0 all ran, 1 some cells failed, 2 wrong arguments, 3 time was up, 128 + signal interrupted.
+Exit codes: 0 all ran, 1 some cells failed, 2 wrong arguments, 128 + signal interrupted.
 """
 STATIC = ("eager", "cuda_graph", "optimizer", "regional", "[regional,cuda_graph]", "whole", "[whole,cuda_graph]")
 RAGGED = (
@@ -45,9 +43,8 @@ ALWAYS = (
     "trainer.log_every_n_steps=100",  # windows of at least two seconds, which the energy counter needs
 )
 """Overrides of every measurement."""
-TIME_IS_UP = 3
 GRACE_SECONDS = 60.0
-"""For the cell under way to stop, once time is up."""
+"""For the cell under way to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
         for row in ROWS:
             print(f"{row.name:24} {' '.join(row.cells(smoke=False))}\n{'':24} {', '.join(row.arms)}")
         return 0
-    until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     rows, failed = [row for row in ROWS if not options.rows or row.name in options.rows], False
     for number, row in enumerate(rows, start=1):
         print(f"row {number} of {len(rows)}: {row.name}", flush=True)
-        exit_code = sweep(row, options, until)
+        exit_code = sweep(row, options)
         if exit_code not in (0, 1):
             return exit_code
         failed = failed or exit_code == 1
@@ -134,16 +130,11 @@ def main(arguments: list[str] | None = None) -> int:
     return int(failed)
 
 
-def sweep(row: Row, options: argparse.Namespace, until: float | None) -> int:
-    """Run what is missing of ``row``; returns the sweep's exit code, or ``TIME_IS_UP``."""
+def sweep(row: Row, options: argparse.Namespace) -> int:
+    """Run what is missing of ``row``; returns the sweep's exit code."""
     child = subprocess.Popen([sys.executable, "-m", "trainer", *sweep_arguments(row, options)])
     try:
-        return child.wait(None if until is None else max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGINT)
-        child.wait(GRACE_SECONDS)
-        print(f"{options.minutes:g} minutes are up in row {row.name}; the same command continues", file=sys.stderr)
-        return TIME_IS_UP
+        return child.wait()
     except KeyboardInterrupt:  # the terminal has sent it to the sweep as well
         child.wait(GRACE_SECONDS)
         print("stopped; the same command continues", file=sys.stderr)
@@ -177,8 +168,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     rounds_help = "rounds of all arms, for the spread (default: %(default)s)"
     add("--rounds", type=positive, default=1, metavar="N", help=rounds_help)
     add("--warm", action="store_true", help="warm starts of every row (default: of captioning_start alone)")
-    minutes_help = "stop after so many minutes; the same command continues (default: no limit)"
-    add("--minutes", type=seconds, metavar="MINUTES", help=minutes_help)
     timeout_help = "longest time of a cell; then it has failed (default: %(default)s)"
     add("--timeout", type=positive, default=300, metavar="SECONDS", help=timeout_help)
     add("--smoke", action="store_true", help="the experiments in small; what needs CUDA fails without (default: whole)")

@@ -32,8 +32,8 @@ MAX_IMPORTS_OF_COMPILE = 55
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")
 TEXTS = {file: file.read_text() for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
-KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.compiler")
-"""The last reads what no run should pay for: the value behind each failed guard, and Inductor's own counts."""
+KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.recorder")
+"""The last reads what no run should pay for: the region, the stack and the guard of every compilation."""
 
 
 def name_of(file: Path) -> str:

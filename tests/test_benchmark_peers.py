@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from scripts import benchmark_peers
-from scripts.peers import cell as peer_cell
-from scripts.peers.cell import PEERS
+from scripts.benchmark_peers import PEERS
 from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.processes import Pair
@@ -52,7 +51,7 @@ def test_arms_take_turns_from_cold_starts_and_a_later_call_runs_what_is_missing(
     assert [(cell.arm[0], cell.round) for cell in instant.ran[4:]] == [(arm, 2) for arm in turn]
     assert {cell.start for cell in instant.ran} == {"cold"}
     assert len({cell.caches for cell in instant.ran}) == 8
-    assert [cell.command[1:3] for cell in instant.ran[1:3]] == [["-m", "trainer"], ["-m", "scripts.peers.cell"]]
+    assert [cell.command[1:3] for cell in instant.ran[1:3]] == [["-m", "trainer"], ["-m", "scripts.benchmark_peers"]]
 
 
 def test_on_several_devices_peers_are_started_by_torchrun(instant: InstantCells) -> None:
@@ -61,7 +60,7 @@ def test_on_several_devices_peers_are_started_by_torchrun(instant: InstantCells)
     assert ours.command[1:3] == ["-m", "trainer"]
     assert peer.command[1:7] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "scripts.peers.cell"),
+        *("-m", "scripts.benchmark_peers"),
     ]
 
 
@@ -69,13 +68,13 @@ def test_one_peer_on_several_devices_says_how_it_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], edge: None
 ) -> None:
     given = ["peer=loop_eager", *WORK, *SHORT, "trainer.devices=2", "--out", str(tmp_path / "run")]
-    assert peer_cell.main(given) == 2
+    assert benchmark_peers.main(given) == 2
     assert "1 processes were started" in capsys.readouterr().err
 
 
 def loss_of_the_loop_by_hand(folder: Path) -> float | None:
     """One of two processes, under what ``folder`` is called."""
-    from scripts.peers.run import run
+    from scripts.peers import run
 
     devices = ("trainer.accelerator=cpu", "trainer.devices=2", f"trainer.strategy={folder.name}")
     record = run("loop_eager", compose([*WORK, *SHORT, *devices]), run_dir=folder, command=[], backend="eager")
@@ -152,7 +151,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     for name in PEERS:
         torch.compiler.reset()
         given = [f"peer={name}", *WORK, *SHORT, "--backend", "eager", "--out", str(folder / name)]
-        assert peer_cell.main(given) == 0
+        assert benchmark_peers.main(given) == 0
     return find([folder])
 
 
@@ -182,13 +181,18 @@ def test_peers_are_arms_of_their_own_beside_eager_in_a_comparison(runs: list[Run
     assert [row.cell.arm for row in found.rows] == ["eager", *sorted(f"peer {name}" for name in PEERS)]
     assert all(row.ratio is not None for row in found.rows[1:])
     command = found.rows[1].cell.command
-    assert command.startswith("python -m scripts.peers.cell --backend eager peer=accelerate_regional task=captioning")
+    assert command.startswith(
+        "python -m scripts.benchmark_peers --backend eager peer=accelerate_regional task=captioning"
+    )
     assert "peer" not in compare(runs[:1])[0].verdict
 
 
 def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):
-        assert peer_cell.main(["peer=loop_compile", *WORK, *SHORT, "--backend", "eager", "--out", str(tmp_path)]) == 1
+        assert (
+            benchmark_peers.main(["peer=loop_compile", *WORK, *SHORT, "--backend", "eager", "--out", str(tmp_path)])
+            == 1
+        )
     record = RunRecord.load(tmp_path)
     assert record.status == "failed"
     assert record.reason == "NotCompiled: peer loop_compile compiled 0 graphs and none of its 1 regions"

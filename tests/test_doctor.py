@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING, Finding
+from scripts.doctor import ERROR, OK, WARNING, Finding, installed, requirements
 from scripts.doctor import devices as devices_module
 from scripts.doctor.__main__ import main
 from scripts.doctor.devices import TorchFacts, ask_torch, compiling, devices, reason
-from scripts.doctor.machine import installed, requirements
 from tests.conftest import ROOT
 
 IMPORTED = {"stage": "torch", "version": "2.15.0", "cuda": "13.2", "hip": None, "path": "here"}
@@ -63,7 +62,7 @@ def test_a_torch_that_does_not_import_is_an_error_and_the_rest_is_still_looked_a
     found = {finding["name"]: finding for finding in told["findings"]}
     assert found["torch imports"]["status"] == ERROR
     assert "libcudart.so.13: cannot open" in found["torch imports"]["message"]
-    assert {"python", "lightning", "c++ compiler", "inductor cache", "memory", "machine", "environment"} <= set(found)
+    assert {"python", "lightning", "c++ compiler", "inductor cache", "memory", "environment"} <= set(found)
     assert (found["compile"]["status"], found["compile"]["message"]) == (WARNING, "not tried")
     assert told["errors"] == sum(finding["status"] == ERROR for finding in told["findings"])
     assert all(finding["fix"] for finding in told["findings"] if finding["status"] != OK)
@@ -182,8 +181,6 @@ def test_versions_are_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     assert installed("torch", ">=2.9").status == OK
     found = installed("hydra-core", ">=1.3.8,<1.4")
     assert (found.message, found.fix) == ("1.4.0, <1.4 is needed", "pip install 'hydra-core>=1.3.8,<1.4'")
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.99.0")
-    assert installed("torch", ">=2.11").status == WARNING, "newer than was tried"
     assert dict(requirements())["hydra-core"] == ">=1.3.8,<1.4"
 
 
@@ -194,10 +191,10 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "argument --compile-seconds: -1 must be above 0" in capsys.readouterr().err
 
 
-def test_the_backend_of_attention_is_named_and_a_hidden_or_wrong_cudnn_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_of_attention_is_named_and_a_wrong_cudnn_told() -> None:
     def told(version: str, **changes: object) -> Finding:
         backends = {"with a mask": "cudnn_attention", "causal": "flash_attention"}
-        seen = {"backends": backends, "cudnn": 91900, "cudnn_files": ["/venv/lib/libcudnn.so.9"], "cudnn_failed": None}
+        seen = {"backends": backends, "cudnn": 91900, "cudnn_failed": None}
         stages = {
             "torch": {**IMPORTED, "version": version},
             "cuda": {"available": True},
@@ -205,13 +202,9 @@ def test_the_backend_of_attention_is_named_and_a_hidden_or_wrong_cudnn_told(monk
         }
         return named(list(devices(TorchFacts(stages=stages, devices=[GPU]))), "attention")
 
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib:/elsewhere")
     said = "with a mask: cudnn_attention, causal: flash_attention; cuDNN 9.19.0"
     assert (told("2.15.0").status, told("2.15.0").message) == (OK, said)
     wrong = told("2.11.0+cu130")
     assert (wrong.status, "NaN at lengths of 64 modulo 128" in wrong.message) == (WARNING, True)
     assert told("2.11.0", backends={"with a mask": "flash_attention"}).status == OK
-    hidden = told("2.15.0", cudnn_files=["/opt/cuda/lib/libcudnn.so.9"])
-    assert hidden.status == WARNING
-    assert "from /opt/cuda/lib/libcudnn.so.9, which LD_LIBRARY_PATH puts before torch's own" in hidden.message
     assert told("2.15.0", cudnn=None, cudnn_failed="cuDNN version incompatibility").status == WARNING

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING
+from scripts.doctor import ERROR, OK, WARNING, place, places, processors, quota, shared_memory, variables
 from scripts.doctor.devices import cpp
-from scripts.doctor.machine import place, places, processors, quota, shared_memory, variables
 from tasks.resources import memory_limit_gib
 
 

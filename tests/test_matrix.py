@@ -1,9 +1,7 @@
-"""``python -m scripts.matrix``: rows that exist, a time limit that can be gone on from, wrong arguments."""
+"""``python -m scripts.matrix``: rows that exist, sweeps that are compared, wrong arguments."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +28,23 @@ def test_every_arm_is_one_that_exists(arm: str, edge: None) -> None:
 
 
 class Sweep:
-    """In the place of a sweep's process: over at once with ``exit_code``, or never where that is None."""
+    """In the place of a sweep's process: over at once with ``exit_code``."""
 
-    def __init__(self, exit_code: int | None) -> None:
-        self.exit_code, self.commands, self.signals = exit_code, [], []
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code, self.commands = exit_code, []
 
     def __call__(self, command: list[str]) -> Sweep:
         self.commands.append(command)
         return self
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.exit_code is None and not self.signals:
-            raise subprocess.TimeoutExpired("sweep", timeout or 0.0)
-        return 130 if self.exit_code is None else self.exit_code
-
-    def send_signal(self, signum: int) -> None:
-        self.signals.append(signum)
+        return self.exit_code
 
     def kill(self) -> None:
         pass
 
 
-def swept(monkeypatch: pytest.MonkeyPatch, exit_code: int | None, *arguments: str) -> tuple[int, Sweep, list[Any]]:
+def swept(monkeypatch: pytest.MonkeyPatch, exit_code: int, *arguments: str) -> tuple[int, Sweep, list[Any]]:
     sweep, compared = Sweep(exit_code), []
     monkeypatch.setattr(matrix.subprocess, "Popen", sweep)
     monkeypatch.setattr(matrix.compare, "main", compared.append)
@@ -93,20 +86,11 @@ def test_a_sweep_that_is_refused_or_stopped_ends_it(monkeypatch: pytest.MonkeyPa
     assert (code, len(sweep.commands), compared) == (exit_code, 1, [])
 
 
-def test_time_that_is_up_stops_the_sweep_as_ctrl_c_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, sweep, _ = swept(monkeypatch, None, "gpt2", "resnet50", "--minutes", "0.001")
-    assert (code, len(sweep.commands), sweep.signals) == (matrix.TIME_IS_UP, 1, [signal.SIGINT])
-    assert "minutes are up in row gpt2; the same command continues" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["gtp2"], "'gtp2' is not a row; there are captioning, "),
         (["--rounds", "0"], "must be at least 1"),
-        (["--minutes", "nan"], "--minutes: nan must be above 0"),
     ],
 )
 def test_wrong_arguments_end_it_before_any_work(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doctor import OK, WARNING
-from scripts.doctor.machine import place
+from scripts.doctor import OK, WARNING, place
 from strategies.cached.store import read_key
 from strategies.errors import one_line
 from tests.conftest import ROOT

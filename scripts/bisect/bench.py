@@ -1,7 +1,7 @@
 """Bench: a training up to its first step, of which any submodules can be compiled by themselves, each try from the
-same state. Nothing is trained: the first step is never taken, no checkpoint, record or artifact is written.
+same state. A try tells whether a step fails to compile, departs from eager's or is slower.
 
-It also captures one submodule with the inputs of its first call, for a Python file that shows the failure alone.
+Nothing is trained: the first step is never taken, no checkpoint, record or artifact is written.
 """
 
 from __future__ import annotations
@@ -10,50 +10,53 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import os
-import pickle
-import pprint
-import sys
+import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from scripts.bisect.probe import Probe
-from scripts.bisect.report import OPTIMIZER, Node, Outcome, Site, Trial
-from scripts.bisect.search import holds, searched
+from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, Trial, holds, searched
 from scripts.explain.recorder import kind_of, wrap_training_loader
 from strategies import Modular, Program, Stage, Strategy
-from strategies.compose import aside
+from strategies.compose import aside, eager
 from strategies.errors import one_line
 from strategies.modular import Part
-from strategies.options import BudgetedBackend, ModuleRequest, file_of_backend
+from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
+from trainer.guards.compare import ParityError
+from trainer.guards.parity import ParityGate
+from trainer.guards.preflight import REPLAYED_FROM
 from trainer.guards.rollback import throwaway
+from trainer.guards.slowdown import MARGIN
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.private import replaced
 from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
-from trainer.telemetry import hardware
-from trainer.telemetry.source import is_library
+from trainer.telemetry import hardware, source
+from trainer.telemetry.facts import number as figure
 
-REPRODUCER, STATE = "reproduce.py", "reproduce.pt"
-TEMPLATE = Path(__file__).with_name("reproducer_template.txt")
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
 """Names of the options that reach torch.compile."""
-_NEUTRAL = Part()
-MAX_SECONDS = 60.0
-"""After so long no further batch is looked at."""
+MAX_BATCHES = 32
+"""Batches among which different shapes are looked for."""
+PAIRS, MIN_PAIRS, MAX_SECONDS = 9, 3, 6.0
+"""Steps of each that are timed in pairs, and about how long that takes at most."""
+PROJECT = Path(__file__).resolve().parents[2]
+OURS = tuple(f"{PROJECT / package}{os.sep}" for package in ("trainer", "strategies", "scripts"))
+"""Whose lines are nobody's mistake to fix."""
 
 
 class Bench:
@@ -62,9 +65,8 @@ class Bench:
     Args:
         program: With the strategies applied; what they compiled is undone and can be tried from here on.
         strategies: Those that are applied.
-        batches: On their device, one of each shape.
+        batches: On their device, one of each shape, by what they look like.
         passes: Quiet for as long as the bench is used.
-        kinds: What each batch looks like.
 
     Raises ValueError where nothing can be tried: a step that cannot be repeated, or that fails in eager.
     """
@@ -74,23 +76,22 @@ class Bench:
         trainer: L.Trainer,
         program: Program,
         strategies: Sequence[Strategy],
-        batches: Sequence[Any],
+        batches: dict[str, Any],
         passes: LightningLoop,
         *,
-        kinds: Sequence[str],
         notes: Sequence[str] = (),
     ) -> None:
         reason = passes.why_not_apart()
         if reason is not None:
             raise ValueError(f"no step can be tried and undone: {reason}")
-        self._program, self._batches, self._passes = program, list(batches), passes
-        self._device = trainer.strategy.root_device.type
+        self._trainer, self._program, self._batches, self._passes = trainer, program, batches, passes
         self._requests = _requests(program, strategies)
         strategy = next((each for each in strategies if each.stage is Stage.MODULE), None)
         paths = [region.path for region in program.regions]
         uncompile(program)
-        self._probe = Probe(trainer, program, passes)
-        self._snapshot = Snapshot(passes, self._batches, program)
+        self._repeats = REPLAYED_FROM if program.uses_cuda_graphs else 2  # the first step makes the optimizer's state
+        self._phase, self._batch = "forward", ""
+        self._snapshot = Snapshot(passes, list(batches.values()), program)
         called = self._called()
         self.site = Site(
             regions=[_node(program.module.get_submodule(path), path, called) for path in paths],
@@ -98,8 +99,7 @@ class Bench:
             requests={path: _not_neutral(self._requests[path]) for path in paths},
             paths=[path for path, _ in program.module.named_modules() if path],
             optimizer=bool(program.compiled_beside_regions),
-            batches=list(kinds),
-            device=self._device,
+            device=trainer.strategy.root_device.type,
             versions=hardware.versions(),
             notes=list(notes),
         )
@@ -107,107 +107,111 @@ class Bench:
     def trial(self, trial: Trial) -> Outcome:
         """Do one trial from the state of the first step."""
         torch.compiler.reset()
-        batches = [self._batches[number] for number in trial.batches]
         with contextlib.ExitStack() as stack:
             if OPTIMIZER not in trial.paths:
                 stack.enter_context(aside(self._program))
             stack.callback(self._snapshot.restore)
             stack.callback(uncompile, self._program)
             self._compile(trial)
-            return self._probe.run(trial, batches, self._snapshot)
-
-    def reproducer(self, path: str, batch: int, folder: Path, *, symptom: str, reason: str | None) -> Path:
-        """Write a Python file that runs the submodule at ``path`` alone, on the inputs of its first call.
-
-        Raises ValueError when the step does not call it, or where it cannot be run outside of this process.
-        """
-        arguments = self._arguments(path, {})
-        if arguments["dynamic"] is None:
-            arguments["dynamic"] = self._program.dynamic
-        if symptom == "breaks":
-            arguments["fullgraph"] = True  # so that the break is an error, which names the line
-        backend: Any = arguments["backend"]
-        budget = backend.budget if isinstance(backend, BudgetedBackend) else None
-        backend = backend.backend if isinstance(backend, BudgetedBackend) else backend
-        if not isinstance(backend, str):
-            raise ValueError(f"backend {backend!r} has no name to load it by")
-        state, autocast = self._captured(path, batch)
-        roots, modules = _imports(state["module"], backend)
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.save(state, folder / STATE)
-        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            (folder / STATE).unlink(missing_ok=True)
-            raise ValueError(f"{path} cannot be saved: {error}") from error
-        kind = type(state["module"])
-        source = _source_of(kind)
-        text = {
-            "PATH": path,
-            "KIND": f"{kind.__module__}.{kind.__qualname__}",
-            "SOURCE": f"{source[0]}:{source[1]}" if source else "unknown file",
-            "REASON": " ".join((reason or "").split()),
-            "TORCH": str(torch.__version__),
-        }
-        values = {
-            "SYMPTOM": symptom,
-            "ROOTS": roots,
-            "MODULES": modules,
-            "ARGUMENTS": {**arguments, "backend": backend},
-            "BUDGET": budget,
-            "DEVICE": self._device,
-            "AUTOCAST": autocast,
-            "MATMUL": torch.get_float32_matmul_precision(),
-        }
-        program = TEMPLATE.read_text(encoding="utf-8")
-        for name, value in (text | {name: pprint.pformat(value, width=100) for name, value in values.items()}).items():
-            program = program.replace(f"@{name}@", value)
-        (folder / REPRODUCER).write_text(program, encoding="utf-8")
-        return folder / REPRODUCER
-
-    def _captured(self, path: str, batch: int) -> tuple[dict[str, Any], str | None]:
-        """The submodule as it is before a step of eager with the inputs of its first call, and its type of autocast."""
-        module = self._program.module.get_submodule(path)
-        found: list[tuple[dict[str, Any], str | None]] = []
-
-        def capture(_: nn.Module, args: Any, kwargs: Any) -> None:
-            handle.remove()  # before the copy: it would be a part of it
-            kept = {"args": pytree.tree_map(_kept, args), "kwargs": pytree.tree_map(_kept, kwargs)}
-            autocast = str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
-            enabled = torch.is_autocast_enabled(self._device)
-            found.append(({"module": copy.deepcopy(module), **kept}, autocast if enabled else None))
-            raise _Captured
-
-        self._snapshot.restore()
-        handle = module.register_forward_pre_hook(capture, with_kwargs=True)
-        try:
-            with aside(self._program):
-                self._passes.step(self._batches[batch])
-        except _Captured:
-            pass
-        except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} cannot be copied: {type(error).__name__}: {error}") from error
-        finally:
-            handle.remove()
-        if not found:
-            raise ValueError(f"a step does not call {path}")
-        return found[0]
+            self._snapshot.restore()
+            stack.enter_context(self._phases())
+            try:
+                return getattr(self, f"_{trial.symptom}")(trial)
+            except Exception as error:
+                where, code = place(error)
+                return Outcome(
+                    shows=trial.symptom == "fails",
+                    reason=one_line(error),
+                    phase=self._phase,
+                    where=where,
+                    code=code,
+                    batch=self._batch,
+                    crashed="CUDA error" in str(error),  # nothing works in this process any more
+                )
 
     def _compile(self, trial: Trial) -> None:
+        """In place, with the options of the region that each path lies in."""
         paths = [path for path in trial.paths if path != OPTIMIZER]
         for path in paths:
-            arguments = self._arguments(path, trial.changes)
-            if trial.symptom == "breaks":
-                arguments["fullgraph"] = False
+            region = next(region for region in self._requests if holds(region, path))
+            request = dataclasses.replace(self._requests[region], **trial.changes)
+            arguments: dict[str, Any] = request.compile_arguments()
             # Compiled apart, what were parts of one graph would have one code for their several sizes.
             if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
                 arguments["dynamic"] = False
             compile_in_place(self._program, path, arguments)
 
-    def _arguments(self, path: str, changes: dict[str, Any]) -> dict[str, Any]:
-        """torch.compile's arguments for what lies in a region: the region's own."""
-        region = next(region for region in self._requests if holds(region, path))
-        arguments: dict[str, Any] = dataclasses.replace(self._requests[region], **changes).compile_arguments()
-        return arguments
+    def _each(self) -> Iterator[Any]:
+        for kind, batch in self._batches.items():
+            self._batch = kind
+            yield batch
+
+    def _fails(self, trial: Trial) -> Outcome:
+        for batch in self._each():
+            for _ in range(self._repeats):
+                self._phase = "forward"
+                self._passes.step(batch, self._backward_is_over)
+        return Outcome(shows=False)
+
+    def _differs(self, trial: Trial) -> Outcome:
+        for batch in self._each():
+            try:
+                ParityGate("on", self._passes, self._program, self._snapshot).run(batch)
+            except ParityError as error:
+                return Outcome(shows=True, reason=beyond_tolerance(error.facts), batch=self._batch)
+        return Outcome(shows=False)
+
+    def _slower(self, trial: Trial) -> Outcome:
+        """Of the batches, the one that loses most."""
+        found = [self._lost(batch, trial.min_lost_seconds) for batch in self._each()]
+        return max(found, key=lambda one: (one.shows, one.lost_seconds or 0.0))
+
+    def _lost(self, batch: Any, min_lost_seconds: float | None) -> Outcome:
+        for _ in range(self._repeats):
+            self._passes.step(batch)
+        with eager(self._program):
+            self._passes.step(batch)
+        outcome = Outcome(shows=True, batch=self._batch)
+        for _ in range(2):  # slower by chance once is not slower by chance twice
+            eagers, compiled = self._timed(batch)
+            eager_seconds = statistics.median(eagers)
+            outcome.lost_seconds = lost = statistics.median(compiled) - eager_seconds
+            wanted = (MARGIN - 1) * eager_seconds if min_lost_seconds is None else min_lost_seconds
+            if not (lost > wanted and sorted(compiled)[len(compiled) // 4] > eager_seconds):
+                return Outcome(shows=False, lost_seconds=lost)
+            took, in_eager = figure((eager_seconds + lost) * 1e3), figure(eager_seconds * 1e3)
+            outcome.reason = f"a step takes {took} ms, {in_eager} ms in eager"
+        return outcome
+
+    def _timed(self, batch: Any) -> tuple[list[float], list[float]]:
+        """Seconds of steps of eager and compiled, taken in pairs."""
+        eagers: list[float] = []
+        compiled: list[float] = []
+        device, began = self._trainer.strategy.root_device, time.perf_counter()
+
+        def step() -> None:
+            self._passes.step(batch)
+
+        while len(eagers) < PAIRS and (len(eagers) < MIN_PAIRS or time.perf_counter() - began < MAX_SECONDS):
+            with eager(self._program):
+                eagers.append(hardware.seconds_of(device, step))
+            compiled.append(hardware.seconds_of(device, step))
+        return eagers, compiled
+
+    def _phases(self) -> contextlib.AbstractContextManager[Any]:
+        """Know which phase of a step is under way."""
+        self._phase, self._batch = "forward", ""
+        strategy: Any = self._trainer.strategy
+        backward = strategy.backward
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._phase = "backward"
+            return backward(*args, **kwargs)
+
+        return replaced(strategy, "backward", marked)
+
+    def _backward_is_over(self, _: torch.Tensor) -> None:
+        self._phase = "optimizer step"
 
     def _called(self) -> set[int]:
         """Modules that a step of eager calls. Raises ValueError if that step fails."""
@@ -215,7 +219,7 @@ class Bench:
         handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
         try:
             with aside(self._program):
-                for batch in self._batches:
+                for batch in self._each():
                     try:
                         self._passes.step(batch)
                     except Exception as error:
@@ -246,28 +250,30 @@ def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any
 def _not_neutral(request: Any) -> dict[str, Any]:
     """Options that a ``Part`` would have to be given to be compiled like ``request``."""
     values = {name: copy.deepcopy(getattr(request, name)) for name in OPTIONS}
-    return {name: value for name, value in values.items() if value != getattr(_NEUTRAL, name)}
+    return {name: value for name, value in values.items() if value != getattr(Part(), name)}
 
 
 def _node(module: nn.Module, path: str, called: set[int]) -> Node:
     kind = type(module)
-    file, line = _source_of(kind) or (None, None)
+    try:
+        begins = f"{Path(str(inspect.getsourcefile(kind))).resolve()}:{inspect.getsourcelines(kind)[1]}"
+    except (TypeError, OSError):  # no source to read
+        begins = None
     sizes = [tuple(parameter.shape) for parameter in module.parameters()]
     return Node(
         path=path,
         kind=kind.__name__,
-        file=str(Path(file).resolve()) if file else None,
-        line=line,
+        source=begins,
         likeness=f"{kind.__module__}.{kind.__qualname__} {module!r} {sizes}",
         called=id(module) in called,
         children=[_node(child, f"{path}.{name}", called) for name, child in module.named_children()],
     )
 
 
-def with_config(config: Config, use: Callable[[Bench], object], *, batches: int, shapes: int) -> None:
+def with_config(config: Config, use: Callable[[Bench], object], *, shapes: int) -> None:
     """Call ``use`` with the bench of ``config.task`` under ``config.compile``. Raises ValueError for bad input.
 
-    The shapes of the epoch's first ``batches`` are looked at, and so many different ``shapes`` are kept and tried.
+    Of the epoch's first batches, so many of different ``shapes`` are kept and tried.
     """
     strategies, notes = searched(config.compile.values())
     if config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto":
@@ -278,7 +284,7 @@ def with_config(config: Config, use: Callable[[Bench], object], *, batches: int,
         L.seed_everything(config.seed, verbose=False)
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
-        callback = BenchCallback(compile_, use, notes, batches=batches, shapes=shapes)
+        callback = BenchCallback(compile_, use, notes, shapes=shapes)
         trainer = build_trainer(tried, Path(folder), [callback, compile_])
         trainer.loggers = []
         callback.run(trainer, module, datamodule=data)
@@ -292,18 +298,10 @@ class BenchCallback(L.Callback):
     """Comes before ``Compile`` in the trainer's callbacks, hands over a bench and ends before the first step."""
 
     def __init__(
-        self,
-        compile_: Compile,
-        use: Callable[[Bench], object],
-        notes: Sequence[str] = (),
-        *,
-        batches: int = 32,
-        shapes: int = 4,
+        self, compile_: Compile, use: Callable[[Bench], object], notes: Sequence[str] = (), *, shapes: int = 4
     ) -> None:
-        self._compile, self._use, self._notes = compile_, use, list(notes)
-        self._max_batches, self._max_shapes = batches, shapes
-        self._chosen: list[Any] = []
-        self._kinds: Counter[str] = Counter()
+        self._compile, self._use, self._notes, self._max_shapes = compile_, use, list(notes), shapes
+        self._chosen: dict[str, Any] = {}
 
     def run(self, trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
         """Fit up to the first batch."""
@@ -321,67 +319,54 @@ class BenchCallback(L.Callback):
         """Everything is in place: use the bench, then end."""
         program = self._compile.program
         assert program is not None
-        kinds = list(self._kinds)[: len(self._chosen)]
-        if len(self._kinds) > len(kinds):
-            self._notes.append(
-                f"{len(self._kinds)} shapes among the first {self._kinds.total()} batches, {len(kinds)} of them tried "
-                "(--shapes)"
-            )
         passes = LightningLoop(trainer, cuda_graphs=program.uses_cuda_graphs)
-        on_device = [batch, *(passes.to_device(other) for other in self._chosen[1:])]
+        first, *others = self._chosen
+        on_device = {first: batch, **{kind: passes.to_device(self._chosen[kind]) for kind in others}}
         with passes.quiet():
-            strategies = self._compile.strategies
-            self._use(Bench(trainer, program, strategies, on_device, passes, kinds=kinds, notes=self._notes))
+            self._use(Bench(trainer, program, self._compile.strategies, on_device, passes, notes=self._notes))
         raise _Done
 
     def _choose(self, loader: Any) -> Any:
         """The first batch of each shape."""
-        began = time.perf_counter()
-        for batch in loader:
-            kind = kind_of(batch)
-            if kind not in self._kinds and len(self._chosen) < self._max_shapes:
-                self._chosen.append(batch)
-            self._kinds[kind] += 1
-            if self._kinds.total() >= self._max_batches or time.perf_counter() - began > MAX_SECONDS:
+        began, seen = time.perf_counter(), set()
+        for batch in itertools.islice(loader, MAX_BATCHES):
+            seen.add(kind := kind_of(batch))
+            if len(self._chosen) < self._max_shapes:
+                self._chosen.setdefault(kind, batch)
+            if time.perf_counter() - began > 60.0:  # a slow loader
                 break
+        if len(seen) > len(self._chosen):
+            self._notes.append(f"{len(seen)} shapes of batch were seen, {len(self._chosen)} of them tried (--shapes)")
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
-        return [copy.deepcopy(batch) for batch in self._chosen[:1] * 2]
+        return [copy.deepcopy(batch) for batch in list(self._chosen.values())[:1] * 2]
 
 
-class _Captured(Exception):
-    """The first call was captured; the rest of the step is not needed."""
+def beyond_tolerance(facts: dict[str, Any]) -> str:
+    """What a failed comparison found, in words: the first figure beyond its tolerance, and a tensor by name."""
+    beyond = []
+    for name, label in (
+        ("loss", "loss"),
+        ("gradient_norm", "norm of the gradients"),
+        ("weights", "update of {}"),
+        ("gradients", "gradient of {}"),
+        ("optimizer_state", "optimizer state {}"),
+        ("buffers", "buffer {}"),
+    ):
+        figures = facts.get(name)
+        if figures and not figures["difference"] <= figures["tolerance"]:
+            what = label.format(figures.get("worst"))
+            beyond.append(f"{what} {figures['difference']:.2g} of eager's away, tolerance {figures['tolerance']:.2g}")
+    return "; ".join([*beyond[:1], *beyond[1:][-1:]]) or facts["reason"]
 
 
-def _kept(value: Any) -> Any:
-    """A leaf of its own, that asks for a gradient where the original had one."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value
-
-
-def _imports(module: nn.Module, backend: str) -> tuple[list[str], list[str]]:
-    """Folders that have to be on the path, and modules to import, so that both can be loaded. Raises ValueError."""
-    files = [getattr(sys.modules.get(type(each).__module__), "__file__", None) for each in module.modules()]
-    roots = [_importable(Path(file))[0] for file in dict.fromkeys(files) if file is not None]
-    modules = []
-    if (file := file_of_backend(backend)) is not None:
-        root, name = _importable(file)
-        roots, modules = [*roots, root], [name]
-    return [root for root in dict.fromkeys(roots) if not is_library(f"{root}{os.sep}")], modules
-
-
-def _importable(file: Path) -> tuple[str, str]:
-    """The folder on the path below which ``file`` is, and its name as a module. Raises ValueError if there is none."""
-    for name, module in list(sys.modules.items()):
-        if name != "__main__" and getattr(module, "__file__", None) and Path(str(module.__file__)) == file:
-            depth = name.count(".") + (file.name == "__init__.py")
-            return str(file.resolve().parents[depth]), name
-    raise ValueError(f"{file} is not a module that can be imported")
-
-
-def _source_of(kind: type) -> tuple[str, int] | None:
-    """File and first line of a class; None where there is none to read."""
-    try:
-        return str(inspect.getsourcefile(kind)), inspect.getsourcelines(kind)[1]
-    except (TypeError, OSError):
-        return None
+def place(error: BaseException) -> tuple[str | None, str | None]:
+    """The line of code that an error is about, as ``file:line in function``, and its text."""
+    text = str(error)
+    if "from user code:" in text:
+        stack = source.lines_of_stack(text.split("from user code:", 1)[1])
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        stack = [source.line(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+    stack = [each for each in stack if not each.file.startswith(OURS)]
+    where, _, _ = source.of_interest(stack)
+    return (str(where), where.code) if where is not None else (None, None)

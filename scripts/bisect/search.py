@@ -1,33 +1,189 @@
-"""Search: the whole, its shapes of batch, its submodules and its options, trial by trial. Needs no torch.
+"""Search: the whole, its submodules and its options, trial by trial, and what is found. Needs no torch.
 
 Top-down to the smallest submodule that shows the symptom alone, bottom-up to the rest that does not.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from scripts.bisect.report import OPTIMIZER, SYMPTOMS, Culprit, Node, OptionTried, Outcome, Report, Site, Trial, named
 from strategies.base import Stage, Strategy
 from strategies.compose import label
 from trainer.auto.rule import refuse_choice
+from trainer.telemetry.files import finite
 
+SYMPTOMS = ("fails", "differs", "slower")
+"""What a compile can do wrong, in the order in which a program is searched for it."""
+OPTIMIZER = "optimizer step"
+"""Stands among the module paths of a trial for the compiled optimizer step."""
+SCHEMA = 4
+"""Raised when the name or the meaning of a field changes."""
+NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
+"""Exit codes."""
 MAX_CULPRITS = 8
 """Different ones that are looked for before the search gives the rest up as more of the same."""
 CLEARLY = 0.5
 """Share of the time that the whole loses, from which on a part is held to lose it."""
 INDUCTOR_DEFAULTS: dict[str, Any] = {"mode": "default", "combo_kernels": None, "coordinate_descent": None}
-DEFAULTS: dict[str, Any] = {**INDUCTOR_DEFAULTS, "dynamic": None, "activation_memory_budget": None}
+DEFAULTS: dict[str, Any] = {**INDUCTOR_DEFAULTS, "dynamic": None, "activation_memory_budget": None, "options": {}}
 """Options that are tried at their default."""
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",
     Stage.STEP: "left out, a captured step runs no single submodule",
 }
 
-Try = Callable[[Sequence[str]], Outcome]
-"""Compiles these submodules, each by itself, and returns what came of it."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One try: these submodules compiled each by itself, all others eager, on every batch one after the other."""
+
+    symptom: str
+    """One of ``SYMPTOMS``: what is looked for."""
+    paths: tuple[str, ...]
+    """Submodules, and ``OPTIMIZER`` for the optimizer step."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Options of the strategy that have another value for this try."""
+    min_lost_seconds: float | None = None
+    """A step that takes so much longer than eager's is slower; None = from the usual margin on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    shows: bool
+    """Whether the symptom was seen."""
+    reason: str | None = None
+    """What was seen, in one line; None where nothing was."""
+    phase: str | None = None
+    """``forward``, ``backward`` or ``optimizer step`` of a failure; None where that is not known."""
+    where: str | None = None
+    """``file:line in function`` that the compiler or the error names."""
+    code: str | None = None
+    """Text of that line."""
+    batch: str | None = None
+    """Dtypes and shapes of the batch that showed it."""
+    lost_seconds: float | None = None
+    """Median seconds that a step takes longer than eager's; negative where it is faster. Timed trials only."""
+    crashed: bool = False
+    """Whether the process was lost: a signal, or the time limit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A submodule, and those below it."""
+
+    path: str
+    """As in ``module.get_submodule(path)``."""
+    kind: str
+    """Name of its class."""
+    source: str | None = None
+    """``file:line`` at which its class begins; None where there is none to read."""
+    likeness: str = ""
+    """Equal for submodules that the compiler can be expected to treat alike: class, children, sizes of weights."""
+    called: bool = True
+    """Whether a step calls it: a list of modules is not called, nor is a layer whose weight alone is used."""
+    children: list[Node] = field(default_factory=list)
+    """Direct children in the module tree."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Site:
+    """What there is to search: the regions of a program."""
+
+    regions: list[Node]
+    """What the strategies hand to the compiler, each with what it holds."""
+    strategy: str | None
+    """Name of the strategy that does so; None where only the optimizer step is compiled."""
+    requests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The options of each region that a ``Part`` of ``modular`` would have to set, by path."""
+    paths: list[str] = field(default_factory=list)
+    """Every submodule of the model, for wildcards that match no other."""
+    optimizer: bool = False
+    """Whether a strategy compiles the optimizer step."""
+    device: str = "cpu"
+    versions: dict[str, str | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def everything(self) -> tuple[str, ...]:
+        return (*(node.path for node in self.regions), *([OPTIMIZER] if self.optimizer else []))
+
+
+@dataclass(slots=True, kw_only=True)
+class Culprit:
+    """The smallest submodule, or the optimizer step, that shows the symptom when nothing else is compiled."""
+
+    path: str
+    kind: str | None = None
+    """Name of its class; None for the optimizer step."""
+    source: str | None = None
+    outcome: Outcome
+    """What was seen of it alone."""
+    copies: list[str] = field(default_factory=list)
+    """Others like it that show it too, compiled together."""
+    own_code: bool = False
+    """Whether none of its children shows it: it is its own code, or how they are one graph."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OptionTried:
+    """One option of the strategy with another value, everything compiled."""
+
+    text: str
+    """As it is typed."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    shows: bool = False
+    reason: str | None = None
+    backend: bool = False
+    """Whether it is another compiler, and shows whose fault it is rather than how to continue."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a search found."""
+
+    task: str
+    strategies: str
+    command: list[str]
+    """Overrides as they were given."""
+    symptom: str | None = None
+    """One of ``SYMPTOMS``; None where nothing is wrong."""
+    searched_for: list[str] = field(default_factory=list)
+    """Symptoms that the whole was tried for."""
+    whole: Outcome | None = None
+    """What was seen with everything compiled; None where nothing was tried."""
+    culprits: list[Culprit] = field(default_factory=list)
+    together: list[str] = field(default_factory=list)
+    """What shows it when all of it is compiled, and nothing of it alone does."""
+    options: list[OptionTried] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
+    """Largest submodules that hold no culprit."""
+    rest_is_clean: bool | None = None
+    """Whether compiling the rest shows nothing; None where there is no rest."""
+    rest_reason: str | None = None
+    suggestions: list[str] = field(default_factory=list)
+    """Commands that continue without the symptom."""
+    trials: int = 0
+    seconds: float = 0.0
+    device: str = ""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    @property
+    def exit_code(self) -> int:
+        if self.symptom is None:
+            return NOTHING_WRONG
+        return FOUND if self.culprits else ONLY_TOGETHER
+
+    def as_json(self) -> str:
+        """Everything, and the exit code."""
+        facts: dict[str, Any] = {**dataclasses.asdict(self), "exit_code": self.exit_code}
+        return json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
 
 
 class Bench(Protocol):
@@ -35,145 +191,11 @@ class Bench(Protocol):
 
     site: Site
 
-    def trial(self, trial: Trial) -> Outcome:
-        """Do one trial."""
-        ...
-
-
-class Tree:
-    """The regions of a program and what they hold; the optimizer step is known as ``OPTIMIZER`` without being here."""
-
-    def __init__(self, regions: Iterable[Node]) -> None:
-        self.nodes = {node.path: node for region in regions for node in _all(region)}
-
-    def likeness(self, path: str) -> str:
-        """Equal for paths that the compiler can be expected to treat alike."""
-        return self.nodes[path].likeness if path in self.nodes else path
-
-    def children(self, path: str) -> list[str]:
-        """The nearest submodules below ``path`` that a step calls."""
-        return [] if path == OPTIMIZER else list(_called(self.nodes[path].children))
-
-    def without(self, paths: Sequence[str], left_out: Collection[str], own_code: Collection[str] = ()) -> list[str]:
-        """All of ``paths`` but ``left_out``: as they are where they hold none of it, else the largest submodules in
-        them that do not. The code of those in between stays eager, and of ``own_code`` nothing but its own code."""
-        kept: list[str] = []
-        for path in paths:
-            if any(holds(out, path) for out in left_out):
-                continue
-            if any(holds(path, out) for out in (*left_out, *own_code)):
-                kept += self.without(self.children(path), left_out, own_code)
-            else:
-                kept.append(path)
-        return kept
+    def trial(self, trial: Trial) -> Outcome: ...
 
 
 class Search:
-    """Searches submodules for what shows a symptom; a set of them is tried once. What it finds is in the report."""
-
-    def __init__(self, tree: Tree, try_paths: Try, report: Report) -> None:
-        self._tree, self._try, self._report = tree, try_paths, report
-        self._known: dict[frozenset[str], Outcome] = {}
-
-    def run(self, everything: Sequence[str], outcome: Outcome) -> None:
-        """Search ``everything``, which together came to ``outcome``."""
-        report = self._report
-        report.rest, rest = list(everything), outcome
-        self._known[frozenset(everything)] = outcome
-        while report.rest and rest.shows and len(report.culprits) < MAX_CULPRITS and not report.together:
-            culprit = self._descend(report.rest)
-            if isinstance(culprit, Culprit):
-                report.culprits.append(culprit)
-                culprit.copies = self._copies(culprit, self._without_found(everything))
-            else:
-                report.together, report.together_reason = culprit, self._outcome(culprit).reason
-            report.rest = self._without_found(everything)
-            if report.rest:
-                rest = self._outcome(report.rest)
-        if report.rest:
-            report.rest_is_clean = not rest.shows and rest.reason is None
-            report.rest_reason = rest.reason
-
-    def _without_found(self, paths: Sequence[str]) -> list[str]:
-        """What of ``paths`` can be compiled in spite of what was found."""
-        whole: list[str] = self._report.together[:1]
-        own_code: list[str] = []
-        for culprit in self._report.culprits:
-            kept = own_code if culprit.own_code else whole
-            kept += [culprit.path, *culprit.copies]
-        return self._tree.without(paths, whole, own_code)
-
-    def _descend(self, paths: Sequence[str]) -> Culprit | list[str]:
-        """The smallest one below ``paths``, of which something shows it; a list where only several together do."""
-        alone = self._first(paths)
-        if alone is None:
-            return self._smallest(list(paths))
-        children = self._tree.children(alone)
-        below = self._first(children)
-        if below is not None:
-            return self._descend([below])
-        if len(children) > 1 and self._outcome(children).shows:
-            return self._smallest(children)
-        node = self._tree.nodes.get(alone)
-        about: dict[str, Any] = {} if node is None else {"kind": node.kind, "file": node.file, "line": node.line}
-        return Culprit(path=alone, outcome=self._outcome([alone]), own_code=bool(children), **about)
-
-    def _first(self, paths: Sequence[str]) -> str | None:
-        """The first path that shows it alone. Of those alike, one is tried first, then the others together."""
-        alike: dict[str, list[str]] = {}
-        for path in paths:
-            alike.setdefault(self._tree.likeness(path), []).append(path)
-        for group in alike.values():
-            if self._outcome(group[:1]).shows:
-                return group[0]
-        for group in alike.values():
-            others = group[1:]
-            while others and self._outcome(others).shows:
-                if len(others) == 1:
-                    return others[0]
-                half = len(others) // 2
-                if self._outcome(others[:half]).shows:
-                    others = others[:half]
-                elif self._outcome(others[half:]).shows:
-                    others = others[half:]
-                else:
-                    break
-        return None
-
-    def _copies(self, culprit: Culprit, rest: Sequence[str]) -> list[str]:
-        """Others in ``rest`` like the culprit, if compiling them together shows it too."""
-        likeness = self._tree.likeness(culprit.path)
-        copies = [path for path in self._below(rest) if self._tree.likeness(path) == likeness]
-        return copies if copies and self._outcome(copies).shows else []
-
-    def _below(self, paths: Sequence[str]) -> list[str]:
-        return [one for path in paths for one in (path, *self._below(self._tree.children(path)))]
-
-    def _smallest(self, paths: list[str]) -> list[str]:
-        """Fewer of ``paths`` that together still show it, until none can be spared."""
-        size = max(len(paths) // 2, 1)
-        while True:
-            spared = False
-            for begin in range(0, len(paths), size):
-                fewer = paths[:begin] + paths[begin + size :]
-                if fewer and self._outcome(fewer).shows:
-                    paths, spared = fewer, True
-                    break
-            if not spared:
-                if size == 1:
-                    return paths
-                size //= 2
-            size = min(size, max(len(paths) // 2, 1))
-
-    def _outcome(self, paths: Sequence[str]) -> Outcome:
-        key = frozenset(paths)
-        if key not in self._known:
-            self._known[key] = self._try(list(paths))
-        return self._known[key]
-
-
-class Investigation:
-    """One search from the whole to the options.
+    """One search from the whole to the options. A set of submodules is tried once.
 
     Args:
         report: Filled in as the search goes.
@@ -191,148 +213,166 @@ class Investigation:
     ) -> None:
         self._bench, self._report, self._begins, self._ended = bench, report, begins, ended
         self._site = site = bench.site
-        self._batches: tuple[int, ...] = tuple(range(len(site.batches)))
+        self._nodes = {node.path: node for region in site.regions for node in _all(region)}
+        self._known: dict[frozenset[str], Outcome] = {}
         self._min_lost_seconds: float | None = None
-        self._began = time.perf_counter()
-        report.compiled, report.shapes = list(site.everything), list(site.batches)
         report.device, report.versions = site.device, dict(site.versions)
         report.notes.extend(site.notes)
 
     def run(self, symptoms: Sequence[str] = SYMPTOMS) -> None:
         """Look for the first of ``symptoms`` that the whole shows, and for what is at fault."""
-        report = self._report
-        whole = self._whole(symptoms)
-        if whole is not None:
-            whole = self._shapes(whole)
-            if report.symptom == "slower" and whole.lost_seconds is not None:
-                self._min_lost_seconds = CLEARLY * whole.lost_seconds
-            Search(Tree(self._site.regions), self._try, report).run(self._site.everything, whole)
-            self._options()
-        report.seconds = round(time.perf_counter() - self._began, 1)
-
-    @property
-    def showing_batch(self) -> int:
-        return self._batches[-1]
-
-    def _whole(self, symptoms: Sequence[str]) -> Outcome | None:
-        """Everything compiled, for one symptom after the other; the outcome of the first that shows."""
-        queue = list(symptoms)
+        report, began, queue = self._report, time.perf_counter(), list(symptoms)
         for symptom in queue:
-            self._report.searched_for.append(symptom)
+            report.searched_for.append(symptom)
             self._symptom = symptom
-            # Only the last batch of a trial is timed.
-            orders = [(number,) for number in self._batches] if symptom == "slower" else [self._batches]
-            for order in orders:
-                outcome = self._do("everything", self._site.everything, order)
-                self._report.whole = outcome
-                if outcome.shows:
-                    self._report.symptom = symptom
-                    return outcome
-                if outcome.reason is not None:
-                    self._report.notes.append(f"looked for '{symptom}', and it failed: {outcome.reason}")
-                    if "fails" not in self._report.searched_for:
-                        queue.append("fails")
-                    break
+            report.whole = outcome = self._do("everything", self._site.everything)
+            if outcome.shows:
+                report.symptom = symptom
+                self._known = {frozenset(self._site.everything): outcome}
+                if symptom == "slower" and outcome.lost_seconds is not None:
+                    self._min_lost_seconds = CLEARLY * outcome.lost_seconds
+                self._submodules(outcome)
+                self._options()
+                break
+            if outcome.reason is not None:
+                report.notes.append(f"looked for '{symptom}', and it failed: {outcome.reason}")
+                if "fails" not in queue:
+                    queue.append("fails")
+        report.seconds = round(time.perf_counter() - began, 1)
+
+    def _submodules(self, rest: Outcome) -> None:
+        report, everything = self._report, self._site.everything
+        report.rest = list(everything)
+        while report.rest and rest.shows and len(report.culprits) < MAX_CULPRITS:
+            culprit = self._descend(report.rest)
+            if culprit is None:
+                report.together, report.rest = report.rest, []
+                return
+            report.culprits.append(culprit)
+            likeness = self._likeness(culprit.path)
+            alike = [one for one in self._below(self._without_found(everything)) if self._likeness(one) == likeness]
+            culprit.copies = alike if alike and self._outcome(alike).shows else []
+            report.rest = self._without_found(everything)
+            if report.rest:
+                rest = self._outcome(report.rest)
+        if report.rest:
+            report.rest_is_clean = not rest.shows and rest.reason is None
+            report.rest_reason = rest.reason
+
+    def _descend(self, paths: Sequence[str]) -> Culprit | None:
+        """The smallest one below ``paths`` that shows it alone, and of which no child does; None where none does."""
+        found: str | None = None
+        while (below := self._first(paths)) is not None:
+            found, paths = below, self._children(below)
+        if found is None:
+            return None
+        node = self._nodes.get(found)
+        about: dict[str, Any] = {} if node is None else {"kind": node.kind, "source": node.source}
+        return Culprit(path=found, outcome=self._outcome([found]), own_code=bool(paths), **about)
+
+    def _first(self, paths: Sequence[str]) -> str | None:
+        """The first path that shows it alone. Of those alike, one is tried first, then the others together."""
+        alike: dict[str, list[str]] = {}
+        for path in paths:
+            alike.setdefault(self._likeness(path), []).append(path)
+        for group in alike.values():
+            if self._outcome(group[:1]).shows:
+                return group[0]
+        for _, *others in alike.values():
+            while others and self._outcome(others).shows:
+                if len(others) == 1:
+                    return others[0]
+                half = len(others) // 2
+                halves = (others[:half], others[half:])
+                others = next((one for one in halves if self._outcome(one).shows), [])
         return None
 
-    def _shapes(self, whole: Outcome) -> Outcome:
-        """Which batches show it alone, or which ones after each other; the search continues with these."""
-        numbers, shapes, everything = self._batches, self._site.batches, self._site.everything
-        if len(numbers) == 1:
-            return whole
+    def _without_found(self, paths: Sequence[str]) -> list[str]:
+        """What of ``paths`` can be compiled in spite of what was found."""
+        whole: list[str] = []
+        own_code: list[str] = []
+        for culprit in self._report.culprits:
+            kept = own_code if culprit.own_code else whole
+            kept += [culprit.path, *culprit.copies]
+        return self._without(paths, whole, own_code)
 
-        def alone(number: int) -> Outcome:
-            return self._do(f"everything, batch {shapes[number]}", everything, (number,))
+    def _without(self, paths: Sequence[str], left_out: Collection[str], own_code: Collection[str]) -> list[str]:
+        """All of ``paths`` but ``left_out``: as they are where they hold none of it, else the largest submodules in
+        them that do not. The code of those in between stays eager, and of ``own_code`` nothing but its own code."""
+        kept: list[str] = []
+        for path in paths:
+            if any(holds(out, path) for out in left_out):
+                continue
+            if any(holds(path, out) for out in (*left_out, *own_code)):
+                kept += self._without(self._children(path), left_out, own_code)
+            else:
+                kept.append(path)
+        return kept
 
-        last = whole.batch if whole.batch is not None else numbers[-1]
-        found = alone(last)
-        if found.shows:
-            self._batches = (last,)
-            shows = {number: number == last or alone(number).shows for number in numbers}
-            self._report.shapes_that_show = [shapes[number] for number in numbers if shows[number]]
-            return found
-        self._batches, found = numbers[: numbers.index(last) + 1], whole
-        for number in self._batches[:-1] if len(self._batches) > 2 else ():
-            pair = self._do(f"everything, batch {shapes[number]} and then {shapes[last]}", everything, (number, last))
-            if pair.shows:
-                self._batches, found = (number, last), pair
-                break
-        self._report.shapes_that_show = []
-        self._report.shape_sequence = [shapes[number] for number in self._batches]
-        return found
+    def _likeness(self, path: str) -> str:
+        return self._nodes[path].likeness if path in self._nodes else path
+
+    def _children(self, path: str) -> list[str]:
+        """The nearest submodules below ``path`` that a step calls."""
+        return [] if path == OPTIMIZER else list(_called(self._nodes[path].children))
+
+    def _below(self, paths: Sequence[str]) -> list[str]:
+        return [one for path in paths for one in (path, *self._below(self._children(path)))]
 
     def _options(self) -> None:
         """Which option, changed alone, makes it go away with everything compiled."""
         report = self._report
-        assert report.symptom is not None
-        if [culprit.path for culprit in report.culprits] == [OPTIMIZER]:
-            return
-        for option in options(self._site, report.symptom, several_shapes=len(self._batches) > 1):
-            outcome = self._do(f"everything, {option.text}", self._site.everything, self._batches, option.changes)
-            option.shows, option.reason = outcome.shows, outcome.reason
-            report.options.append(option)
+        if [culprit.path for culprit in report.culprits] != [OPTIMIZER]:
+            for option in options(self._site, self._symptom):
+                outcome = self._do(f"everything, {option.text}", self._site.everything, option.changes)
+                option.shows, option.reason = outcome.shows, outcome.reason
+                report.options.append(option)
 
-    def _try(self, paths: Sequence[str]) -> Outcome:
-        outcome = self._do(named(paths), tuple(paths), self._batches)
-        if len(paths) == 1 and outcome.lost_seconds is not None:
-            self._report.lost_seconds_by_part[paths[0]] = outcome.lost_seconds
-        return outcome
+    def _outcome(self, paths: Sequence[str]) -> Outcome:
+        key = frozenset(paths)
+        if key not in self._known:
+            self._known[key] = self._do(named(paths), tuple(paths))
+        return self._known[key]
 
-    def _do(
-        self, what: str, paths: tuple[str, ...], batches: tuple[int, ...], changes: dict[str, Any] | None = None
-    ) -> Outcome:
+    def _do(self, what: str, paths: tuple[str, ...], changes: dict[str, Any] | None = None) -> Outcome:
+        what = f"{self._symptom}? {what}"
         self._report.trials += 1
-        self._begins(f"{self._symptom}? {what}")
-        trial = Trial(
-            symptom=self._symptom,
-            paths=paths,
-            batches=batches,
-            changes=changes or {},
-            min_lost_seconds=self._min_lost_seconds,
+        self._begins(what)
+        minimum = self._min_lost_seconds
+        outcome = self._bench.trial(
+            Trial(symptom=self._symptom, paths=paths, changes=changes or {}, min_lost_seconds=minimum)
         )
-        outcome = self._bench.trial(trial)
-        self._ended(self._report.trials, f"{self._symptom}? {what}", outcome)
+        self._ended(self._report.trials, what, outcome)
         return outcome
 
 
-def options(site: Site, symptom: str, *, several_shapes: bool) -> Iterator[OptionTried]:
-    """Single changes of the strategy's options that are worth a try, towards torch.compile's defaults.
-
-    ``several_shapes``: it takes batches of several shapes, so that ``dynamic`` may matter.
-    """
+def options(site: Site, symptom: str) -> Iterator[OptionTried]:
+    """Single changes of the strategy's options that are worth a try, towards torch.compile's defaults."""
     requests = list(site.requests.values())
-    if not requests:
-        return
     prefix = "every part with " if site.strategy == "modular" else f"compile.{site.strategy}."
 
-    def typed(name: str, value: Any) -> OptionTried:
+    def typed(name: str, value: Any, **more: Any) -> OptionTried:
         text = "null" if value is None else str(value).lower()
-        return OptionTried(text=f"{prefix}{name}={text}", changes={name: value})
+        return OptionTried(text=f"{prefix}{name}={text}", changes={name: value}, **more)
 
     set_anywhere = {name for request in requests for name in request}
-    for name, default in DEFAULTS.items():
-        if name in set_anywhere:
-            yield typed(name, default)
-    given = [request["options"] for request in requests if request.get("options")]
-    if given and all(each == given[0] for each in given):  # of several, none could be put in place of the others
-        for option in given[0]:
-            fewer = {name: value for name, value in given[0].items() if name != option}
-            yield OptionTried(text=f"without the option {option}", changes={"options": fewer})
-    if several_shapes and "dynamic" not in set_anywhere:
-        yield from (typed("dynamic", value) for value in (False, True))
+    yield from (typed(name, default) for name, default in DEFAULTS.items() if name in set_anywhere)
     if symptom == "fails" and any(request.get("fullgraph", True) for request in requests):
         yield typed("fullgraph", False)
-    if symptom not in ("breaks", "recompiles", "slower"):
-        used = {request.get("backend", "inductor") for request in requests}
-        for backend in ("aot_eager", "eager"):
-            if backend in used:
-                break
-            option = typed("backend", backend)
-            option.changes |= {**INDUCTOR_DEFAULTS, "options": {}}
-            if backend == "eager":
-                option.changes["activation_memory_budget"] = None
-            option.backend = True
-            yield option
+    used = {request.get("backend", "inductor") for request in requests}
+    for backend in ("aot_eager", "eager") if requests and symptom != "slower" else ():
+        if backend in used:
+            break
+        option = typed("backend", backend, backend=True)
+        option.changes |= {**INDUCTOR_DEFAULTS, "options": {}}
+        if backend == "eager":
+            option.changes["activation_memory_budget"] = None
+        yield option
+
+
+def named(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def holds(outer: str, path: str) -> bool:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from scripts.bisect.report import Outcome, Site, Trial
+from scripts.bisect.search import Outcome, Site, Trial
 from trainer.sweep.environment import PR_SET_PDEATHSIG
 
 START_SECONDS = 900.0
@@ -36,7 +36,7 @@ class WorkerFailed(ValueError):
     """The worker could not be started; the message holds its last lines."""
 
 
-def serve(pipe: Connection, overrides: Sequence[str], config_dir: str | None, batches: int, shapes: int) -> None:
+def serve(pipe: Connection, overrides: Sequence[str], config_dir: str | None, shapes: int) -> None:
     """Build what the overrides say, send its ``Site``, then do what is asked until the other side ends."""
     from scripts.bisect.bench import Bench, with_config
     from trainer.config import compose
@@ -44,16 +44,9 @@ def serve(pipe: Connection, overrides: Sequence[str], config_dir: str | None, ba
     def answer(bench: Bench) -> None:
         pipe.send(bench.site)
         while True:
-            asked = pipe.recv()
-            if isinstance(asked, Trial):
-                pipe.send(bench.trial(asked))
-                continue
-            try:
-                pipe.send(bench.reproducer(**asked))
-            except ValueError as error:
-                pipe.send(ValueError(str(error)))
+            pipe.send(bench.trial(pipe.recv()))
 
-    with_config(compose(overrides, config_dir=config_dir), answer, batches=batches, shapes=shapes)
+    with_config(compose(overrides, config_dir=config_dir), answer, shapes=shapes)
 
 
 class RemoteBench:
@@ -62,7 +55,6 @@ class RemoteBench:
     Args:
         overrides: As for ``python -m trainer``.
         trial_seconds: A trial that takes longer is ended, and counts as hung.
-        isolate: A fresh process for every trial.
         serve: What the process does.
     """
 
@@ -71,14 +63,12 @@ class RemoteBench:
         overrides: Sequence[str],
         *,
         config_dir: str | None = None,
-        batches: int,
         shapes: int,
         trial_seconds: float,
-        isolate: bool = False,
         serve: Callable[..., None] = serve,
     ) -> None:
-        self._serve, self._arguments = serve, (list(overrides), config_dir, batches, shapes)
-        self._seconds, self._isolate = trial_seconds, isolate
+        self._serve, self._arguments = serve, (list(overrides), config_dir, shapes)
+        self._seconds = trial_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
         # Whatever a killed worker leaves behind is in here, compiler caches included: nothing comes from older ones.
@@ -103,18 +93,9 @@ class RemoteBench:
         if outcome is None:
             return self._lost(trial)
         assert isinstance(outcome, Outcome)
-        if outcome.crashed or self._isolate:
+        if outcome.crashed:
             self._end()
         return outcome
-
-    def reproducer(self, **wanted: Any) -> Path:
-        """Write a reproducer. Raises ValueError where none can be made."""
-        file = self._ask(wanted)
-        if file is None:
-            self._end()
-            raise ValueError("the process was lost while it was written")
-        assert isinstance(file, Path)
-        return file
 
     def _start(self) -> Site:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -140,7 +121,7 @@ class RemoteBench:
         assert isinstance(site, Site)
         return site
 
-    def _ask(self, request: Trial | dict[str, Any]) -> object:
+    def _ask(self, request: Trial) -> object:
         """The answer; None when the process was lost, or is still at it when its time is over."""
         if self._process is None:
             self._start()
@@ -175,8 +156,7 @@ class RemoteBench:
             if text.startswith(("Current thread", "Stack")) and (found := STACK.match(below)):
                 where = where or f"{found['file']}:{found['line']} in {found['function']}"
         self._end()
-        shows, batch = trial.symptom == "fails", trial.batches[-1]
-        return Outcome(shows=shows, reason=reason, where=where, batch=batch, crashed=True)
+        return Outcome(shows=trial.symptom == "fails", reason=reason, where=where, crashed=True)
 
     def _last_lines(self) -> list[str]:
         text = self._log.read_text(encoding="utf-8", errors="replace")

@@ -1,20 +1,65 @@
 """Doctor: checks a machine before anything is trained on it. Needs nothing installed; torch is asked in processes.
 
-A ``Finding`` is one line of its diagnosis; ``call`` runs what may hang or crash.
+Here is what needs no torch: Python and the packages, what this process may use of processors and memory, its folders,
+and the variables that change compilation. A ``Finding`` is one line; ``call`` runs what may hang or crash.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
+import re
+import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from strategies.cached.store import distrust_of
+from strategies.toolchain import SWITCHES, cache_directories, switched_off, unwritable
+from tasks.resources import CGROUPS, available_gib, memory_limit_gib, words
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 COLOURS = {OK: "32", WARNING: "33", ERROR: "31"}
 """ANSI codes; rich may be one of the things that are missing."""
 INDENT = " " * 25
+DISTRIBUTION = "crucible-train"
+OLDEST_PYTHON = (3, 11)
+REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)\s*(?P<bounds>[^;\[]*)$")
+BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
+GIB = 1 << 30
+LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
+"""A cold compile of a model of ordinary size writes some hundred MiB."""
+FEW_FILES = 10_000
+"""Inodes; every kernel is several small files."""
+SHARED = Path("/dev/shm")
+LITTLE_SHARED_GIB = 1.0
+LITTLE_MEMORY_GIB = 4.0
+"""Importing torch and Inductor and compiling in a few processes takes about three."""
+NAMES = ("CUDA_VISIBLE_DEVICES", "CXX", "CC", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCH_LOGS", "TRITON_")
+"""Of variables that are shown as they stand where they cost nothing."""
+COSTLY: dict[str, str] = {
+    "CUDA_LAUNCH_BLOCKING=1": "the host waits for every kernel: for finding errors, never for timing",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1": "kernels and communication are serialized: trainer.strategy=fsdp hides none of it",
+    "TORCHDYNAMO_SUPPRESS_ERRORS=": "what does not compile runs eager silently; any value switches it on",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1": "every run compiles everything anew",
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES=1": "every run compiles everything anew",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE=0": "compiled graphs are not kept: every run compiles them anew",
+    "TORCHINDUCTOR_COMPILE_THREADS=1": "kernels are compiled one after the other",
+    "TORCHDYNAMO_REPRO_AFTER=": "writes a reproducer of each graph that fails: slow",
+    "TORCH_COMPILE_DEBUG=1": "writes all intermediate code to ./torch_compile_debug: slow",
+    "TRITON_ALWAYS_COMPILE=1": "kernels are never taken from Triton's cache",
+    "TRITON_INTERPRET=1": "kernels are interpreted in Python on the CPU",
+    "NVIDIA_TF32_OVERRIDE=0": "no product of matrices uses TF32, whatever trainer.matmul_precision says",
+}
+"""What a variable costs at this value; without one, at any."""
+WRONG = ("TRITON_INTERPRET=1",)
+"""Of those, with which no run makes sense."""
 
 
 @dataclass(kw_only=True)
@@ -100,3 +145,150 @@ def _end(child: subprocess.Popen[str]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def packages() -> Iterator[Finding]:
+    """A line for Python and for each package that a run cannot do without."""
+    version = platform.python_version()
+    if sys.version_info < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        yield error("python", f"{version}, at least {wanted} is needed", f"python{wanted} -m venv .venv")
+    else:
+        yield ok("python", f"{version} ({sys.executable})")
+    for name, bounds in requirements():
+        yield installed(name, bounds)
+
+
+def requirements() -> Iterator[tuple[str, str]]:
+    """Name and bounds of each required package: of the checkout, or of what is installed."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if project.is_file() and sys.version_info >= OLDEST_PYTHON:
+        import tomllib
+
+        lines = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        try:
+            lines = importlib.metadata.requires(DISTRIBUTION) or []
+        except importlib.metadata.PackageNotFoundError:
+            lines = []
+    for line in lines:
+        if found := REQUIREMENT.match(line):  # those of extras have a marker, and are not required
+            yield found["name"], found["bounds"].strip()
+
+
+def installed(name: str, bounds: str) -> Finding:
+    """Whether ``name`` is installed in a version within ``bounds``, as pip writes them."""
+    fix = f"pip install '{name}{bounds}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return error(name, "is not installed", fix)
+    release = _numbers(version)
+    for relation, wanted in BOUND.findall(bounds):
+        if (release >= _numbers(wanted)) != (relation == ">="):
+            return error(name, f"{version}, {relation}{wanted} is needed", fix)
+    return ok(name, version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    leading = re.match(r"[0-9.]*[0-9]", version)
+    return tuple(int(part) for part in leading[0].split(".") if part) if leading else ()
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """A line for each variable that costs something, and one for all others that change compilation."""
+    if (off := switched_off()) is not None:
+        message, _, fix = off.partition(": ")
+        yield error("environment", message, fix)
+    others, found = [], off is not None
+    for name, value in sorted(environment.items()):
+        setting = f"{name}={value}"
+        key = setting if setting in COSTLY else f"{name}="
+        if name in SWITCHES and value == "1":
+            continue  # reported first, in the same words as a run's
+        if key in COSTLY and value:
+            report, found = error if key in WRONG else warning, True
+            yield report("environment", f"{setting}: {COSTLY[key]}", f"unset {name}, unless you mean it")
+        elif name in NAMES or name.startswith(PREFIXES):
+            others.append(setting)
+    if others or not found:
+        yield ok("environment", ", ".join(others) or "no variable that changes compilation is set")
+
+
+def places() -> Iterator[Finding]:
+    """A line for each folder that compiling and training write to."""
+    for variable, directory in cache_directories().items():
+        name = "inductor cache" if "INDUCTOR" in variable else "triton cache"
+        yield place(name, directory, f"set {variable} to a folder on another disk", runs_files=True)
+    yield place("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk")
+    yield place("here", Path.cwd(), "work in another folder, or set hydra.run.dir: runs leave their files here")
+    if SHARED.is_dir():
+        yield shared_memory(shutil.disk_usage(SHARED).total / GIB)
+
+
+def place(name: str, directory: Path, other: str, *, runs_files: bool = False) -> Finding:
+    """Whether a folder can be written to, by nobody else, with room; ``other`` is how to choose another one."""
+    if reason := unwritable(directory):
+        return error(name, f"{directory} cannot be written to: {reason}", other)
+    system = os.statvfs(directory)
+    if runs_files and system.f_flag & getattr(os, "ST_NOEXEC", 0):
+        return error(name, f"{directory} is mounted noexec: compiled code cannot be loaded from it", other)
+    free_gib, files = system.f_bavail * system.f_frsize / GIB, system.f_favail
+    message = f"{directory}, {free_gib:.1f} GiB free"
+    if free_gib < NO_DISK_GIB:
+        return error(name, f"{directory} is full: {free_gib * 1024:.0f} MiB free", other)
+    if runs_files and (reason := distrust_of(os.path.realpath(directory))):
+        message = f"{directory}: {reason}, and compiled code in it is unpickled and loaded"
+        return warning(name, message, other.replace("on another disk", "that only you can write"))
+    if free_gib < LITTLE_DISK_GIB:
+        return warning(name, message, other)
+    if system.f_files and files < FEW_FILES:  # some file systems count none
+        return warning(name, f"{message}, but only {files} more files fit", other)
+    return ok(name, message)
+
+
+def shared_memory(total_gib: float) -> Finding:
+    """Data workers hand batches over in shared memory; a container has 64 MiB of it by default."""
+    message = f"{SHARED} holds {total_gib:.2f} GiB"
+    if total_gib < LITTLE_SHARED_GIB:
+        fix = "docker run --shm-size=8g (or --ipc=host), or task.data.num_workers=0"
+        return warning("shared memory", f"{message}: workers of a data loader may die of it", fix)
+    return ok("shared memory", message)
+
+
+def limits(cgroups: Path = CGROUPS) -> Iterator[Finding]:
+    """A line for processors and one for memory, by the kernel's account and the container's."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield processors(allowed, quota(cgroups), os.environ.get("OMP_NUM_THREADS"))
+    limit = memory_limit_gib(cgroups)
+    free = min((value for value in (available_gib(), limit) if value is not None), default=None)
+    if free is None:
+        return
+    message = f"{free:.1f} GiB free" + ("" if limit is None else f" (the container may use {limit:.1f} more)")
+    if free < LITTLE_MEMORY_GIB:
+        fix = "close something, or set TORCHINDUCTOR_COMPILE_THREADS=1: each compiling process takes memory"
+        yield warning("memory", message, fix)
+    else:
+        yield ok("memory", message)
+
+
+def processors(allowed: int, quota: float | None, threads: str | None) -> Finding:
+    """Whether torch would start more threads than it gets processors for."""
+    if quota is None or quota >= allowed:
+        return ok("processors", f"{allowed} (of {os.cpu_count()} in the machine)")
+    message = f"{allowed} are seen, the container gets the time of {quota:g}"
+    if threads is not None:
+        return ok("processors", f"{message}; OMP_NUM_THREADS={threads}")
+    fitting = max(1, int(quota))
+    fix = f"set OMP_NUM_THREADS={fitting} and TORCHINDUCTOR_COMPILE_THREADS={fitting}: more threads wait in a queue"
+    return warning("processors", message, fix)
+
+
+def quota(cgroups: Path) -> float | None:
+    """Processors whose time the container gets, by cgroup version 2 or 1; None without a limit."""
+    two = words(cgroups / "cpu.max")
+    one = [*words(cgroups / "cpu" / "cpu.cfs_quota_us"), *words(cgroups / "cpu" / "cpu.cfs_period_us")]
+    for given in (two, one):
+        if len(given) == 2 and given[0] not in ("max", "-1"):
+            return int(given[0]) / int(given[1])
+    return None

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterator
 
 from scripts.arguments import exit_code, parser, seconds
-from scripts.doctor import ERROR, WARNING, Finding, warning
+from scripts.doctor import ERROR, WARNING, Finding, limits, packages, places, variables, warning
 from scripts.doctor.devices import ask_torch, compiling, cpp, devices
-from scripts.doctor.machine import busy, limits, packages, places, variables
 from trainer.telemetry.files import finite
 
 EXAMPLES = """\
@@ -59,7 +58,7 @@ def diagnosis(*, compiles: bool, seconds: float) -> Iterator[Finding]:
     facts = ask_torch()
     yield from devices(facts)
     failed = False
-    for finding in (cpp(needed=not facts.devices), *places(), *limits(), *busy(), *variables()):
+    for finding in (cpp(needed=not facts.devices), *places(), *limits(), *variables()):
         failed |= finding.status == ERROR
         yield finding
     if not compiles:

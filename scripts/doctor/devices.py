@@ -1,4 +1,4 @@
-"""Torch as it imports, the CUDA driver and devices, Triton and NVML; the C++ compiler, and a tiny compile."""
+"""Torch as it imports, the CUDA driver and devices, Triton; the C++ compiler, and a tiny compile."""
 
 from __future__ import annotations
 
@@ -82,8 +82,6 @@ def devices(facts: TorchFacts) -> Iterator[Finding]:
         yield from _with_cuda(facts)
     elif "cuda" in facts.stages:
         yield _without_cuda(torch, facts.stages["cuda"]["reasons"])
-    if facts.devices:
-        yield energy()
 
 
 def _without_cuda(torch: dict[str, Any], reasons: list[str]) -> Finding:
@@ -133,17 +131,14 @@ def _with_cuda(facts: TorchFacts) -> Iterator[Finding]:
 
 
 def attention(facts: TorchFacts) -> Finding:
-    """The backends that attention runs in, and whether cuDNN is the one that torch brought and is right."""
+    """The backends that attention runs in, and whether cuDNN is right."""
     stage = facts.stages["attention"]
     backends = ", ".join(f"{name}: {backend}" for name, backend in stage["backends"].items())
     message = backends or "torch does not report which"
     if version := stage["cudnn"]:
         message += f"; cuDNN {version // 10000}.{version % 10000 // 100}.{version % 100}"
-    paths = [Path(part).resolve() for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
-    hiding = [file for file in stage["cudnn_files"] if Path(file).resolve().parent in paths]
-    if stage["cudnn_failed"] or hiding:
-        why = stage["cudnn_failed"] or f"from {hiding[0]}, which LD_LIBRARY_PATH puts before torch's own"
-        return warning("attention", f"{message}: {why}", "unset LD_LIBRARY_PATH, or take cuDNN's folder out of it")
+    if stage["cudnn_failed"]:
+        return warning("attention", f"{message}: {stage['cudnn_failed']}", "take cuDNN's folder out of LD_LIBRARY_PATH")
     failing = any(
         cudnn_attention_fails(facts.stages["torch"]["version"], (device["capability"][0], device["capability"][1]))
         for device in facts.devices
@@ -157,29 +152,10 @@ def attention(facts: TorchFacts) -> Finding:
     return ok("attention", message)
 
 
-def energy() -> Finding:
-    """Whether NVML counts joules."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
-    except Exception as failure:  # NVML raises classes of its own
-        return warning("energy", f"NVML does not count joules: {failure}", "records will have no joules_per_sample")
-    driver = pynvml.nvmlSystemGetDriverVersion()
-    return ok("energy", f"NVML counts joules (driver {driver.decode() if isinstance(driver, bytes) else driver})")
-
-
 def nvidia_boards() -> int:
-    """Boards that NVML or the kernel's driver knows, whatever torch says."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # not installed, or no driver: as in ``energy``
-        driver = Path("/proc/driver/nvidia/gpus")
-        return len(list(driver.iterdir())) if driver.is_dir() else 0
+    """Boards that the kernel's driver knows, whatever torch says."""
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
 def version_of(package: str) -> str | None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import markup
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from scripts.arguments import check_file, composed_training, exit_code, parser, positive, seconds
+from scripts.explain import Break, Explanation, Recompile
 from trainer.process import importing, leaving
 from trainer.sweep.environment import cache_variables
+from trainer.telemetry.source import Line, shown
 
 if TYPE_CHECKING:
     from trainer.settings import Config
@@ -33,6 +38,8 @@ examples:
 Breaks and recompiles need no Inductor: off a GPU the default backend is aot_eager, on one the strategies' own.
 Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wrong arguments, 128 + signal interrupted.
 """
+MAX_CHANGES = 4
+"""Changes of one value that the terminal shows; JSON has all."""
 BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 
 
@@ -50,19 +57,16 @@ def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> 
     with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:
         # Of our own, gone afterwards: what comes from a cache is not compiled. Torch reads them when it is imported.
         variables = cache_variables(Path(folder), store=False)
-        variables["KINETO_LOG_LEVEL"] = "99"  # the profiler's library, on devices that are not there
         with environment(variables), Console(stderr=True, highlight=False).status("getting ready") as status:
             with importing():
                 import torch
 
-                from scripts.explain.explanation import print_explanation
                 from scripts.explain.recorder import Options
                 from scripts.explain.run import explain
             chosen = Options(
                 backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
                 batches=options.batches,
                 seconds=options.seconds,
-                profiles=not options.no_profile,
                 progress=status.update,
                 before_steps=before_steps,
             )
@@ -88,9 +92,107 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--batches", type=positive, metavar="N", help="batches of the epoch to look at (default: all)")
     seconds_help = "longest time for batches after the first four (default: %(default)g)"
     add("--seconds", type=seconds, default=120.0, metavar="SECONDS", help=seconds_help)
-    add("--no-profile", action="store_true", help="leave out which part of the step is compiled (default: profiled)")
     add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
     return made.parse_intermixed_args(arguments)
+
+
+def print_explanation(explanation: Explanation, console: Console) -> None:
+    """Print what a reader needs, problems first; JSON holds the rest."""
+    console.print(_heading(explanation), markup=False)
+    for number, failure in enumerate(explanation.failures, 1):
+        console.print(f"\n[red bold]does not compile {number}[/]: {markup.escape(failure)}")
+    for number, one in enumerate(explanation.breaks, 1):
+        _print_problem(f"[red bold]graph break {number}[/]", one, console)
+    for number, recompile in enumerate(explanation.unexpected, 1):
+        _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console)
+    console.print()
+    if explanation.graphs:
+        console.print(_graphs(explanation))
+    for line in _lines_at_the_end(explanation):
+        console.print(line, markup=False)
+    console.print(f"[bold]{markup.escape(verdict(explanation))}[/]")
+
+
+def _heading(explanation: Explanation) -> str:
+    """What was looked at, in two lines."""
+    kinds = len(explanation.batch_kinds)
+    stopped = f" (not the whole epoch: {explanation.stopped})" if explanation.stopped else ""
+    return (
+        f"{explanation.task} under {explanation.strategies}, backend {explanation.backend or 'n/a'}, "
+        f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}\n"
+        f"{explanation.batches:,} batches looked at, {explanation.batches_run:,} run, {_count(kinds, 'kind')}{stopped}"
+    )
+
+
+def verdict(explanation: Explanation) -> str:
+    """The last line."""
+    if not explanation.problems:
+        return "nothing wrong: no graph breaks, no recompiles"
+    counts = (
+        (len(explanation.breaks), "graph break"),
+        (sum(recompile.count for recompile in explanation.unexpected), "recompile"),
+        (len(explanation.failures), "failure"),
+    )
+    return ", ".join(_count(number, name) for number, name in counts if number)
+
+
+def _lines_at_the_end(explanation: Explanation) -> Iterator[str]:
+    """What is expected, notes, what was left out."""
+    expected = sum(recompile.count for recompile in explanation.recompiles if recompile.expected)
+    if expected:
+        yield (
+            f"expected: {expected} more {'graph' if expected == 1 else 'graphs'} (validation, copies of other sizes, "
+            "shapes compiled beforehand), which torch counts as recompiles"
+        )
+    yield from (f"note: {note}" for note in explanation.notes)
+    yield from (f"not looked at: {each}" for each in explanation.not_looked_at)
+
+
+def _print_problem(title: str, one: Break | Recompile, console: Console) -> None:
+    identifier = f" ({one.identifier})" if isinstance(one, Break) and one.identifier else ""
+    times = "" if one.count == 1 else f", {one.count} times"
+    console.print(f"\n{title}: {markup.escape(one.kind + identifier + times)}")
+    _print_line(one.where, console)
+    if isinstance(one, Break):
+        if one.inside is not None:
+            console.print(f"  which reaches {_place(one.inside)}", markup=False)
+        if one.called_from is not None:
+            console.print("  called from")
+            _print_line(one.called_from, console)
+    if one.region:
+        console.print(f"  in region {one.region}", markup=False)
+    if isinstance(one, Break):
+        console.print(f"  why:  {one.reason}", markup=False)
+    else:
+        more = [f"{len(one.changes) - MAX_CHANGES} more"] if len(one.changes) > MAX_CHANGES else []
+        changes = "; ".join([*one.changes[:MAX_CHANGES], *more])
+        console.print(f"  what: {one.what}" + (f": {changes}" if changes else ""), markup=False)
+    console.print(Text.assemble("  ", ("fix:", "green"), "  ", one.fix))
+
+
+def _print_line(line: Line | None, console: Console) -> None:
+    if line is not None:
+        console.print(f"  {_place(line)}", markup=False)
+        if line.code:
+            console.print(Text(f"    {line.code}", style="bold"))
+
+
+def _place(line: Line) -> str:
+    return f"{shown(line.file)}:{line.number}" + (f" in {line.function}" if line.function else "")
+
+
+def _count(number: int, name: str, several: str = "") -> str:
+    return f"{number} {name if number == 1 else several or name + 's'}"
+
+
+def _graphs(explanation: Explanation) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("region", "copies", "forward", "backward", "val", "breaks", "recompiles"):
+        table.add_column(name, justify="left" if name == "region" else "right", overflow="fold")
+    for each in explanation.graphs:
+        counts = (each.forward, each.backward, each.validation, each.breaks, each.recompiles)
+        table.add_row(markup.escape(each.region), str(len(each.paths) or "-"), *(f"{count:,}" for count in counts))
+    return table
 
 
 if __name__ == "__main__":

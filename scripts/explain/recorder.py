@@ -1,6 +1,8 @@
 """Recorder: the Lightning callback that chooses the batches of an explanation and records what their steps compile.
 
 A recompile over an epoch comes from a shape that is new; a batch like one that was run has nothing more to tell.
+Everything under ``torch._dynamo`` is private to torch. ``trainer.telemetry.compiler`` counts for the record of a run;
+this reads more, at a price that no run should pay.
 """
 
 from __future__ import annotations
@@ -8,31 +10,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
+import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
-from scripts.explain.compiler import CompilerRecorder
-from scripts.explain.coverage import StepProfile
-from scripts.explain.explanation import Coverage
+from scripts.explain import Break, Graphs, Recompile, read_break, read_recompile
 from strategies import Program
 from strategies.compose import eager
 from strategies.regions import RegionCall, region_calls
 from trainer.callback import Compile
 from trainer.loops.lightning import LightningLoop
-from trainer.telemetry.compiler import EventReporter
+from trainer.telemetry import source
+from trainer.telemetry.compiler import METRICS_KEPT, EventReporter
+from trainer.telemetry.source import Line
 
+OPTIMIZERS = ("optimizer", "optim")
+"""Names of files and folders whose code is part of the optimizer step."""
+LOGGERS = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension")
 FIRST_BATCHES = 4
 """Run whatever their shape: optimizer state, gradient buffers and counters change over the first steps."""
-TIMED_BATCHES = 5
-"""Copies of the first batch at the end."""
-SETTLING_BATCHES = 2
-"""Of the timed batches, those before the profiler starts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +51,112 @@ class Options:
     """Batches of the epoch to look at; None = all."""
     seconds: float = 120.0
     """After so many seconds no further batch is looked at. The first batches do not count: they may compile long."""
-    profiles: bool = True
-    """Whether the last steps are profiled, to tell what ran eager."""
     progress: Callable[[str], None] = lambda line: None
     """Called with a line about what is being done."""
     before_steps: Callable[[], None] = lambda: None
     """Called once Lightning has set its signal handlers: for whoever has handlers of their own."""
+
+
+class CompilerRecorder:
+    """Reads torch's metrics of each compilation from ``start`` on."""
+
+    def __init__(self) -> None:
+        self.phase = "warming"
+        """``warming`` (before the first step), ``training`` or ``validating``, set by the owner."""
+        self.graphs: dict[str, Graphs] = {}
+        """By kind of region."""
+        self.breaks: list[Break] = []
+        self.recompiles: list[Recompile] = []
+        self.failures: list[str] = []
+        self.left_out_of_cuda_graphs: list[str] = []
+        """Why, for each graph."""
+        self._regions: dict[str, str] = {}
+        self._locations: dict[str, Line] = {}
+        self._metrics = self._breaks = 0
+
+    def start(self) -> None:
+        dynamo_utils.set_compilation_metrics_limit(METRICS_KEPT)
+        self._metrics = len(dynamo_utils.get_compilation_metrics())
+        self._breaks = len(dynamo_utils.graph_break_reasons)
+
+    def read(self, region: str | None = None, *, first_call: bool = False) -> None:
+        """Take in what is new, compiled on behalf of ``region``, of which one copy was called for the first time."""
+        metrics = dynamo_utils.get_compilation_metrics()
+        for metric in metrics[self._metrics :]:
+            self._read_metric(metric, region, first_call=first_call)
+        self._metrics = len(metrics)
+        reasons = dynamo_utils.graph_break_reasons
+        self._breaks = min(self._breaks, len(reasons))  # torch._dynamo.reset() empties the list
+        for reason in reasons[self._breaks :]:
+            stack = [source.line(frame.filename, frame.lineno or 0, frame.name) for frame in reason.user_stack]
+            self.breaks.append(read_break(reason.reason, stack, region=region, phase=self.phase))
+        self._breaks = len(reasons)
+
+    def _read_metric(self, metric: Any, region: str | None, *, first_call: bool) -> None:
+        identifier = str(metric.compile_id)
+        frame = identifier.split("/")[0]
+        if metric.co_filename:
+            self._locations[frame] = source.line(metric.co_filename, metric.co_firstlineno or 0, metric.co_name)
+        where = self._locations.get(frame)
+        backward = metric.is_forward is False
+        if region is None and backward:
+            region = self._regions.get(identifier)  # a backward is compiled when no region runs
+        region = region or _place(where)
+        self._regions.setdefault(identifier, region)
+        if metric.cudagraph_skip_reason:
+            self.left_out_of_cuda_graphs.append(" ".join(metric.cudagraph_skip_reason.split()))
+        if metric.fail_type:
+            line = " ".join(str(metric.fail_reason or "no reason given").split("\n")[0].split())
+            at = f" ({metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno})"
+            where_text = at if metric.fail_user_frame_filename else f" ({where})" if where else ""
+            self.failures.append(f"{metric.fail_type}: {line}{where_text}")
+        elif metric.recompile_reason and metric.has_guarded_code:
+            self.recompiles.append(
+                read_recompile(
+                    metric.recompile_reason,
+                    function=where,
+                    region=region,
+                    phase=self.phase,
+                    first_call=first_call,
+                    resumed=bool(source.RESUMED.match(metric.co_name or "")),
+                )
+            )
+        if backward or (metric.has_guarded_code and metric.graph_op_count):
+            graphs = self.graphs_of(region)
+            if self.phase == "validating":
+                graphs.validation += 1
+                return
+            graphs.backward += backward
+            graphs.forward += not backward
+
+    def graphs_of(self, region: str) -> Graphs:
+        """The graphs of one kind of region, to be added to."""
+        return self.graphs.setdefault(region, Graphs(region=region))
+
+
+@contextlib.contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """Silence torch's own reports of what is explained anyway; whoever sets TORCH_LOGS wants to read them."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _place(where: Line | None) -> str:
+    """Name for what was compiled outside of all regions."""
+    path = Path(where.file if where is not None else "")
+    names = (path.stem.split("_")[0], *(parent.name for parent in path.parents))
+    return "optimizer" if any(name in OPTIMIZERS for name in names) else "outside regions"
 
 
 def kind_of(batch: Any) -> str:
@@ -85,19 +191,14 @@ class ChosenBatches:
         loader: What the training would iterate over.
         batches, seconds: See ``Options``.
         accumulate: Batches that make up an optimizer step, which is never left half done.
-        timed: Whether copies of the first batch follow, to be timed.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], *, batches: int | None, seconds: float, accumulate: int = 1, timed: bool = True
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], *, batches: int | None, seconds: float, accumulate: int = 1) -> None:
         self._loader, self._max_batches, self._seconds = loader, batches, seconds
-        self._accumulate, self._timed = accumulate, timed
+        self._accumulate = accumulate
         self.kinds: Counter[str] = Counter()
         self.looked_at = self.run = 0
         self.stopped: str | None = None
-        self.timed_from: int | None = None
-        """Number of the first batch, counted from 0, that is there to be timed; None before that is known."""
 
     def __iter__(self) -> Iterator[Any]:
         began: float | None = None
@@ -124,9 +225,6 @@ class ChosenBatches:
         while self.run % self._accumulate:
             self.run += 1
             yield _copied(first)
-        self.timed_from = self.run
-        for _ in range(TIMED_BATCHES * self._accumulate if self._timed and first is not None else 0):
-            yield _copied(first)
 
 
 def _copied(batch: Any) -> Any:
@@ -150,7 +248,7 @@ def wrap_training_loader(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> None
 
 
 class StepRecorder(L.Callback):
-    """Comes after ``Compile`` in the trainer's callbacks: chooses the batches, names regions, profiles the last steps.
+    """Comes after ``Compile`` in the trainer's callbacks: chooses the batches and names regions.
 
     Args:
         compile_: The callback that applies the strategies.
@@ -159,14 +257,12 @@ class StepRecorder(L.Callback):
     def __init__(self, compile_: Compile, options: Options) -> None:
         self.compiler = CompilerRecorder()
         self.chosen: ChosenBatches | None = None
-        self.coverage: Coverage | None = None
         self.validated = False
         """Whether a validation came up."""
         self.eager_passed = False
         """Whether the batch that ended the steps with an error runs in eager without one."""
         self._compile, self._options = compile_, options
         self._batch: Any = None
-        self._profile = StepProfile()
         self._calls: list[tuple[RegionCall, Callable[..., Any]]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -182,7 +278,6 @@ class StepRecorder(L.Callback):
                 batches=self._options.batches,
                 seconds=self._options.seconds,
                 accumulate=trainer.accumulate_grad_batches,
-                timed=self._options.profiles,
             )
             return self.chosen
 
@@ -196,26 +291,16 @@ class StepRecorder(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Profile the last steps; report which batch it is."""
+        """Report which batch it is."""
         self._batch = batch
         self.compiler.read()  # before the first batch, Compile has warmed all shapes where a strategy asks for it
         self.compiler.phase = "training"
         assert self.chosen is not None
-        first = self.chosen.timed_from
-        if first is None or batch_idx < first:  # Lightning fetches one batch ahead, so that this may be known early
-            self._options.progress(f"batch {batch_idx + 1}, {self.chosen.looked_at} looked at: forward, backward, step")
-            return
-        if batch_idx == first + SETTLING_BATCHES * trainer.accumulate_grad_batches:
-            self._options.progress(f"profiling {TIMED_BATCHES - SETTLING_BATCHES} steps")
-            program = self._compile.program
-            assert program is not None
-            self._profile.begin(trainer, [region.path for region in program.regions])
-        self._profile.step_begins()
+        self._options.progress(f"batch {batch_idx + 1}, {self.chosen.looked_at} looked at: forward, backward, step")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._profile.step_ends()
         self.compiler.read()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -243,9 +328,7 @@ class StepRecorder(L.Callback):
 
     def close(self) -> None:
         """Stop recording, whatever happened; figures stay."""
-        self.coverage = self._profile.end() or self.coverage
         self.compiler.read()
-        self.compiler.stop()
         for call, compiled in self._calls:
             call.compiled = compiled
         self._calls.clear()

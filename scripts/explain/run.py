@@ -20,9 +20,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from scripts.explain.compiler import merged_breaks, merged_recompiles, quiet_compiler
-from scripts.explain.explanation import Explanation
-from scripts.explain.recorder import Options, StepRecorder
+from scripts.explain import Explanation, merged_breaks, merged_recompiles
+from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
 from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
@@ -198,7 +197,6 @@ def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, 
         breaks=merged_breaks(compiler.breaks),
         recompiles=merged_recompiles(compiler.recompiles),
         failures=list(dict.fromkeys([*compiler.failures, *failures, *record.eager_parts.values()])),
-        coverage=recorder.coverage,
         notes=list(record.notes),
     )
     missing = explanation.not_looked_at
@@ -210,8 +208,6 @@ def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, 
     explanation.notes += [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in left_out.items()]
     if used and all(name == "eager" for name in used):
         missing.append("backward graphs: backend eager compiles none; --backend aot_eager does")
-    if recorder.coverage is None:
-        missing.append("time in compiled code: no step was profiled")
     for each in explanation.breaks:
         if each.region is not None:
             compiler.graphs_of(each.region).breaks += 1

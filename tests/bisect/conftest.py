@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from scripts.bisect.bench import Bench, BenchCallback
-from scripts.bisect.report import SYMPTOMS, Outcome, Report, Trial
-from scripts.bisect.search import Investigation
+from scripts.bisect.search import Outcome, Report, Search, Trial
 from scripts.bisect.search import searched as those_searched
 from strategies import Whole
 from tests.bisect import planted
@@ -68,7 +67,7 @@ def searched() -> Searched:
         report = Report(task="planted", strategies="whole", command=[])
 
         def use(bench: Bench) -> None:
-            Investigation(Forgetful(bench), report).run(symptoms or SYMPTOMS[:4])
+            Search(Forgetful(bench), report).run(symptoms or ("fails", "differs"))
 
         given = strategies or [Whole(backend=backend, **options)]
         with_module(Trained(net), loader(*rows), given, use, whole=["net"])

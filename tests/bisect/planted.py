@@ -1,7 +1,4 @@
-"""Planted cases: a tree of small modules, and backends that go wrong at one operator of one of them.
-
-No Lightning here, so that a reproducer starts quickly.
-"""
+"""Planted cases: a tree of small modules, and backends that go wrong at one operator of one of them."""
 
 from __future__ import annotations
 
@@ -54,26 +51,6 @@ class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()  # planted
         return x * 2
-
-
-class Hooked(Plain):
-    """Has a hook that no other process could have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_hook(lambda module, inputs, output: output)
-
-
-class Counting(Plain):
-    """Holds a number that every call changes, which the compiler takes for a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) + torch.ones(self.calls % 50 + 1).mean()  # planted
 
 
 class Middle(nn.Module):

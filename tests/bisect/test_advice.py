@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-
 import pytest
 
-from scripts.bisect.advice import command_line, modular_overrides, wildcards, with_changes, written
-from scripts.bisect.report import OPTIMIZER, Node, Site
+from scripts.bisect.__main__ import modular_overrides, wildcards, with_changes, written
+from scripts.bisect.search import OPTIMIZER, Node, Site
 from strategies import Modular, Regional, Whole
 from strategies.optimizer import Optimizer
 from trainer.config import compose
@@ -67,16 +65,6 @@ def test_an_option_is_changed_in_the_strategy_itself(edge: None) -> None:
         "compile.regional.blocks=[net.blocks]",
     ]
     assert compose(overrides).compile["regional"].options == {"max_autotune": True}  # type: ignore[attr-defined]
-
-
-def test_a_command_line_survives_the_shell() -> None:
-    line = command_line(["+compile.modular.parts={a.*:{how:whole}}", "task.name='x y'"], config_dir="my configs")
-    assert shlex.split(line)[3:] == [
-        "--config-dir",
-        "my configs",
-        "+compile.modular.parts={a.*:{how:whole}}",
-        "task.name='x y'",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,30 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scripts.bisect.report import Node, Outcome, Report
-from scripts.bisect.search import Search, Tree
+from scripts.bisect.search import Node, Outcome, Report, Search, Site, Trial
 
 
 def node(path: str, *children: Node, kind: str | None = None, called: bool = True) -> Node:
     return Node(path=path, kind=kind or path, likeness=kind or path, called=called, children=list(children))
 
 
+class Tries:
+    """A bench of names."""
+
+    def __init__(self, regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> None:
+        self.site, self._shows = Site(regions=list(regions), strategy="whole"), shows
+        self.tried: list[frozenset[str]] = []
+
+    def trial(self, trial: Trial) -> Outcome:
+        self.tried.append(frozenset(trial.paths))
+        return Outcome(shows=self._shows(set(trial.paths)), reason="planted" if self._shows(set(trial.paths)) else None)
+
+
 def search(regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
-    tried: list[frozenset[str]] = []
-
-    def try_paths(paths: Sequence[str]) -> Outcome:
-        tried.append(frozenset(paths))
-        return Outcome(shows=shows(set(paths)))
-
-    everything = [region.path for region in regions]
-    found = Report(task="mine", strategies="whole", command=[])
-    Search(Tree(regions), try_paths, found).run(everything, Outcome(shows=True, reason="planted"))
-    assert len(tried) == len(set(tried)), "no set is tried twice"
-    return found, tried
+    bench, found = Tries(regions, shows), Report(task="mine", strategies="whole", command=[])
+    Search(bench, found).run(["differs"])
+    assert len(bench.tried) == len(set(bench.tried)), "no set is tried twice"
+    return found, bench.tried
 
 
 def holding(*culprits: str) -> Callable[[set[str]], bool]:
@@ -57,9 +61,8 @@ def test_a_module_whose_children_are_fine_is_at_fault_itself() -> None:
 
 def test_what_shows_only_together_is_told_as_such() -> None:
     found, _ = search([NET], lambda paths: bool(paths & {"net"}) or {"net.b", "net.c"} <= paths)
-    assert found.culprits == []
-    assert found.together == ["net.b", "net.c"]
-    assert found.rest == ["net.a", "net.c"]
+    assert [culprit.path for culprit in found.culprits] == ["net"]
+    assert (found.together, found.rest) == (["net.a", "net.b", "net.c"], [])
 
 
 def test_a_list_that_is_never_called_is_looked_through() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.explain.explanation import Explanation
+from scripts.explain import Explanation
 from scripts.explain.recorder import Options
 from scripts.explain.run import explain_module
 from strategies import Whole
@@ -28,7 +28,7 @@ def looked() -> Callable[..., Explanation]:
     """Explain a planted module over some batches; by default four of one shape."""
 
     def look(planted: nn.Module, batches: list[Any] | None = None, **options: Any) -> Explanation:
-        chosen = Options(**{"backend": "eager", "profiles": False, **options})
+        chosen = Options(**{"backend": "eager", **options})
         given = like(2, 2, 2, 2) if batches is None else batches
         return explain_module(Trained(planted), loader(given), [Whole()], chosen, whole=["planted"])
 

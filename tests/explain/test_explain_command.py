@@ -14,16 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.explain.__main__ import composed, main
-from scripts.explain.explanation import (
-    Break,
-    Coverage,
-    Explanation,
-    Recompile,
-    Share,
-    print_explanation,
-    verdict,
-)
+from scripts.explain import Break, Explanation, Recompile
+from scripts.explain.__main__ import composed, main, print_explanation, verdict
 from tests.conftest import ROOT
 from trainer.telemetry.source import Line
 
@@ -38,7 +30,7 @@ def _elsewhere(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_task_that_breaks_is_explained_on_the_terminal_and_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*MICRO, "task.model=graph_breaker", "compile=whole", "--no-profile", "--json", "why.json"]) == 1
+    assert main([*MICRO, "task.model=graph_breaker", "compile=whole", "--json", "why.json"]) == 1
     out = capsys.readouterr().out
     assert "graph break 1" in out
     assert "micro/model.py:" in out
@@ -57,7 +49,6 @@ def test_a_task_without_a_strategy_is_explained_as_whole_and_all_is_well(capsys:
     out = capsys.readouterr().out
     assert "micro simple_linear under whole, backend eager" in out
     assert "not the whole epoch: --batches 2" in out
-    assert "of the step's" in out
     assert out.splitlines()[-1] == "nothing wrong: no graph breaks, no recompiles"
 
 
@@ -132,7 +123,6 @@ def test_an_interrupt_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> 
 def test_everything_is_printed_as_it_is() -> None:
     line = Line(file="/mine/net.py", number=3, function="forward", code="if x < 1 and y > '[b]':")
     changes = [f"{number} -> {number + 1}" for number in range(6)]
-    parts = (("compiled graphs", 0.75, True), ("[stem]", 0.2499, False), ("a crumb", 0.0001, False))
     explanation = Explanation(
         task="[task]",
         strategies="whole",
@@ -143,15 +133,6 @@ def test_everything_is_printed_as_it_is() -> None:
             Recompile(kind="gradient mode", what="grad_mode", guard="grad_mode", expected=True),
         ],
         failures=["BackendCompilerFailed: [oops]"],
-        coverage=Coverage(
-            step_seconds=0.01,
-            compiled_share=0.75,
-            steps=3,
-            shares=[
-                Share(phase="forward", what=what, seconds=share / 100, share=share, compiled=compiled)
-                for what, share, compiled in parts
-            ],
-        ),
     )
     console = Console(file=io.StringIO(), width=160)
     print_explanation(explanation, console)
@@ -162,11 +143,8 @@ def test_everything_is_printed_as_it_is() -> None:
         "if x < 1 and y > '[b]':",
         "self.scale: 0 -> 1; 1 -> 2; 2 -> 3; 3 -> 4; 2 more",
         "[oops]",
-        "75% of the step's 10 ms",
-        "[stem]",
         "expected: 1 more graph ",
     ):
         assert part in text
-    assert "a crumb" not in text
     assert text.splitlines()[-1] == verdict(explanation) == "1 graph break, 1 recompile, 1 failure"
     assert json.loads(explanation.as_json())["problems"] == 3

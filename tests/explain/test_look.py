@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scripts.explain.explanation import Explanation
+from scripts.explain import Explanation
 from scripts.explain.recorder import Options
 from scripts.explain.run import backends_of, explain, explain_module, prepared
 from strategies import Cached, Modular, Optimizer, Part, Regional, Strategy, Whole
@@ -20,7 +20,7 @@ from tests.explain.planted import Trained, like, loader
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
 
-EAGER = Options(backend="eager", profiles=False)
+EAGER = Options(backend="eager")
 
 
 def graphs_of(explanation: Explanation) -> dict[str, tuple[int, int, int]]:
@@ -36,7 +36,7 @@ def small(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     def look(task: str, *overrides: str, **options: Any) -> Explanation:
         config = compose([f"task={task}", *SMALLEST[task], *overrides])
-        explanation = explain(config, Options(**{"backend": "eager", "profiles": False, **options}))
+        explanation = explain(config, Options(**{"backend": "eager", **options}))
         assert [file.name for file in tmp_path.iterdir() if file.name != "cache"] == []
         assert torch.get_float32_matmul_precision() == before
         return explanation

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.explain.explanation import Explanation
+from scripts.explain import Explanation
 from tests.explain import planted
 from tests.explain.planted import like
 from trainer.telemetry.source import Line
@@ -66,13 +66,13 @@ def test_a_number_that_a_break_leaves_behind_is_blamed_on_the_break(looked: Look
 @pytest.mark.parametrize(
     ("kind", "changed", "what", "changes"),
     [
-        (planted.EvalInside, "training flag", "dropout", ["True -> False"]),
-        (planted.ChangingFloat, "number", "self.scale", ["0.5 -> 1.5"]),
-        (planted.GlobalVariable, "global variable", "FACTOR", ["1.0 -> 2.0"]),
+        (planted.EvalInside, "training flag", "dropout", ["True -> ?"]),
+        (planted.ChangingFloat, "number", "self.scale", ["0.5 -> ?"]),
+        (planted.GlobalVariable, "global variable", "FACTOR", ["1.0 -> ?"]),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_value_that_changes_is_found_with_before_and_after(
+def test_a_value_that_changes_is_found_with_what_it_was(
     looked: Look, kind: type[nn.Module], changed: str, what: str, changes: list[str]
 ) -> None:
     explanation = looked(kind())
@@ -86,7 +86,7 @@ def test_a_value_that_changes_is_found_with_before_and_after(
 
 def test_a_closure_over_what_changes_is_found_at_the_line_that_reads_it(looked: Look) -> None:
     (one,) = looked(planted.closure()).unexpected
-    assert (one.kind, one.what, one.changes) == ("number", "factor", ["1.0 -> 2.0"])
+    assert (one.kind, one.what, one.changes) == ("number", "factor", ["1.0 -> ?"])
     lines = Path(FILE).read_text().splitlines()
     assert at(one.where) == (FILE, 1 + next(index for index, line in enumerate(lines) if "# planted closure" in line))
 
@@ -127,7 +127,7 @@ def test_a_batch_that_differs_is_found_at_the_function_that_takes_it(
 def test_keys_that_change_are_found_with_the_number_of_items(looked: Look) -> None:
     one_key, two_keys = {"a": like(2)[0]}, {"a": like(2)[0], "b": like(2)[0]}
     (one,) = looked(planted.ChangingKeys(), [one_key, two_keys]).unexpected
-    assert (one.kind, one.what, one.changes) == ("length", "x", ["1 -> 2 items"])
+    assert (one.kind, one.what, one.changes) == ("length", "x", ["1 -> ? items"])
     assert at(one.where)[0] == FILE
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.explain.compiler import merged_breaks, read_break
+from scripts.explain import merged_breaks, read_break
 from trainer.telemetry import source
 from trainer.telemetry.source import Line
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import lightning as L
 
-from scripts.explain.explanation import Explanation
+from scripts.explain import Explanation
 from scripts.explain.recorder import Options
 from scripts.explain.run import explain_module
 from strategies import Regional, Whole
 from tests.trainer.test_other_peoples_models import Demo, gpt2, tokens
 from trainer.telemetry.source import shown
 
-QUICK = Options(backend="eager", profiles=False)
+QUICK = Options(backend="eager")
 
 
 def look(make: Callable[[], L.LightningModule], data: Callable[[], Any], *strategies: Any) -> Explanation:
@@ -39,7 +39,7 @@ def test_lightnings_demo_breaks_within_torch_and_is_shown_at_its_own_line() -> N
     # Mask and positions are made in the first call; torch 2.15 blames the mask, 2.11 the positions.
     (made,) = explanation.unexpected
     assert made.kind == "None at first"
-    assert made.changes[0].startswith("None -> a tensor ")
+    assert made.changes == ["None -> ?"]
 
 
 def test_a_key_value_cache_while_training_is_found_with_the_flag_that_changes() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.peers.run import placed
+from scripts.peers import placed
 from strategies import Regional, Whole
 from strategies.cached.session import model_digest
 from tasks import TASKS, Task, module

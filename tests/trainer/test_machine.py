@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from scripts.doctor import OK, WARNING
-from scripts.doctor import machine as doctor
 from tests.report.records import record
 from tests.trainer.runs import train
 from trainer.console import summary
@@ -140,39 +138,24 @@ def test_a_verdict_on_figures_of_a_busy_machine_is_withheld() -> None:
         assert found.rows[1].ratio.value == quiet.rows[1].ratio.value, "figures stay"
 
 
-def test_the_doctor_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = doctor.others(facts(waited_share=None))
-    assert (finding.status, finding.message) == (WARNING, f"busy: {BUSY}")
-    finding = doctor.others(facts(other_processors=0.06, load_average=0.4))
-    assert (finding.status, finding.message) == (OK, "load 0.4 on 2 cores, others take 3% of the processor time")
-
-
-def test_a_throttled_board_and_one_in_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_throttled_board_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import pynvml
 
-    def answers(reasons: int) -> None:
-        for name, answer in (
-            ("nvmlDeviceGetClockInfo", 1200),
-            ("nvmlDeviceGetMaxClockInfo", 1980),
-            ("nvmlDeviceGetPowerUsage", 690_000),
-            ("nvmlDeviceGetEnforcedPowerLimit", 700_000),
-            ("nvmlDeviceGetCurrentClocksThrottleReasons", reasons),
-            ("nvmlDeviceGetTemperature", 61),
-            ("nvmlDeviceGetComputeRunningProcesses", []),
-            ("nvmlDeviceGetProcessUtilization", []),
-        ):
-            monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
-
-    answers(0x40 | 0x4)
-    finding = doctor.board(0, object(), 0.0)
-    assert finding.status == WARNING
-    assert finding.message == "computes 0% of the time, 690 of 700 W, 1200 of 1980 MHz, throttled: hardware thermal"
-    answers(0x4)  # the power cap: as under any full load
-    assert doctor.board(0, object(), 0.0).status == OK
-    assert doctor.board(0, object(), 0.97).status == WARNING
-    monitor = MachineMonitor(object())
-    monitor.begin()
-    monitor.look()
-    seen = monitor.facts(shortest=0.0)
+    for name, answer in (
+        ("nvmlDeviceGetClockInfo", 1200),
+        ("nvmlDeviceGetMaxClockInfo", 1980),
+        ("nvmlDeviceGetPowerUsage", 690_000),
+        ("nvmlDeviceGetEnforcedPowerLimit", 700_000),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x40 | 0x4),  # the power cap is as under any full load
+        ("nvmlDeviceGetTemperature", 61),
+        ("nvmlDeviceGetComputeRunningProcesses", []),
+        ("nvmlDeviceGetProcessUtilization", []),
+    ):
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+    watch = MachineMonitor(object())
+    watch.begin()
+    watch.look()
+    seen = watch.facts(shortest=0.0)
     assert seen is not None
-    assert (seen.gpu_clock_mhz, seen.gpu_power_limit_watts, seen.gpu_celsius) == (1200, 700.0, 61)
+    assert (seen.gpu_throttled, seen.gpu_clock_mhz, seen.gpu_celsius) == (["hardware thermal"], 1200, 61)
+    assert (seen.gpu_power_watts, seen.gpu_power_limit_watts) == (690, 700)

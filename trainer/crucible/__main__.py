@@ -21,7 +21,6 @@ COMMANDS = {
     "bisect": "the smallest module or option that makes a compiled run fail, differ or lag",
     "doctor": "is this machine all right?",
     "matrix": "every workload under every strategy that it can run, for a GPU",
-    "warm_cache": "fill and keep a store of compiled artifacts, for CI and images",
     "benchmark_peers": "ours beside other ways to compile a training",
 }
 PACKAGES = ("bisect", "doctor", "explain")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 TENSOR = re.compile(
     r"tensor '(?P<name>.+?)' (?P<what>size|stride|dtype|device|rank|requires_grad|dispatch key set|Tensor device index)"
@@ -37,13 +36,6 @@ SIGNS = {
     "___check_metadata": "attribute",
 }
 """Kinds by a piece of the guard's text; the first that matches."""
-CALLS = {"len", "type", "list", "tuple", "size", "stride", "keys"}
-"""Calls in a guard's expression that may be made to see its value: they change nothing."""
-NODES = (
-    *(ast.Expression, ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context, ast.UnaryOp),
-    *(ast.unaryop, ast.BinOp, ast.operator, ast.Slice),
-)
-"""Syntax in a guard's expression that may be evaluated besides."""
 MAX_VALUE = 80
 """Characters of a value that are shown."""
 
@@ -98,42 +90,14 @@ def guard_of(text: str) -> str:
     return AS_TENSOR.sub(r"\g<number>", guard)
 
 
-def change_of(text: str, after: str | None = None) -> Change:
-    """What torch describes as ``text``; ``after`` is the value that the guard's expression has now (``value_now``)."""
-    change = _classified(guard_of(text), after)
+def change_of(text: str) -> Change:
+    """What torch describes as ``text``. Of a Python value it says only what the guard expected."""
+    change = _classified(guard_of(text))
     hint = HINT.search(text)
     return change._replace(what=hint["name"]) if hint else change
 
 
-def value_now(text: str, names: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-    """What the guard's expression is now, as text; None where that cannot be told without running somebody's code.
-
-    ``names`` are the local variables of the function that is compiled again, ``variables`` its module's.
-    """
-    compared = COMPARISON.match(guard_of(text))
-    if compared is None:
-        return None
-    try:
-        tree = ast.parse(compared["what"], mode="eval")
-        if not all(_harmless(node) for node in ast.walk(tree)):
-            return None
-        known = {"L": dict(names), "G": dict(variables), "__builtins__": {}, "len": len, "type": type, "list": list}
-        value = eval(compile(tree, "<guard>", "eval"), known, dict(names))
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
-            return f"a tensor {' x '.join(map(str, value.shape))}".rstrip()
-        return _short(repr(value))
-    except Exception:  # a guard that speaks of more than the function can see
-        return None
-
-
-def _harmless(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        return name in CALLS
-    return isinstance(node, NODES)
-
-
-def _classified(guard: str, after: str | None) -> Change:
+def _classified(guard: str) -> Change:
     if tensor := TENSOR.search(guard):
         what = f"tensor {tensor['name']}" + (f", dimension {tensor['index']}" if tensor["index"] else "")
         kind = TENSOR_KINDS.get(tensor["what"], tensor["what"])
@@ -148,18 +112,18 @@ def _classified(guard: str, after: str | None) -> Change:
             return Change(kind, guard, None)
     if "___stack" in guard:
         value = guard.partition("== ")[2]
-        return Change("value carried over a break", "a result of this line", f"{_short(value)} -> {after or '?'}")
+        return Change("value carried over a break", "a result of this line", f"{_short(value)} -> ?")
     if guard.startswith("not ") and guard[4:].replace(".", "").isidentifier():
         return Change("length", guard[4:], "empty -> not empty")
     if guard.startswith("TYPE_MISMATCH"):
         return Change("kind of object", guard, None)
     compared = COMPARISON.match(guard)
-    return Change("other", guard, None) if compared is None else _compared(guard, compared, after)
+    return Change("other", guard, None) if compared is None else _compared(guard, compared)
 
 
-def _compared(guard: str, compared: re.Match[str], after: str | None) -> Change:
+def _compared(guard: str, compared: re.Match[str]) -> Change:
     what, sign, value = compared["what"], compared["sign"], _short(compared["value"])
-    change = f"{value} -> {after or '?'}"
+    change = f"{value} -> ?"
     relation = ".size()" in what or ".stride()" in what
     if what.startswith("len("):
         # torch writes the negation: ``len(x) != 1`` says that 1 was expected.

@@ -1,4 +1,4 @@
-"""One run of a peer, from configuration to record: the counterpart of ``trainer.run`` for what is not ours.
+"""Peers: what people do without this project, one run from configuration to record, by the same ruler.
 
 Every peer trains our task's module on our task's data under our telemetry.
 """
@@ -19,7 +19,7 @@ import lightning as L
 import torch
 from torch import Tensor, distributed, nn
 
-from scripts.peers.cell import PEERS, mark
+from scripts.benchmark_peers import PEERS, mark
 from strategies.credentials import hidden
 from strategies.errors import one_line
 from strategies.loop import Loop
@@ -427,4 +427,4 @@ ARMS: dict[str, Callable[[Work], Trained]] = {
     "lightning_compile": lightning_compile,
     "accelerate_regional": accelerate_regional,
 }
-"""By the names of ``scripts.peers.cell.PEERS``."""
+"""By the names of ``scripts.benchmark_peers.PEERS``."""
