@@ -75,6 +75,17 @@ def test_every_option_composes_into_dataclasses(subtests: pytest.Subtests) -> No
             assert all(isinstance(strategy, Strategy) for strategy in config.compile.values())
 
 
+def test_every_arm_that_ships_composes(subtests: pytest.Subtests) -> None:
+    for file in sorted((Path(CONF) / "arms").glob("*.yaml")):
+        arms = yaml.safe_load(file.read_text())["hydra"]["launcher"]["arms"]
+        for compile_, *overrides in map(str.split, arms):
+            with subtests.test(file=file.stem, arm=compile_):
+                config = build("experiment=smoke", "trainer=measured", f"compile={compile_}", *overrides)
+                assert bool(config.compile) is (compile_ != "eager")
+    chosen = compose("config", overrides=["arms=peers"], return_hydra_config=True)
+    assert "eager run=peer run.peer=loop_eager" in chosen.hydra.launcher.arms
+
+
 def test_no_option_has_a_name_that_yaml_reads_as_a_boolean() -> None:
     assert [file for file in YAMLS if not isinstance(yaml.safe_load(file.stem), str)] == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
@@ -127,14 +126,6 @@ def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_al
     (sweep / "sweep.json").write_text("{}")
     with pytest.raises(ValueError, match="not a sweep of ours"):
         expanded([f"sweep={sweep}"])
-
-
-def test_runs_beside_peers_are_no_sweep_and_their_own_command_is_said(tmp_path: Path) -> None:
-    arguments = ["--out", "peers", "--ours", "[regional,cuda_graph]", "--", "experiment=gpt2"]
-    Ledger(directory=tmp_path, arguments=arguments, working_directory=str(tmp_path)).save()
-    command = "python -m scripts.benchmark_peers --out peers --ours '[regional,cuda_graph]' -- experiment=gpt2"
-    with pytest.raises(ValueError, match=re.escape(f"continue with: {command}")):
-        expanded(["-m", f"sweep={tmp_path}"])
 
 
 def test_a_sweeper_gets_a_figure_of_the_record() -> None:

@@ -63,6 +63,7 @@ GROUPS = {
     "run": "train, or the forward alone",
     "trainer": "how long, on what, how often to validate and log",
     "experiment": "a named workload: task, sizes and lengths together",
+    "arms": "what a sweep compares, -m arms=static: lists of strategies, peers",
 }
 """Meaning of each group of options."""
 

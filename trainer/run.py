@@ -33,7 +33,7 @@ from trainer.loops.training import note_machine
 from trainer.loops.watch import RankFailed
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.script import conclude
-from trainer.settings import Config, Inference
+from trainer.settings import Config, Inference, Peer
 from trainer.sweep.environment import described
 from trainer.sweep.folders import claim, release
 from trainer.sweep.hosts import Launch, launched
@@ -135,6 +135,10 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
 
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
+    if isinstance(config.run, Peer):
+        from trainer.peers import Peering
+
+        return Peering(config, record, run_dir, console)
     if not isinstance(config.run, Inference):
         return Training(config, record, run_dir, console)
     from trainer.inference import Inferring  # a Job, too

@@ -178,7 +178,44 @@ class Inference(RunMode):
             raise ValueError("\n".join(complaints))
 
 
-RUN_MODES: dict[str, type[RunMode]] = {mode.name: mode for mode in (Train, Inference)}
+PEER = "peer"
+PEERS = ("loop_eager", "loop_compile", "lightning_compile", "accelerate_regional")
+PEER_BACKENDS = ("inductor", "aot_eager", "eager")
+PEERS_REQUIRE: dict[str, tuple[object, ...]] = {
+    "accelerator": ("auto", "cpu", "gpu", "cuda"),
+    "num_nodes": (None, 1),
+    "precision": ("auto", "32-true", "bf16-mixed"),
+    "accumulate_grad_batches": (1,),
+    "deterministic": (False,),
+    "val_every_n_steps": (0,),
+}
+"""Values of ``trainer.<name>`` under which all peers do the same work as we."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Peer(RunMode):
+    """Train the task as people do without this project, measured by the same code."""
+
+    name: ClassVar[str] = PEER
+
+    peer: str = "loop_eager"
+    """One of ``PEERS``: a loop by hand, plain or with torch.compile; plain Lightning over a compiled module;
+    accelerate's regional compilation."""
+    backend: str = "inductor"
+    """One of ``PEER_BACKENDS``: of its ``torch.compile``."""
+
+    def __post_init__(self) -> None:
+        """Check every field. Raises one ValueError that holds all complaints, a line each."""
+        complaints = [
+            f"run.{name}={getattr(self, name)!r} is not one of {choices}"
+            for name, choices in (("peer", PEERS), ("backend", PEER_BACKENDS))
+            if getattr(self, name) not in choices
+        ]
+        if complaints:
+            raise ValueError("\n".join(complaints))
+
+
+RUN_MODES: dict[str, type[RunMode]] = {mode.name: mode for mode in (Train, Inference, Peer)}
 """What ``run=`` takes."""
 
 
@@ -242,7 +279,11 @@ class Config:
                 complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")
         if self.repeat is not None and self.repeat not in REPEAT:
             complaints.append(f"repeat={self.repeat!r} is not one of {REPEAT}, or null")
-        complaints += [*profile_complaints(self.profile, self.profile_steps), *self._of_training_only()]
+        complaints += [
+            *profile_complaints(self.profile, self.profile_steps),
+            *self._of_training_only(),
+            *self._of_peers(),
+        ]
         try:
             ordered(strategy for strategy in self.compile.values() if strategy is not None)  # None: refused by itself
         except ValueError as error:
@@ -262,3 +303,24 @@ class Config:
                     f"compile.{name}: captures predict steps alone, a validation step adds up on the host; use "
                     "run.step=predict, or CUDA graphs of Inductor's with compile.whole.mode=reduce-overhead"
                 )
+
+    def _of_peers(self) -> Iterator[str]:
+        """What the loops of peers cannot do as ours does it."""
+        if not isinstance(self.run, Peer):
+            return
+        settings, run = self.trainer, f"run.peer={self.run.peer}"
+        for name, allowed in PEERS_REQUIRE.items():
+            if (value := getattr(settings, name)) not in allowed:
+                only = f"one of {allowed}" if len(allowed) > 1 else allowed[0]
+                yield f"trainer.{name}={value!r} must be {only}: peers know nothing else"
+        devices = settings.devices or 1
+        strategies = ("auto",) if devices == 1 else ("auto", "ddp", "fsdp2")
+        if not isinstance(devices, int) or devices < 1:
+            yield f"trainer.devices={devices} must be a number of devices for a peer"
+        elif settings.strategy not in strategies:
+            yield f"trainer.strategy={settings.strategy} must be one of {strategies} for a peer on {devices} devices"
+        elif settings.strategy == "fsdp2" and self.run.peer == "lightning_compile":
+            yield f"trainer.strategy=fsdp2: {run}: plain Lightning leaves the sharding to the module's configure_model"
+        for given, what in ((self.compile, "compile"), (self.resume, "resume"), (self.profile != "off", "profile")):
+            if given:
+                yield f"{what}= is not for a peer: leave it out with {run}"

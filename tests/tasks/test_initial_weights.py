@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.peers import placed
 from strategies import Regional, Whole
 from strategies.cached.session import model_digest
 from tasks import TASKS, Task, module
@@ -20,6 +19,7 @@ from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork
 from tasks.language.sources import Stdlib
 from tasks.module import is_on_meta, on_meta, start
 from trainer.callback import Compile
+from trainer.peers import placed
 
 SMALL: dict[str, dict[str, Any]] = {
     "captioning": {

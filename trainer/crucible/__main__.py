@@ -20,8 +20,6 @@ COMMANDS = {
     "explain": "what does not compile, with its line and the usual fix",
     "bisect": "the smallest module or option that makes a compiled run fail, differ or lag",
     "doctor": "is this machine all right?",
-    "matrix": "every workload under every strategy that it can run, for a GPU",
-    "benchmark_peers": "ours beside other ways to compile a training",
 }
 PACKAGES = ("bisect", "doctor", "explain")
 """Those whose script is a folder."""

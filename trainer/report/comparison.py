@@ -20,7 +20,7 @@ from trainer.report.flags import (
     step_seconds,
     unlike_conditions,
 )
-from trainer.report.runs import PEER, Cell, Run, group
+from trainer.report.runs import Cell, Run, group
 from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample
 from trainer.telemetry.record import RunRecord
 
@@ -378,7 +378,9 @@ def _without(name: str, base: Cell | None, cells: Sequence[Cell]) -> str:
     if base is not None:
         return f"no {name} run of this workload has finished, so there is nothing to compare with"
     command = cells[0].runs[0].record.command
-    words = [word for word in command if not word.lstrip("+~").startswith(("compile", f"{PEER}="))]
+    words = [
+        word for word in command if not word.lstrip("+~").startswith(("compile", "run=peer", "run.peer", "run.backend"))
+    ]
     how = f": {shlex.join(['python', '-m', 'trainer', *words, 'compile=eager'])}" if name == "eager" else ""
     return f"there is no {name} run of this workload to compare with{how}"
 

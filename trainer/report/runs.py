@@ -101,7 +101,7 @@ class Cell:
             return shlex.join(["python", record.script, *record.command])
         peer = any(strategy["name"] == PEER for strategy in record.strategies)
         several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={record.world_size}", "-m"]
-        started = [*(several if peer and record.world_size > 1 else []), "scripts.benchmark_peers" if peer else "trainer"]
+        started = [*(several if peer and record.world_size > 1 else []), "trainer"]
         return shlex.join(["python", "-m", *started, *record.command])
 
 

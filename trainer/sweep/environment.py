@@ -146,9 +146,10 @@ def described(config: Config, command: list[str]) -> RunRecord:
     which caches and in which round of a sweep."""
     from strategies.compose import ordered
     from strategies.credentials import without_credentials
+    from trainer.settings import PEER, Peer
 
     cell = current()
-    return RunRecord(
+    record = RunRecord(
         task=config.task.title,
         run=config.run.name,
         config=without_credentials(dataclasses.asdict(config)),
@@ -157,6 +158,10 @@ def described(config: Config, command: list[str]) -> RunRecord:
         round=None if cell is None else cell.round,
         **origin(ordered(config.compile.values()), command),
     )
+    if isinstance(config.run, Peer):  # an arm of the same workload as our training
+        record.run, record.config["run"] = "train", {}
+        record.strategies, record.label = [{"name": PEER, "arm": config.run.peer}], f"{PEER} {config.run.peer}"
+    return record
 
 
 def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = ROOT) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from rich.console import Console
 import __main__
 from trainer.config import strategy_names, task_name, to_config
 from trainer.report.sweep import summarize, write_summary
+from trainer.settings import Peer
 from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.ledger import Ledger, alone
 from trainer.sweep.plan import (
@@ -244,12 +245,16 @@ class Composer:
 
     def _command(self, cell: PlannedCell) -> list[str]:
         """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
+        config = self._composed[cell.overrides]
+        devices = config.trainer.devices or 1
+        by_torchrun = OmegaConf.get_type(config.run) is Peer and devices != 1  # ours start the others themselves
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]
         return [
-            *own_command(),
+            *([sys.executable, *torchrun] if by_torchrun else own_command()),
             *flags(sys.argv[1:]),
             *(override for override in self._config.hydra.overrides.hydra if not OURS.match(override)),
             *cell.overrides,
-            *([f"repeat={cell.start}"] if self._composed[cell.overrides].repeat != cell.start else []),
+            *([f"repeat={cell.start}"] if config.repeat != cell.start else []),
             # An experiment may ask for a sweep by itself; a cell never starts another one.
             "hydra.mode=RUN",
             f"hydra.job.num={cell.number}",

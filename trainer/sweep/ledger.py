@@ -112,15 +112,8 @@ class Ledger:
         )
         write_json(self.directory / FILE_NAME, asdict(contents))
 
-    @property
-    def of_peers(self) -> bool:
-        """Whether these are the runs of ``scripts.benchmark_peers``, which keeps the same kind of file."""
-        return any(word.startswith("--out") for word in self.arguments)
-
     def go_on_with(self) -> str:
         """The shell's line that continues these runs."""
-        if self.of_peers:
-            return shlex.join(["python", "-m", "scripts.benchmark_peers", *self.arguments])
         given = [word for word in self.arguments if not word.startswith(f"{SWEEP_DIRECTORY}=")]
         return shlex.join(["python", "-m", "trainer", *given, f"{OPTION}{self.directory}"])
 
@@ -185,8 +178,6 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     directory = Path(chosen[-1].removeprefix(OPTION)).expanduser()
     others = [argument for argument in arguments if argument not in (*chosen, *MULTIRUN)]
     ledger = Ledger.load(directory)
-    if ledger is not None and ledger.of_peers:
-        raise ValueError(f"{chosen[-1]}: runs beside peers, and no sweep; continue with: {ledger.go_on_with()}")
     if not others:
         if ledger is None:
             raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")

@@ -1,6 +1,9 @@
-"""Peers: what people do without this project, one run from configuration to record, by the same ruler.
+"""Peers: what people do without this project, trained and measured as our own runs: ``run=peer run.peer=loop_compile``.
 
-Every peer trains our task's module on our task's data under our telemetry.
+Every peer trains our task's module on our task's data under our telemetry. As arms of a sweep they alternate with ours:
+
+    crucible train -m experiment=gpt2 repeat=cold hydra.launcher.rounds=5 \
+        'hydra.launcher.arms=[eager,regional,"eager run=peer run.peer=loop_compile"]'
 """
 
 from __future__ import annotations
@@ -8,9 +11,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,21 +22,17 @@ import lightning as L
 import torch
 from torch import Tensor, distributed, nn
 
-from scripts.benchmark_peers import PEERS, mark
-from strategies.credentials import hidden
-from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.regions import expand_blocks, find_containers
 from tasks.loading import ResumableDataModule
 from trainer.build import batch_counter, device_of, on_cuda, precision_arguments, resolve_precision
-from trainer.console import ERROR_LOG
+from trainer.console import announce
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.plain import PlainLoop
 from trainer.loops.training import note_machine
-from trainer.process import Interrupted, StopRequest, process_settings
-from trainer.run import new_record
-from trainer.settings import Config
-from trainer.telemetry import hardware
+from trainer.process import StopRequest
+from trainer.run import Job
+from trainer.settings import PEER, Config, Peer
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry, fill_in
@@ -44,34 +43,84 @@ Trained = tuple[Loop, Sequence[Any]]
 """The loop, and the functions that were handed to the compiler."""
 
 
+LIBRARIES = {"lightning_compile": "lightning", "accelerate_regional": "accelerate"}
+"""Packages that peers are the usual way of, torch itself of the others; records hold their versions."""
+ABOUT = {
+    "loop_eager": "a hand-written loop, nothing compiled",
+    "loop_compile": "a hand-written loop, the network replaced by torch.compile(network)",
+    "lightning_compile": "L.Trainer(...).fit(torch.compile(module)), which compiles the whole training_step; "
+    "Lightning's own logger and progress bar",
+    "accelerate_regional": "Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=True)) and its loop",
+}
+"""What runs, in a few words for the record."""
+
+
 class NotCompiled(RuntimeError):
     """A peer that compiles has compiled nothing."""
 
 
-def run(name: str, config: Config, *, run_dir: Path, command: list[str], backend: str) -> RunRecord:
-    """Train ``config.task`` as the peer ``name`` does and leave a record in ``run_dir``, however it ends."""
-    record = new_record(config, command)
-    mark(record, name, backend=backend)
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        record.save(run_dir)
-    try:
-        with process_settings(config.trainer), StopRequest(print), together(config):
-            _train(name, config, record, run_dir, backend)
-        record.status = "finished"
-    except Interrupted as interrupted:
-        record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
-    except Exception as error:
-        record.status, record.reason = "failed", one_line(error)
-        if first:
-            (run_dir / ERROR_LOG).write_text(hidden(traceback.format_exc()), encoding="utf-8")
-        else:
-            traceback.print_exc()
-    finally:
-        record.total_seconds = hardware.process_age_seconds()
-        if first:
-            record.save(run_dir)
-    return record
+class Peering(Job):
+    """The parts of one peer's training: the counterpart of ``trainer.run.Training``."""
+
+    _telemetry: Telemetry | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._telemetry is not None and self._telemetry.phase != "starting"
+
+    def go(self, stop: StopRequest) -> None:
+        """Seed and build in the order of our own runs, so that weights and batches are theirs; train.
+
+        Raises NotCompiled, and ValueError before any work.
+        """
+        config, record, mode = self._config, self._record, self._config.run
+        assert isinstance(mode, Peer)
+        self._stop = stop
+        mark(record, mode, config)
+        announce(self._console, record, self._run_dir)
+        telemetry = Telemetry(
+            count=batch_counter(config.task, config.task.training_flops),
+            warmup_steps=config.trainer.warmup_steps,
+            measure_peak=config.trainer.measure_peak,
+        )
+        with together(config):
+            L.seed_everything(config.seed, verbose=False)
+            data = config.task.build_data(seed=config.seed)
+            module = config.task.build_module(max_steps=config.trainer.max_steps)
+            work = Work(
+                config=config,
+                module=module,
+                data=data,
+                telemetry=telemetry,
+                directory=self._run_dir,
+                backend=mode.backend,
+            )
+            telemetry.compiler.start()
+            self._telemetry = telemetry
+            try:
+                loop, functions = ARMS[mode.peer](work)
+            finally:
+                telemetry.compiler.stop()
+            fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
+            note_machine(record, loop)
+        record.skipped_items = config.task.skipped_items(data)
+        if mode.peer != "loop_eager":
+            _note_compiler(record, telemetry.compiler, functions)
+
+
+def mark(record: RunRecord, mode: Peer, config: Config) -> None:
+    """Write into ``record`` which peer runs, of which version. Raises ValueError for one that cannot run here."""
+    library = LIBRARIES.get(mode.peer, "torch")
+    if util.find_spec(library) is None:
+        raise ValueError(f"run.peer={mode.peer} needs {library}: pip install -e '.[peers]', or leave it out")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != (config.trainer.devices or 1):
+        raise ValueError(
+            f"trainer.devices={config.trainer.devices or 1}: {started} processes were started; several take python -m "
+            "torch.distributed.run --standalone --nproc-per-node=N -m trainer, which a sweep does by itself"
+        )
+    record.strategies[0][library] = record.versions[library] = version = metadata.version(library)
+    record.strategies[0]["backend"] = mode.backend
+    record.notes.append(f"{PEER}, no strategy of ours: {ABOUT[mode.peer]} ({library} {version})")
 
 
 @contextlib.contextmanager
@@ -90,32 +139,6 @@ def together(config: Config) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
-
-
-def _train(name: str, config: Config, record: RunRecord, run_dir: Path, backend: str) -> None:
-    """Seed and build in the order of our own runs, so that weights and batches are theirs; train; fill in the record.
-
-    Raises NotCompiled.
-    """
-    telemetry = Telemetry(
-        count=batch_counter(config.task, config.task.training_flops),
-        warmup_steps=config.trainer.warmup_steps,
-        measure_peak=config.trainer.measure_peak,
-    )
-    L.seed_everything(config.seed, verbose=False)
-    data = config.task.build_data(seed=config.seed)
-    module = config.task.build_module(max_steps=config.trainer.max_steps)
-    work = Work(config=config, module=module, data=data, telemetry=telemetry, directory=run_dir, backend=backend)
-    telemetry.compiler.start()
-    try:
-        loop, functions = ARMS[name](work)
-    finally:
-        telemetry.compiler.stop()
-    fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
-    note_machine(record, loop)
-    record.skipped_items = config.task.skipped_items(data)
-    if PEERS[name].compiles:
-        _note_compiler(record, telemetry.compiler, functions)
 
 
 def _note_compiler(record: RunRecord, compiler: CompilerMonitor, functions: Sequence[Any]) -> None:
@@ -285,13 +308,8 @@ def wrap(work: Work, module: L.LightningModule, blocks: Sequence[str]) -> nn.Mod
     return step
 
 
-def loop_eager(work: Work) -> Trained:
-    """A hand-written loop."""
-    return _loop(work, ())
-
-
 def loop_compile(work: Work) -> Trained:
-    """The same with ``network = torch.compile(network)`` for what the task declares as its network."""
+    """A hand-written loop with ``network = torch.compile(network)`` for what the task declares as its network."""
     children = [name for name, child in work.module.named_children() if any(True for _ in child.parameters())]
     return _loop(work, work.config.task.declare().whole or children)
 
@@ -303,27 +321,21 @@ class Measured(L.Callback):
         self.telemetry = telemetry
 
     def batch_begins(self, batch: Any) -> None:
-        """A batch is on the device."""
         self.telemetry.batch_start()
 
     def batch_ends(self, loss: Tensor | None, batch: Any) -> None:
-        """It is through."""
         self.telemetry.batch_end(loss, batch)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to measure."""
         self.telemetry.start(LightningLoop(trainer))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """A batch is on the device."""
         self.telemetry.batch_start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A batch is through."""
         self.telemetry.batch_end(outputs["loss"], batch)
 
     def on_train_end(self, *_: Any) -> None:
-        """Read what is still on its way."""
         self.telemetry.finish()
 
 
@@ -358,7 +370,6 @@ class TrainingStep(nn.Module):
         self.module = module
 
     def forward(self, batch: Any) -> Tensor:
-        """The loss."""
         loss: Any = self.module.training_step(batch, 0)
         return loss
 
@@ -422,9 +433,9 @@ def accelerate_regional(work: Work) -> Trained:
 
 
 ARMS: dict[str, Callable[[Work], Trained]] = {
-    "loop_eager": loop_eager,
+    "loop_eager": lambda work: _loop(work, ()),
     "loop_compile": loop_compile,
     "lightning_compile": lightning_compile,
     "accelerate_regional": accelerate_regional,
 }
-"""By the names of ``scripts.benchmark_peers.PEERS``."""
+"""By the names of ``trainer.settings.PEERS``."""

@@ -1,0 +1,142 @@
+"""``run=peer``: peers as arms of a sweep beside ours, on the same work, under the same ruler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import instant_cells
+from tests.instant_cells import InstantCells
+from tests.processes import Pair
+from tests.trainer.runs import SMALLEST
+from trainer.config import compose
+from trainer.report.comparison import compare_runs as compare
+from trainer.report.runs import Run, find
+from trainer.run import run
+from trainer.settings import PEERS
+from trainer.telemetry.record import RunRecord
+
+STEPS = 4
+WORK = ["task=captioning", *SMALLEST["captioning"], "trainer.val_every_n_steps=0", f"trainer.max_steps={STEPS}"]
+WORK.append("task.initialise=device")  # what a loop without Lightning has to see to itself
+SHORT = ["trainer.log_every_n_steps=4", "trainer.warmup_steps=1", "trainer.checkpoint_every_n_steps=null"]
+ARMS = "eager,'eager run=peer run.peer=loop_eager','eager run=peer run.peer=accelerate_regional'"
+
+
+def peer(name: str, *overrides: str) -> list[str]:
+    return [*WORK, *SHORT, "run=peer", f"run.peer={name}", *overrides]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_peers_take_turns_with_ours_and_are_started_by_torchrun_on_several_devices(
+    devices: int, command_line: Any, called: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PEERS:
+        monkeypatch.setitem(instant_cells.SPEEDS, f"peer {name}", 3.0)
+    cells = InstantCells(monkeypatch)
+    given = ["hydra.launcher.rounds=2", "trainer.val_every_n_steps=0", f"trainer.devices={devices}"]
+    assert command_line("-m", "sweep=out", *given, f"hydra.launcher.arms=[{ARMS}]") == 0
+    labels = [cell.described.label for cell in cells.ran]
+    assert labels == ["eager", "peer loop_eager", "peer accelerate_regional"] * 2
+    ours, theirs, _ = (cell.command for cell in cells.ran[:3])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert "torch.distributed.run" not in ours
+    assert (theirs[1:5] == torchrun) is (devices == 2)
+    assert {"run=peer", "run.peer=loop_eager"} <= set(theirs)
+
+
+def loss_of_the_loop_by_hand(folder: Path) -> float | None:
+    """One of two processes, under what ``folder`` is called."""
+    devices = ("trainer.accelerator=cpu", "trainer.devices=2", f"trainer.strategy={folder.name}")
+    record = run(compose(peer("loop_eager", "run.backend=eager", *devices)), run_dir=folder, command=[])
+    assert record.status == "finished", record.reason
+    return record.final_loss
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_the_loop_by_hand_trains_on_two_devices(pair: Pair, tmp_path: Path) -> None:
+    ddp, fsdp2 = (pair(loss_of_the_loop_by_hand, tmp_path / name)[0] for name in ("ddp", "fsdp2"))
+    assert ddp == pytest.approx(fsdp2, rel=1e-6)
+    record = RunRecord.load(tmp_path / "fsdp2")
+    assert record.world_size == 2
+    assert [one.rank for one in record.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["run.peer=torchtitan"], "run.peer='torchtitan' is not one of"),
+        (["trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=2 must be 1"),
+        (["trainer.val_every_n_steps=5"], "trainer.val_every_n_steps=5 must be 0"),
+        (["trainer.devices=2", "trainer.strategy=fsdp"], "trainer.strategy=fsdp must be one of"),
+        (["trainer.strategy=fsdp2", "trainer.devices=2", "run.peer=lightning_compile"], "leaves the sharding"),
+        (["compile=whole"], "compile= is not for a peer"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(edge: None, overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        compose([*peer("loop_eager"), *overrides])
+
+
+def test_a_peer_that_cannot_run_here_says_what_to_do(
+    edge: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="1 processes were started; several take python -m torch"):
+        run(compose(peer("loop_eager", "trainer.devices=2")), run_dir=tmp_path / "two", command=[])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs accelerate: pip install -e '.\[peers\]'"):
+        run(compose(peer("accelerate_regional")), run_dir=tmp_path / "none", command=[])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Our eager run and every peer, a few steps each."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("peers")
+    given = {"eager": [*WORK, *SHORT, "compile=eager"], **{name: peer(name, "run.backend=eager") for name in PEERS}}
+    for name, overrides in given.items():
+        torch.compiler.reset()
+        assert run(compose(overrides), run_dir=folder / name, command=overrides).status == "finished"
+    return find([folder])
+
+
+def test_all_peers_have_our_losses(runs: list[Run]) -> None:
+    losses = {run.record.label: run.record.final_loss for run in runs}
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["eager"]), rel=1e-6)
+
+
+def test_a_peer_that_compiles_has_compiled_its_blocks(runs: list[Run]) -> None:
+    records = {run.directory.name: run.record for run in runs}
+    counts = {name: (record.regions, record.regions_compiled) for name, record in records.items()}
+    assert counts == {
+        "eager": (None, None),
+        "loop_eager": (None, None),
+        "loop_compile": (1, 1),
+        "lightning_compile": (1, 1),
+        "accelerate_regional": (4, 4),  # two encoder and two decoder blocks
+    }
+    graphs = {name: record.graphs or 0 for name, record in records.items()}
+    assert graphs["eager"] == graphs["loop_eager"] == 0
+    assert graphs["accelerate_regional"] > graphs["loop_compile"] >= 1
+
+
+def test_peers_are_arms_of_their_own_beside_eager_in_a_comparison(runs: list[Run]) -> None:
+    (found,) = compare(runs)
+    assert found.unlike == []
+    assert [row.cell.arm for row in found.rows] == ["eager", *sorted(f"peer {name}" for name in PEERS)]
+    assert all(row.ratio is not None for row in found.rows[1:])
+    command = found.rows[1].cell.command
+    assert command.startswith("python -m trainer task=captioning")
+    assert "run.peer=accelerate_regional" in command
+    assert "peer" not in compare(runs[:1])[0].verdict
+
+
+def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        record = run(compose(peer("loop_compile", "run.backend=eager")), run_dir=tmp_path, command=[])
+    assert record.status == "failed"
+    assert record.reason == "NotCompiled: peer loop_compile compiled 0 graphs and none of its 1 regions"
+    assert RunRecord.load(tmp_path).reason == record.reason
