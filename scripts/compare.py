@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from scripts.arguments import at_least, exit_code, parser
 from trainer.report import drift, scaling, tables
-from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare_runs
+from trainer.report.comparison import AT_STEPS, WorkloadComparison, compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
 
@@ -51,15 +51,6 @@ OVERRIDE = re.compile(r"[+~]*[\w./@]+=")
 """What an override begins with; a folder may, too, where Hydra has named it."""
 WIDTH = 100
 """Characters of a line where the output is not a terminal."""
-SORTS: dict[str, Callable[[Row], float | None]] = {
-    "given": lambda row: None,
-    "step": lambda row: None if row.ratio is None else -row.ratio.value,
-    "total": lambda row: row.total_seconds[max(row.total_seconds)] if row.total_seconds else None,
-    "warm-up": lambda row: None if row.cold_warmup_seconds is None else row.cold_warmup_seconds.median,
-    "memory": lambda row: row.peak_device_memory_gib,
-    "pays-back": lambda row: row.break_even_steps,
-}
-"""Figure that each value of ``--sort`` goes by, the smallest first."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,14 +79,10 @@ def compared(options: argparse.Namespace) -> int:
     scaled = scaling.scalings(runs)
     if not options.allow_unlike:
         refuse_unlike(comparisons, several_devices=bool(scaled))
-    for found in comparisons:
-        sort(found, SORTS[options.sort])
     texts = {"markdown": tables.markdown, "csv": tables.as_csv, "json": tables.as_json}
     targets = {kind: target for kind in texts if (target := getattr(options, kind)) is not None}
     for kind, target in targets.items():
         write(target, texts[kind](comparisons) + "".join(one.markdown() for one in scaled if kind == "markdown"))
-    if options.tensorboard is not None:
-        write_for_tensorboard(comparisons, options.tensorboard)
     alone = "-" in targets.values()
     if not alone:
         console = Console(highlight=False)
@@ -120,14 +107,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help=runs_help)
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
     add("--steps", nargs="+", default=[str(steps) for steps in AT_STEPS], metavar="N", help=steps_help)
-    add("--sort", choices=tuple(SORTS), default="given", help="order of the arms after the baseline (default: given)")
     for kind in ("markdown", "csv", "json"):
         add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
-    add(
-        "--tensorboard",
-        metavar="DIR",
-        help="also write the tables there, as a run (default: nowhere)",
-    )
     against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
     add("--against", type=Path, metavar="FILE", help=against_help)
     tolerance_help = "by how much ratio and memory may differ from it (default: %(default)g)"
@@ -163,12 +144,6 @@ def refuse_unlike(comparisons: Sequence[WorkloadComparison], *, several_devices:
         )
 
 
-def sort(found: WorkloadComparison, key: Callable[[Row], float | None]) -> None:
-    """Put the rows in order of ``key``, the baseline first; what has no figure comes last, as it was given."""
-    base = found.baseline_row
-    found.rows.sort(key=lambda row: (row is not base, key(row) is None, key(row) or 0.0))
-
-
 def write(target: str, text: str) -> None:
     """Write a file whole, or to the output for ``-``."""
     if target == "-":
@@ -176,14 +151,6 @@ def write(target: str, text: str) -> None:
         return
     with written_whole(Path(target), "w") as file:
         file.write(text)
-    print(f"wrote {target}", file=sys.stderr)
-
-
-def write_for_tensorboard(comparisons: Sequence[WorkloadComparison], target: str) -> None:
-    """Write what a sweep leaves in its ``summary``."""
-    from trainer.report import sweep
-
-    sweep.write(comparisons, Path(target))
     print(f"wrote {target}", file=sys.stderr)
 
 

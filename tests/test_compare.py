@@ -43,18 +43,6 @@ def test_files_are_written_whole_and_one_format_can_go_to_the_output(
     assert "Is a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("order", "first"), [("step", "cached+"), ("total", "cached+"), ("memory", "whole"), ("given", "regional")]
-)
-def test_arms_are_sorted_with_the_baseline_first(
-    order: str, first: str, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(sweep), "--sort", order, "--json", "-"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["rows"][0]["arm"] == "eager"
-    assert found["rows"][1]["arm"].startswith(first)
-
-
 def test_unlike_runs_are_refused_in_one_line_that_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def test_every_arm_that_ships_composes(subtests: pytest.Subtests) -> None:
         arms = yaml.safe_load(file.read_text())["hydra"]["launcher"]["arms"]
         for compile_, *overrides in map(str.split, arms):
             with subtests.test(file=file.stem, arm=compile_):
-                config = build("experiment=smoke", "trainer=measured", f"compile={compile_}", *overrides)
+                config = build("trainer=measured", f"compile={compile_}", *overrides)
                 assert bool(config.compile) is (compile_ != "eager")
     chosen = compose("config", overrides=["arms=peers"], return_hydra_config=True)
     assert "eager run=peer run.peer=loop_eager" in chosen.hydra.launcher.arms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.trainer.runs import SMALLEST, last_checkpoint
-from trainer.process import _Text
 from trainer.telemetry.record import RunRecord
 
 PRINTS = """
@@ -83,13 +81,3 @@ def test_a_full_standard_output_does_not_end_a_training(tmp_path: Path) -> None:
     assert code == 0, errors
     assert RunRecord.load(tmp_path / "run").status == "finished"
     assert last_checkpoint(tmp_path / "run")["global_step"] == 2
-
-
-def test_what_is_printed_after_the_end_is_dropped(tmp_path: Path) -> None:
-    # In the order in which the interpreter may take its streams down: the buffer first.
-    with (tmp_path / "out").open("wb", buffering=0) as raw:
-        stream = _Text(io.BufferedWriter(raw))
-        print("held back", file=stream)
-        io.BufferedWriter.close(stream.buffer)  # type: ignore[arg-type]
-        print("late", file=stream, flush=True)
-        stream.flush()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from scripts import compare as script
 from tests.conftest import ROOT
 from tests.instant_cells import InstantCells
 from tests.report.records import ragged, record, save, static
@@ -84,16 +83,6 @@ def test_a_sweep_ends_with_its_summary(command_line: Any, called: Any, monkeypat
     monkeypatch.setattr(launcher, "write_summary", write_summary)  # which it leaves out
     assert command_line("-m", "hydra.sweep.dir=sweep", "compile=eager,whole") == 0
     assert "| whole |" in page(events_in(Path("sweep", FOLDER)))
-
-
-def test_compare_writes_the_same_for_any_runs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "log"
-    assert script.main([str(sweep), "--tensorboard", str(target)]) == 0
-    assert f"wrote {target}" in capsys.readouterr().err
-    assert page(events_in(target)) == page(events_in(sweep / FOLDER))
-    (tmp_path / "file").touch()
-    assert script.main([str(sweep), "--tensorboard", str(tmp_path / "file")]) == 2
-    assert f"error: {tmp_path / 'file'}: " in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(sweep: Path) -> None:

@@ -185,28 +185,6 @@ class _Lossy(io.FileIO):
         return len(data) if written is None else written
 
 
-class _Text(io.TextIOWrapper):
-    """A stream that drops what comes once it is closed: libraries print while the interpreter takes itself down, where
-    a ValueError within C++ aborts the process."""
-
-    def write(self, text: str) -> int:
-        """Write ``text``; it counts as written once the stream is closed."""
-        try:
-            return super().write(text)
-        except ValueError:
-            if not self.buffer.closed:
-                raise
-            return len(text)
-
-    def flush(self) -> None:
-        """Write out what is held back, unless the stream is closed."""
-        try:
-            super().flush()
-        except ValueError:
-            if not self.buffer.closed:
-                raise
-
-
 def keep_streams() -> None:
     """From now on nothing raises because it prints, not even Python as it exits.
 
@@ -226,7 +204,7 @@ def keep_streams() -> None:
         stream = getattr(sys, name)
         if name == "stdin" or stream is not getattr(sys, f"__{name}__"):
             continue  # or somebody reads or captures it within this process
-        lossy = _Text(
+        lossy = io.TextIOWrapper(
             io.BufferedWriter(_Lossy(number, "w", closefd=False)),
             encoding=getattr(stream, "encoding", "utf-8"),
             errors=getattr(stream, "errors", "backslashreplace"),
