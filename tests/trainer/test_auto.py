@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from strategies import STRATEGIES, CudaGraph, Program, Regional, Whole
 from strategies.auto import Auto
 from strategies.cached.session import fingerprint_of
 from strategies.cuda_graph.capture import StepGraphs
+from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
@@ -333,6 +335,7 @@ import sys
 import time
 from pathlib import Path
 from strategies.auto import Auto
+from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 callback = Compile([Auto(planned_steps=30, memory=sys.argv[1])])
@@ -558,3 +561,22 @@ def test_what_no_helper_can_be_told_of_compiles_in_the_foreground(tmp_path: Path
     fit(Odd(), tmp_path, [compile_], max_steps=10)
     assert compile_.record.report["auto"]["table"]["regional"]["switched_at_step"] == 3
     assert any("compiled in the foreground: it cannot be described" in note for note in compile_.record.notes)
+
+
+def on_a_rank(folder: Path, scripts: list[str]) -> tuple[list[str], Any, float]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        put_helper(monkeypatch, scripts[int(os.environ["RANK"])])
+        compile_with(monkeypatch, "aot_eager")
+        compile_ = beside(candidates=["regional"])
+        losses = fit(Blocks(), folder, [compile_], devices=2, strategy="ddp", max_steps=400, max_epochs=-1)
+    return tried(compile_), compile_.record.report["auto"]["table"]["regional"], losses[-1]
+
+
+@pytest.mark.xdist_group("two_processes")
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_switch_at_the_same_step_or_not_at_all(fails: bool, pair: Pair, tmp_path: Path) -> None:
+    second = "input(); raise MemoryError" if fails else ANSWERS.replace("json, sys", "json, sys, time; time.sleep(0.5)")
+    (names, table, _), (also, other, _) = pair(on_a_rank, tmp_path, [ANSWERS, second])
+    assert names == also == (["eager"] if fails else ["eager", "regional"])
+    assert table["switched_at_step"] == other["switched_at_step"]
+    assert (table["failed"] is not None, other["failed"] is not None) == (fails, fails)

@@ -146,8 +146,10 @@ class Candidates:
             if self._loop.anywhere(not helper.recorded):
                 del self.known.helped[name]
                 self.named[name].helper = None
-                reason = next(iter(helper.refused.values()), "a helper of another process cannot be told of it")
-                self._program.notes.append(f"auto: {name} would be compiled in the foreground: {reason}")
+                reason = next(iter(helper.refused.values()), "another process cannot describe it to its helper")
+                self.named[name].outline(self._program).notes.append(
+                    f"auto: {name} compiled in the foreground: {reason}"
+                )
 
     def _helper(self, name: str) -> Background:
         helper = self.named[name].helper
