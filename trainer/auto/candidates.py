@@ -78,12 +78,8 @@ class Candidates:
         self._agreement: Agreement | None = None
 
     def record_calls(self, others: Sequence[Strategy], strategies: Mapping[str, type[Strategy]]) -> None:
-        """Where a helper can compile, keep what each candidate is called with in this step, which is not captured.
-
-        Args:
-            others: Strategies of the run beside ``auto``.
-            strategies: By name.
-        """
+        """Where a helper can compile beside the ``others`` of the run, keep what each candidate, one of ``strategies``,
+        is called with in this step, which is not captured."""
         options, arms = Options(force=bool(self._background)), list(self.known.arms.values())
         able = self._background is not False and options.left_out is None
         if not self._loop.everywhere(able and all(other.name in TOGETHER for other in others)):
@@ -114,7 +110,7 @@ class Candidates:
             self._stop_recording()
         if self.compiling is None:
             return False
-        helper, arms = self._helper(self.compiling), self.known.arms.values()
+        helper = self._helper(self.compiling)
         helper.ready()
         failed = helper.done and not helper.complete
         waits = not failed and not (helper.done and helper.imported())
@@ -127,7 +123,7 @@ class Candidates:
             self._agreement.settle()
             self._agreement = None
         reason = helper.failed or next(iter(helper.refused.values()), "that of another process failed")
-        for arm in [arm for arm in arms if arm.module == self.compiling]:
+        for arm in [one for one in self.known.arms.values() if one.module == self.compiling]:
             arm.helper_seconds = helper.seconds
             arm.not_ready = f"not compiled by the helper: {reason}" if failed else None
         if failed:
@@ -147,9 +143,8 @@ class Candidates:
                 del self.known.helped[name]
                 self.named[name].helper = None
                 reason = next(iter(helper.refused.values()), "another process cannot describe it to its helper")
-                self.named[name].outline(self._program).notes.append(
-                    f"auto: {name} compiled in the foreground: {reason}"
-                )
+                line = f"auto: {name} compiled in the foreground: {reason}"
+                self.named[name].outline(self._program).notes.append(line)
 
     def _helper(self, name: str) -> Background:
         helper = self.named[name].helper
