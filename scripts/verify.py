@@ -114,10 +114,11 @@ def verify(options: argparse.Namespace) -> int:
     code = subprocess.run([sys.executable, *command], check=False).returncode
     ran = rows_of(find([out])) if code in (0, 1) else []
     found = next((each for each in ran if each.records and each.records[0].label == row.records[0].label), None)
-    if found is None:
+    if found is None or not ran[0].records:
         print(f"{name} did not run to its end here (exit code {code}): the lines above say why")
         return 1
-    text, holds = report(name, row, found, command=shlex.join(["python", *command]), smoke=options.smoke)
+    eager = ran[0] if options.smoke else None
+    text, holds = report(name, row, found, command=shlex.join(["python", *command]), eager=eager)
     print(text)
     return int(not holds or code != 0)
 
@@ -155,32 +156,37 @@ def in_small(command: list[str]) -> str:
     return next((name for name in names if name and (CONF / "experiment" / f"{name}.yaml").is_file()), "smoke")
 
 
-def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str, smoke: bool = False) -> tuple[str, bool]:
-    """What to say of a row, for a person and for a bug report, and whether all that can be compared holds."""
+def report(
+    name: str, row: PublishedRow, here: PublishedRow, *, command: str, eager: PublishedRow | None = None
+) -> tuple[str, bool]:
+    """What to say of a row, for a person and for a bug report, and whether all that can be compared holds.
+
+    With ``eager``, the other arm of a run in small, only the loss is compared, with eager's.
+    """
     ours, theirs = row.records[0], here.records[0]
     same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
-    verdicts: dict[str, bool | None] = {}
-    for figure, values in row.figures.items():
-        verdicts[figure] = lands(figure, values, here.figures.get(figure, ()), same_gpu=same_gpu)
-    if smoke:
-        verdicts = dict.fromkeys(verdicts)
+    expected = row.figures if eager is None else {LOSS: eager.figures.get(LOSS, ())}
+    verdicts = {
+        figure: lands(figure, values, here.figures.get(figure, ()), same_gpu=same_gpu)
+        for figure, values in expected.items()
+    }
     words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
     columns = {
         "figure": list(verdicts),
-        "published": [range_text(figure, row.figures[figure]) for figure in verdicts],
+        "published" if eager is None else "eager here": [range_text(*each) for each in expected.items()],
         "here": [range_text(figure, here.figures.get(figure, ())) for figure in verdicts],
         "verdict": [words[verdict] for verdict in verdicts.values()],
     }
     failed = [figure for figure, verdict in verdicts.items() if verdict is False]
     compared = sum(verdict is not None for verdict in verdicts.values())
-    if smoke:
-        conclusion = "ran here in small; nothing is compared, since the model is another one"
+    if eager is not None:
+        conclusion = f"ran here in small; its loss {'is not' if failed else 'is'} eager's"
     elif failed:
         conclusion = f"{', '.join(failed)} of {compared} figures {'does' if len(failed) == 1 else 'do'} not hold here"
     else:
         conclusion = f"all {compared} figures that can be compared hold here"
     remarks = list(here.compared.flags)
-    if (row.spread or 0) > MAX_SPREAD:
+    if eager is None and (row.spread or 0) > MAX_SPREAD:
         remarks.append(f"the published rounds spread by {row.spread:.0%}: that the ratio holds says little")
     if ours.device != theirs.device or ours.processor != theirs.processor:
         remarks.append("another machine than the published one: where the host limits a step, ratios go with it")
@@ -190,13 +196,13 @@ def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str, sm
     lines = [
         "",
         f"{name}: {conclusion}",
-        f"  published: {conditions_of(row.records)} · {len(row.records)} rounds",
-        f"  here:      {conditions_of(here.records)} · {len(here.records)} rounds",
+        f"  published: {conditions_of(row.records)} · rounds: {len(row.records)}",
+        f"  here:      {conditions_of(here.records)} · rounds: {len(here.records)}",
         f"  command:   {command}",
         *plain_lines(columns, 100),
         *(f"  {remark}" for remark in remarks),
     ]
-    if not same_gpu and STEP in row.figures:
+    if not same_gpu and STEP in expected:
         lines.append("  times and memory are compared on a GPU of the same model alone")
     return "\n".join(lines), not failed
 
@@ -215,9 +221,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = made.add_argument
     add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish and --same")
     add("--list", action="store_true", help="show the rows, run nothing")
-    add(
-        "--smoke", action="store_true", help="run the row's arm on a small model: compares nothing, shows that it works"
-    )
+    add("--smoke", action="store_true", help="run does it work here? Compares the loss with eager's")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
     add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make the tables anew")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, records: Path, here: list[RunRecord], *
 
     def sweep_process(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         started.append(command)
+        shutil.rmtree(out, ignore_errors=True)
         on_disk(out, here)
         return subprocess.CompletedProcess(command, int(any(one.status == "failed" for one in here)))
 
@@ -76,13 +78,15 @@ def test_an_arm_that_fails_here_has_not_been_verified(
     assert "did not run to its end" in capsys.readouterr().out
 
 
-def test_in_small_nothing_is_compared(
+def test_in_small_the_loss_is_compared_with_eagers(
     monkeypatch: pytest.MonkeyPatch, records: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, command = run(monkeypatch, records, sweep(graphs=1), "--smoke")
     assert code == 0
     assert "experiment=smoke" in command
-    assert "ran here in small" in capsys.readouterr().out
+    assert "ran here in small; its loss is eager's" in capsys.readouterr().out
+    other = [record("eager", round=1), record("regional", round=1, final_loss=0.6)]
+    assert run(monkeypatch, records, other, "--smoke")[0] == 1
     assert verify.in_small(["experiment=gpt2", "trainer.max_steps=9"]) == "gpt2_smoke"
     assert verify.in_small(["experiment=captioning_base"]) == "smoke"
 

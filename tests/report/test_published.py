@@ -135,7 +135,7 @@ def test_several_workloads_make_no_table() -> None:
 )
 def test_a_figure_holds_within_the_published_range(name: str, here: float, same_gpu: bool, holds: bool | None) -> None:
     assert lands(name, (1.5, 1.55, 1.6), (here,), same_gpu=same_gpu) is holds
-    assert lands(name, (1.5,), (), same_gpu=same_gpu) is None
+    assert lands(name, (1.5,), (), same_gpu=same_gpu) is (None if name == "ms a step" else False), "it is missing here"
 
 
 def test_an_arm_is_no_faster_than_itself_but_a_lasting_difference_is_seen() -> None:
@@ -148,8 +148,8 @@ def test_an_arm_is_no_faster_than_itself_but_a_lasting_difference_is_seen() -> N
             [record("eager", step_seconds=each, started=at) for each, at in zip(steps, started, strict=True)]
         )
 
-    ((called, of),) = false_calls(noisy(1.0), 5).values()
+    ((called, _, of),) = false_calls(noisy(1.0), 5).values()
     assert of == 96
     assert called <= 0.05 * of
-    ((called, of),) = false_calls(noisy(1.1), 5).values()
+    ((called, _, of),) = false_calls(noisy(1.1), 5).values()
     assert called == of

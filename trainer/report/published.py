@@ -13,7 +13,7 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import step_seconds
 from trainer.report.runs import Run, find, group
+from trainer.report.statistics import Sample, ratio
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, kept, number, piped
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
@@ -181,10 +182,9 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     for name in shown:
         columns[name] = [range_text(name, row.figures.get(name, ())) for row in rows]
     for place, row in enumerate(rows):
-        ratio = row.compared.ratio
         if row.compared is compared.baseline_row:
             columns[RATIO][place] = "1"
-        elif ratio is not None and not ratio.shown:
+        elif row.compared.ratio is not None and not row.compared.ratio.shown:
             columns[RATIO][place] = NOT_SURE + columns[RATIO][place]
     notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%} of their median."] * any(
         "†" in a for a in columns["arm"]
@@ -255,8 +255,10 @@ def refresh(records: Path = RECORDS) -> list[Path]:
 
 def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_gpu: bool) -> bool | None:
     """Whether the median of ``here`` is within what was published and its tolerance; None where the two cannot be
-    compared: one is missing, or it is a time on another device."""
-    if not published or not here or not (name in TOLERANCES or same_gpu):
+    compared: it is a time on another device, or there is none. What every machine has must be there."""
+    if not here or not published:
+        return False if name in TOLERANCES else None
+    if name not in TOLERANCES and not same_gpu:
         return None
     tolerance = TOLERANCES.get(name, TIME_TOLERANCE)
     if not tolerance:
@@ -265,49 +267,44 @@ def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_
     return min(published) - room <= statistics.median(here) <= max(published) + room
 
 
-def false_calls(runs: Sequence[Run], pairs: int, *, guarded: bool = True) -> Mapping[str, tuple[int, int]]:
-    """By workload and arm: how often ``compare`` calls a difference between an arm and itself, and of how many times.
+def false_calls(runs: Sequence[Run], pairs: int) -> dict[str, tuple[int, int, int]]:
+    """By workload and arm: how often ``compare`` calls a difference between an arm and itself, how often it would if
+    nothing withheld a verdict, as a busy machine does, and of how many times.
 
     Runs follow each other as first and second arm of a round, as in a sweep of two. Each ``pairs`` rounds in a row are
     one comparison, and those that begin one round later another: they share runs, which leaves the share unbiased.
-
-    Args:
-        runs: Of one or more arms, each many times.
-        pairs: Rounds of a comparison.
-        guarded: Whether what was seen of a busy machine may withhold a verdict, as it does in ``compare``.
     """
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int, int]] = {}
     for cell in group(runs):
-        ordered = [run.record for run in sorted(cell.finished, key=lambda run: run.record.started or "")]
-        halves = [_as_arm(record, place, guarded=guarded) for place, record in enumerate(ordered)]
-        starts = range(0, len(halves) - 2 * pairs + 1, 2)
-        ratios = [compare_runs(halves[start : start + 2 * pairs])[0].rows[1].ratio for start in starts]
-        found[f"{cell.workload}, {cell.arm}"] = (sum(each is not None and each.shown for each in ratios), len(ratios))
+        ordered = sorted(
+            (run.record for run in cell.finished if step_seconds(run.record)), key=lambda record: record.started or ""
+        )
+        sweep = [_as_arm(record, place) for place, record in enumerate(ordered)]
+        seconds = [Sample(step_seconds(record) or 0.0, place // 2) for place, record in enumerate(ordered)]
+        starts = range(0, len(sweep) - 2 * pairs + 1, 2)
+        called = [compare_runs(sweep[start : start + 2 * pairs])[0].rows[1].ratio for start in starts]
+        ends = [start + 2 * pairs for start in starts]
+        alone = [ratio(seconds[at + 1 : end : 2], seconds[at:end:2]) for at, end in zip(starts, ends, strict=True)]
+        counts = [sum(each is not None and each.shown for each in ratios) for ratios in (called, alone)]
+        found[f"{cell.workload}, {cell.arm}"] = (counts[0], counts[1], len(starts))
     return found
 
 
-def _as_arm(record: RunRecord, place: int, *, guarded: bool) -> Run:
+def _as_arm(record: RunRecord, place: int) -> Run:
     """A run of a pretended sweep of two arms, at this place in it."""
-    name = "again" if place % 2 else "eager"
-    pretended = dataclasses.replace(
-        record,
-        label=name,
-        strategies=[{"name": name}] if place % 2 else [],
-        round=place // 2 + 1,
-        machine=record.machine if guarded else None,
-    )
+    label, strategies = ("again", [{"name": "again"}]) if place % 2 else ("eager", [])
+    pretended = dataclasses.replace(record, label=label, strategies=strategies, round=place // 2 + 1)
     return Run(Path(str(place)), pretended)
 
 
 def same_table(runs: Sequence[Run]) -> list[str]:
     """The lines of a table of ``false_calls``."""
-    cells: list[list[str]] = []
-    for pairs in GROUPS:
-        for (arm, (called, of)), (alone, _) in zip(
-            false_calls(runs, pairs).items(), false_calls(runs, pairs, guarded=False).values(), strict=True
-        ):
-            share = [f"{count} ({count / of:.1%})" if of else ABSENT for count in (called, alone)]
-            cells.append([arm, str(pairs), str(of), *share])
+    runs = [run for run in runs if run.record.status == "finished"]
+    cells = [
+        [arm, str(pairs), str(of), *(f"{count} ({count / of:.1%})" if of else ABSENT for count in counts)]
+        for pairs in GROUPS
+        for arm, (*counts, of) in false_calls(runs, pairs).items()
+    ]
     names = ("arm", "rounds", "comparisons", "differences called", "by the statistics alone")
     columns = {name: list(texts) for name, texts in zip(names, zip(*cells, strict=True), strict=True)}
     return [f"{len(runs)} runs · {conditions_of([run.record for run in runs])}", "", *piped(columns), ""]
