@@ -105,9 +105,7 @@ def verify(options: argparse.Namespace) -> int:
         raise ValueError(f"{given}; there are {', '.join(rows)}")
     row = rows[name]
     base = rows[next(each for each in rows if each.startswith(f"{name.partition('/')[0]}/"))]
-    out = (
-        options.out or Path("outputs/verify") / f"{name.replace('/', '-')}-{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    )
+    out = options.out or Path("outputs/verify", f"{name.replace('/', '-')}-{datetime.datetime.now():%F_%H-%M-%S}")
     arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
     command = ["-m", "trainer", *arguments]
     print(shlex.join(["python", *command]), flush=True)
