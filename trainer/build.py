@@ -30,7 +30,9 @@ from trainer.checkpoints import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
+from trainer.loops.private import on_start
 from trainer.settings import Config, TrainerConfig
+from trainer.sweep import early
 from trainer.sweep.hosts import launched
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
@@ -121,6 +123,7 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
         trainer = L.Trainer(**shared, **arguments)
         if config.trainer.strategy == "auto" and type(trainer.strategy) is DDPStrategy:  # on several devices
             trainer = L.Trainer(**{**shared, "strategy": _strategy(config, "ddp")}, **arguments)
+        on_start(trainer, early.process_for, early.end)
         return trainer
     except Exception as error:
         given: dict[str, Any] = {}

@@ -7,6 +7,7 @@ and errors are immediate. Exit codes: 0 finished, 1 failed, 2 refused before any
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -70,10 +71,14 @@ GROUPS = {
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
-    from trainer.process import keep_streams
-    from trainer.sweep import environment, ledger
+    from trainer.process import keep_streams, uncollected
+    from trainer.sweep import early, environment, ledger
 
     keep_streams()
+    if early.PIPE in os.environ:
+        claim_packages()
+        with early.waiting(), uncollected():
+            import trainer.run  # noqa: F401
     environment.end_with_parent()
     try:
         sys.argv[1:] = ledger.expanded(sys.argv[1:])
@@ -242,6 +247,7 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
     from trainer.process import importing
+    from trainer.sweep import early
     from trainer.sweep.environment import current, starting_caches
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
     from trainer.sweep.hosts import launched
@@ -257,7 +263,8 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     if alone and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
     to_import = "torch" not in sys.modules
-    with starting_caches(config.repeat, run_dir):
+    others = early.started(config.trainer, settings.runtime.cwd) if alone and to_import else contextlib.nullcontext()
+    with starting_caches(config.repeat, run_dir), others:
         if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
             print("importing torch and Lightning", file=sys.stderr, flush=True)
         with importing():  # only now: torch takes seconds to import, and reads where its caches are

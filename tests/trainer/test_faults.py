@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -24,7 +25,7 @@ from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.loops import watch
+from trainer.loops import sentinel, watch
 from trainer.telemetry.record import RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
@@ -259,6 +260,28 @@ def test_who_stands_still_in_a_collective_is_ended_there(pair: Pair, tmp_path: P
     record = RunRecord.load(next(tmp_path.rglob("record.json")))
     assert record.status == "failed"
     assert re.search(RANK_1 + "RuntimeError: planted" + AND_SO, record.reason or "")
+
+
+def holding_the_lock(folder: Path) -> None:
+    """The other process dies while this one waits in a call that keeps Python's lock."""
+    module = Faulty()
+    if os.environ["RANK"] == "1":
+        module.plant("on_train_batch_start", kill(signal.SIGKILL))
+    else:
+        sentinel.PATIENCE_SECONDS = 3.0
+        module.plant("on_train_batch_start", lambda: ctypes.PyDLL(None).sleep(1000))
+    data = DataLoader(Data(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4, num_workers=1)
+    compiled = Compile([Regional(backend="eager")], verbose=False, save=False)
+    options: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "default_root_dir": folder}
+    L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=STEPS, callbacks=[compiled], **options).fit(
+        module, data
+    )
+
+
+def test_who_stands_still_with_pythons_lock_is_ended_from_outside(pair: Pair, tmp_path: Path) -> None:
+    died = rf"(?m)^failed: {RANK_1}ended without a word; this process stood still, and is ended with it$"
+    with pytest.raises(RanksFailed, match=died):
+        pair(holding_the_lock, tmp_path)
 
 
 def of_the_command(fault: str, folder: Path) -> dict[str, Any]:

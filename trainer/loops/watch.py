@@ -31,6 +31,7 @@ from torch import nn
 
 from strategies.errors import one_line, origin_of
 from trainer.loops.processes import host_group
+from trainer.loops.sentinel import Sentinel
 
 ROOT = Path(__file__).parents[2]
 CONNECT_SECONDS = 20.0
@@ -78,6 +79,9 @@ class Watch:
         names: Of the processes, by rank.
         connections: To all others on the first process, and elsewhere to that one.
         children: Processes that this one has started, by rank.
+
+    Raises:
+        OSError: The sentinel cannot be started.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Watch:
         self._still: tuple[Any, float] = (None, time.monotonic())
         self._places: dict[int, str] = {}
         self._say_after = WAITING_SECONDS
+        self._sentinel = Sentinel(names, connections)
         for other, connection in connections.items():
             threading.Thread(target=self._listen, args=(other, connection), name="watch", daemon=True).start()
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
@@ -169,6 +174,7 @@ class Watch:
                     self._found(Fault(**said["fault"]), heard_from=other)
                 elif "inside" in said:
                     self._inside[other] = said["inside"]
+                    self._sentinel.tell(f"{'+' if said['inside'] else '-'}{other}")
                 else:
                     self._places[other] = said["place"]
         if self._inside[other]:
@@ -198,6 +204,7 @@ class Watch:
     def _tick(self) -> None:
         for count in itertools.count(1):
             time.sleep(1)
+            self._sentinel.tell()
             if self._open:
                 self._look(report=count % REPORT_SECONDS == 0)
 
@@ -323,6 +330,7 @@ def _forget() -> None:
         for connection in _current[1]._connections.values():
             with contextlib.suppress(OSError):
                 os.close(connection.detach())
+        _current[1]._sentinel.forget()
 
 
 def lines_of(connection: socket.socket) -> Iterator[bytes]:

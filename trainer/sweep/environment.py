@@ -70,9 +70,15 @@ def end_with_parent() -> None:
     A cell that went on alone would write into a directory that a resumed sweep has given to another process.
     """
     cell = current()
-    if cell is not None and cell.parent == os.getppid() and sys.platform == "linux":
+    if cell is not None and cell.parent == os.getppid():
+        signal_at_end_of_parent(signal.SIGTERM)
+
+
+def signal_at_end_of_parent(signum: int) -> None:
+    """Ask the kernel (Linux) for ``signum`` when this process's parent dies; 0 for nothing."""
+    if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
