@@ -35,7 +35,7 @@ from trainer.report.published import (
 )
 from trainer.report.runs import find
 from trainer.report.tables import plain_lines
-from trainer.sweep.plan import COMPILE, quoted
+from trainer.sweep.plan import quoted
 
 MORE = f"""\
 examples:
@@ -53,7 +53,8 @@ Counts must be the same.
 Exit codes: 0 all that can be compared holds, 1 something does not or a training failed, 2 wrong arguments.
 """
 APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
-"""Overrides of a published command that a verification sets by itself."""
+"""Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""
+OWN = ("repeat=", "profile=")
 EXPERIMENT = re.compile(r"^experiment=(\w+)$")
 MAX_FALSE_CALLS = 0.05
 
@@ -124,10 +125,10 @@ def verify(options: argparse.Namespace) -> int:
 def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke: bool, out: Path) -> list[str]:
     """Arguments of ``python -m trainer`` that run a row and its baseline in rounds."""
     command, start = row.records[0].command, row.records[0].start
-    shared = [word for word in command if not APART.match(word)]
+    shared = [word for word in command if word in base.records[0].command and not APART.match(word)]
+    arms = dict.fromkeys((arm_of(base, shared), arm_of(row, shared)))
     if smoke:
         shared = [f"experiment={in_small(command)}"]
-    arms = dict.fromkeys((arm_of(base), arm_of(row)))
     return [
         "-m",
         f"sweep={out}",
@@ -138,9 +139,9 @@ def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke
     ]
 
 
-def arm_of(row: PublishedRow) -> str:
-    """Value of ``compile=`` with its further overrides after blanks, as a sweep takes it."""
-    words = [word for word in row.records[0].command if COMPILE.match(word)]
+def arm_of(row: PublishedRow, shared: list[str]) -> str:
+    """Value of ``compile=`` with what else the arm alone has after blanks, as a sweep takes it."""
+    words = [word for word in row.records[0].command if word not in shared and not word.startswith(OWN)]
     first = next((word.partition("=")[2] for word in words if word.startswith("compile=")), "eager")
     return " ".join([first, *(word for word in words if not word.startswith("compile="))])
 

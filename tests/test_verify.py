@@ -12,7 +12,8 @@ import pytest
 from scripts import verify
 from tests.report.records import record
 from tests.report.test_published import on_disk, sweep
-from trainer.report.published import publish
+from trainer.report.published import publish, rows_of
+from trainer.report.runs import Run
 from trainer.telemetry.record import RunRecord
 
 
@@ -107,11 +108,23 @@ def test_every_published_row_can_be_run_again(edge: None, tmp_path: Path) -> Non
     rows = verify.published_rows(verify.RECORDS)
     for name, row in rows.items():
         base = next(each for key, each in rows.items() if key.startswith(name.split("/")[0]))
-        for smoke in (False, True):
-            arguments = verify.sweep_arguments(row, base, rounds=1, smoke=smoke, out=tmp_path)
-            shared = [word for word in arguments[2:] if not word.startswith("hydra.")]
-            first, *more = verify.arm_of(row).split()
-            assert compose([*shared, f"compile={first}", *more]).trainer.max_steps > 0, name
+        shared, small = (
+            [word for word in arguments[2:] if not word.startswith("hydra.")]
+            for smoke in (False, True)
+            for arguments in [verify.sweep_arguments(row, base, rounds=1, smoke=smoke, out=tmp_path)]
+        )
+        first, *more = verify.arm_of(row, shared).split()
+        for words in (shared, small):
+            assert compose([*words, f"compile={first}", *more]).trainer.max_steps > 0, name
+
+
+def test_what_an_arm_sets_beside_its_strategies_is_the_arms(tmp_path: Path) -> None:
+    eager, other = record("eager"), record("whole mode=reduce-overhead")
+    other.command += ["run=peer", "repeat=cold"]
+    base, row = rows_of([Run(tmp_path, eager), Run(tmp_path, other)])
+    arguments = verify.sweep_arguments(row, base, rounds=1, smoke=False, out=tmp_path)
+    arm = "[whole] compile.whole.mode=reduce-overhead run=peer"
+    assert arguments[2:5] == [*eager.command[:2], f"hydra.launcher.arms=['eager','{arm}']"]
 
 
 def test_an_arm_that_is_faster_than_itself_is_a_fault(
