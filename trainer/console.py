@@ -213,7 +213,6 @@ def _training(record: RunRecord) -> dict[str, str]:
         "warm-up": _warmup(record, "steps") + _within(", preflight {} of it", _number(record.preflight_seconds, " s")),
         "steady step": _times(record, "steady_step_seconds"),
         "steps": _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
-        "slow steps": _slow_steps(record),
         "samples": _number(record.samples_per_second, " /s", decimals=1)
         + _within(" of all {} processes", record.world_size if record.world_size > 1 else None),
         "communication": communication_line(record.ranks),
@@ -288,7 +287,6 @@ def _measured(record: RunRecord) -> dict[str, str]:
             if gib is not None
         ),
         "energy": _number(record.joules_per_sample, " J/sample", decimals=3),
-        "energy by phase": ", ".join(f"{name} {joules:,.0f} J" for name, joules in record.joules_by_phase.items()),
         "machine": _machine(record),
         "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
     }
@@ -327,13 +325,6 @@ def _waiting(record: RunRecord) -> str:
 def _machine(record: RunRecord) -> str:
     busy = None if record.machine is None else record.machine.busy
     return "" if busy is None else f"busy while it was measured: {busy}; measure again on a quiet one"
-
-
-def _slow_steps(record: RunRecord) -> str:
-    if not record.slow_step_count:
-        return ""
-    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in record.slow_step_causes.items())
-    return f"{record.slow_step_count} took ten times the median or more: {causes}"
 
 
 def _skipped(record: RunRecord) -> str:

@@ -12,7 +12,6 @@ from scripts.doctor import ERROR, OK
 from scripts.doctor.devices import ask_torch, compiling, devices
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.telemetry.facts import profile_page
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +47,6 @@ def test_kernels_of_a_captured_step_are_seen_without_launches(tmp_path: Path) ->
     assert record.status == "finished", record.reason
     assert facts["kernels_per_step"] > 10
     assert facts["launches_per_step"] < facts["kernels_per_step"] / 2
-    assert "kernels come from CUDA graphs" in profile_page(facts)
     assert kernels_in(tmp_path, record) > 4 * 10
 
 
@@ -65,15 +63,6 @@ def test_inference_is_profiled(tmp_path: Path) -> None:
     changes = (*ON_GPU, "run=inference", "run.batches=20", "run.repeats=2", "profile=on")
     record = train(tmp_path, *changes)
     assert record.report["profile"]["kernels_per_step"] > 10
-
-
-def test_energy_is_told_by_phase(tmp_path: Path) -> None:
-    record = train(
-        tmp_path, *ON_GPU, "trainer.max_steps=1500", "trainer.log_every_n_steps=100", "trainer.warmup_steps=2"
-    )
-    if record.joules_per_sample is None:
-        pytest.skip("no NVML, or a device too fast for two seconds of steps")
-    assert record.joules_by_phase["steady"] > 0
 
 
 def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from tests.trainer.clock import Clock
-from trainer.telemetry.meter import MAX_POINTS, Meter, Progress, Rates, Step, StepClock, Totals, percentile, quantiles
+from trainer.telemetry.meter import (
+    MAX_POINTS,
+    Meter,
+    Progress,
+    Rates,
+    SeenShapes,
+    Step,
+    StepClock,
+    Totals,
+    percentile,
+    quantiles,
+    shape_of,
+)
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
@@ -156,3 +169,25 @@ def test_progress_holds_the_first_and_the_last_step_and_not_too_many(steps: int)
     assert points == sorted(points)
     assert min(steps, MAX_POINTS // 2) <= len(points) - 1 <= MAX_POINTS
     assert all(seconds == 7.0 + 0.5 * done for done, seconds in points)
+
+
+def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:
+    x, y = torch.zeros(2, 3), torch.zeros(2)
+    for batch in ((x, y), [x, y], {"x": x, "n": 3, "y": y}, SimpleNamespace(x=x, y=y)):
+        assert shape_of(batch) == ((2, 3), (2,))
+    seen = SeenShapes()
+    assert seen.new((x, y))
+    assert not seen.new((x, y))
+    assert shape_of(None) == ()
+
+
+def test_shapes_settle_unless_most_batches_have_one_of_their_own() -> None:
+    again, own = SeenShapes(), SeenShapes()
+    settled = []
+    for number in range(100):
+        again.new(torch.zeros(1 + number % 40))
+        own.new(torch.zeros(1 + number))
+        settled.append((again.settle, own.settle))
+    assert settled[:16] == [(False, False)] + [(True, True)] * 15
+    assert settled[16:40] == [(False, False)] * 24, "so far they are alike"
+    assert settled[46:] == [(True, False)] * 54

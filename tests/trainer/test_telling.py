@@ -16,8 +16,8 @@ from strategies import Regional, Whole
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.console import ProgressView
-from trainer.telemetry.compiler import MAX_LINES, MAX_SHAPES, EventReporter, line_about
-from trainer.telemetry.record import Event, SlowStep
+from trainer.telemetry.compiler import MAX_LINES, EventReporter, line_about
+from trainer.telemetry.record import Event
 
 HERE = str(Path(__file__).resolve())
 
@@ -92,21 +92,6 @@ def test_what_is_told_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines(capsys) == ["compile: runs eager: limit"]
     EventReporter(enabled=False).events([Event(kind="fallback", reason="limit")], warm=True)
     assert lines(capsys) == []
-
-
-def test_slow_steps_are_told_once_for_each_cause_and_for_a_few_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    def slow(step: int, cause: str, detail: str | None = None, seconds: float = 1.0) -> SlowStep:
-        return SlowStep(step=step, seconds=seconds, median_seconds=0.01, cause=cause, detail=detail)
-
-    reporter = EventReporter()
-    for each in (slow(1, "data_wait", "1 s"), slow(2, "data_wait", "2 s"), slow(3, "unknown", seconds=0.09)):
-        reporter.slow(each)
-    reporter.slow(slow(4, "recompile", "model.py:3 forward"))
-    for number in range(MAX_SHAPES + 2):
-        reporter.slow(slow(10 + number, "first_of_shape", f"{number}x8"))
-    said = lines(capsys)
-    assert said[0] == "step 1 took 1 s, 100 times the median: waited for the data loader (1 s)"
-    assert [line.split()[1] for line in said[1:]] == ["10", "11", "12"]
 
 
 def test_a_run_that_says_too_much_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:

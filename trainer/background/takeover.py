@@ -132,7 +132,7 @@ class Takeover:
 
     def after_batch(self, *, stepped: bool) -> None:
         """A batch is through; between two steps, regions that passed their trial are switched."""
-        self._telemetry.disturb(takeover=True)
+        self._telemetry.disturb()
         if not stepped:
             return
         self._between_steps, self._began = True, True

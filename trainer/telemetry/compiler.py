@@ -1,6 +1,6 @@
 """What the compiler did during a run, read from torch's own counters, metrics and callbacks (never from logs).
 
-What is otherwise silent (graph breaks, recompiles, slow steps) is reported in one line, once, while the run lasts.
+What is otherwise silent (graph breaks, recompiles) is reported in one line, once, while the run lasts.
 
 Everything under ``torch._dynamo.utils`` and ``torch._dynamo.callback`` is private to torch; this is the only module of
 the trainer that reads it, and the tests run it on the oldest and the newest torch that the project supports.
@@ -24,14 +24,10 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
-from trainer.telemetry.facts import sentence
-from trainer.telemetry.record import Event, SlowStep
+from trainer.telemetry.record import Event
 from trainer.telemetry.source import shown
 
 MAX_LINES = 20
-MAX_SHAPES = 3
-MIN_SECONDS = 0.1
-"""A slow step that is shorter is in the record alone."""
 MAX_REASON = 160
 MAX_CODE = 80
 RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
@@ -257,7 +253,6 @@ class EventReporter:
     def __init__(self, *, enabled: bool = True) -> None:
         self._left = MAX_LINES if enabled else 0
         self._reported: set[tuple[str, str]] = set()
-        self._shapes = 0
         self.recompiles = True
         """Whether recompiles are reported here; False where a strategy's own lock reports them."""
 
@@ -270,18 +265,6 @@ class EventReporter:
             if event.kind == "recompile" and not (self.recompiles and warm and event.phase == "training"):
                 continue
             self._print(event.kind, event.location or event.reason, line_about(event))
-
-    def slow(self, slow: SlowStep) -> None:
-        """Report a slow step: once for each cause, for a few shapes, and no recompile that was reported already."""
-        if slow.seconds < MIN_SECONDS or (slow.cause == "recompile" and slow.detail):
-            return
-        what = slow.cause
-        if slow.cause == "first_of_shape":
-            self._shapes += 1
-            if self._shapes > MAX_SHAPES:
-                return
-            what = slow.detail or ""
-        self._print("slow", what, sentence(slow))
 
     def _print(self, kind: str, what: str, line: str) -> None:
         if (kind, what) in self._reported or not self._left:

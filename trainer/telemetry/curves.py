@@ -1,8 +1,7 @@
 """Curves: reads the clocks of each window once its steps are through, sorts them and writes the window's points.
 
 A window is the steps between two points of a curve. Its losses travel to the host while the next window is filled, so
-that nothing waits. Slow steps are judged here too: which ones took ten times the median or more, and why, as far as the
-marks tell that the hot path left on them.
+that nothing waits.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import dataclasses
 import itertools
 import json
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch import distributed, nn
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
-from trainer.telemetry.facts import TIMES_MEDIAN, number, shape_text
 from trainer.telemetry.files import build
 from trainer.telemetry.hardware import Peak
 from trainer.telemetry.machine import EnergyMeter
@@ -38,25 +36,8 @@ from trainer.telemetry.meter import (
     first_nonfinite,
     percentile,
 )
-from trainer.telemetry.record import Event, RankFigures, SlowStep, communication_of
+from trainer.telemetry.record import RankFigures, communication_of
 from trainer.telemetry.tensorboard import TensorBoardPages
-
-MIN_STEADY = 10
-"""Steady steps without which there is no median to speak of."""
-RECENT = 512
-"""Steady steps that the median is taken over."""
-MAX_LISTED = 100
-AFTER = {"validating": "validation", "saving": "checkpoint"}
-
-
-@dataclass(frozen=True, slots=True)
-class Allocations:
-    """What the device allocator did during a window."""
-
-    retries: int = 0
-    """Times it freed what it kept and asked again."""
-    segments: int = 0
-    """Times it asked the driver for memory."""
 
 
 @dataclass(slots=True)
@@ -67,7 +48,6 @@ class Window:
     losses: torch.Tensor | None
     """Losses of all micro-batches in order, in host memory once ``copied`` has happened."""
     copied: torch.cuda.Event | None
-    allocations: Allocations
 
     @property
     def arrived(self) -> bool:
@@ -88,7 +68,6 @@ class Windows:
         self._device = device
         self._waiting: deque[Window] = deque()
         self._steps: list[Step] = []
-        self._counted = hardware.allocator_counts(device)
 
     def add(self, step: Step) -> None:
         self._steps.append(step)
@@ -96,9 +75,7 @@ class Windows:
     def close(self) -> None:
         """End the open window and send its losses to the host."""
         if self._steps:
-            before, self._counted = self._counted, hardware.allocator_counts(self._device)
-            allocations = Allocations(*(now - then for now, then in zip(self._counted, before, strict=True)))
-            self._waiting.append(Window(self._steps, *self._sent(), allocations))
+            self._waiting.append(Window(self._steps, *self._sent()))
             self._steps = []
 
     def readable(self, *, everything: bool) -> Iterator[Window]:
@@ -135,87 +112,11 @@ def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
     return stacked if stacked.dtype == torch.float64 else stacked.float()
 
 
-class SlowSteps:
-    """Judges the steps of one run.
-
-    Args:
-        warmup_steps: First steps, which are expected to be slow.
-        report: Called with each slow step as it is found.
-    """
-
-    def __init__(self, *, warmup_steps: int, report: Callable[[SlowStep], None]) -> None:
-        self._warmup_left = warmup_steps
-        self._report = report
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self._waiting: deque[tuple[Step, Allocations]] = deque(maxlen=10 * RECENT)
-        self.causes: Counter[str] = Counter()
-        self.listed: list[SlowStep] = []
-        self._known = False
-
-    @property
-    def count(self) -> int | None:
-        """Slow steps so far; None while there is no median."""
-        return self.causes.total() if self._known else None
-
-    def look(
-        self, steps: Iterable[Step], steady: Sequence[float], allocations: Allocations, events: Sequence[Event]
-    ) -> None:
-        """Judge a window of timed ``steps``, of which ``steady`` are the seconds of the steady ones."""
-        for step in steps:
-            step.losses = []  # read by now; a step that waits here must not hold device memory
-            if self._warmup_left:
-                self._warmup_left -= 1
-            elif not step.profiled:
-                self._waiting.append((step, allocations))
-        self._recent.extend(steady)
-        if len(self._recent) < MIN_STEADY:
-            return
-        self._known = True
-        median = statistics.median(self._recent)
-        while self._waiting:
-            step, during = self._waiting.popleft()
-            if step.seconds >= TIMES_MEDIAN * median:
-                self._add(step, median, *cause_of(step, median, during, events))
-
-    def _add(self, step: Step, median: float, cause: str, detail: str | None) -> None:
-        slow = SlowStep(step=step.number, seconds=step.seconds, median_seconds=median, cause=cause, detail=detail)
-        self.causes[cause] += 1
-        if len(self.listed) < MAX_LISTED:
-            self.listed.append(slow)
-        self._report(slow)
-
-
-def cause_of(step: Step, median: float, during: Allocations, events: Sequence[Event]) -> tuple[str, str | None]:
-    """Name of the surest cause, and what is known of it."""
-    half = (step.seconds - median) / 2
-    """A cause that explains less than half of what the step took too long does not count."""
-    if step.recompiled:
-        found = [event for event in events if event.step == step.number and event.phase == "training"]
-        return "recompile", found[0].location if found else None
-    if step.compiled and not step.takeover:
-        return "capture", None
-    if step.waited_seconds >= half:
-        return "data_wait", f"{number(step.waited_seconds)} s"
-    if step.collected_seconds >= half:
-        return "garbage_collection", f"{number(step.collected_seconds)} s"
-    if step.new_shape is not None:
-        return "first_of_shape", shape_text(step.new_shape)
-    if during.retries or during.segments:
-        asked = f"{during.segments} allocations by the driver"
-        return "allocator", f"{during.retries} retries, {asked} in this window" if during.retries else asked
-    if step.takeover:
-        return "takeover", None
-    if step.after is not None:
-        return AFTER.get(step.after, "pause"), None if step.after in AFTER else step.after
-    return "unknown", None
-
-
 class Curves:
     """The points of one training.
 
     Args:
         clock, wait: Read in the order of the steps, a window at a time.
-        report: Called with each slow step.
     """
 
     def __init__(
@@ -229,12 +130,10 @@ class Curves:
         peak: Peak,
         energy: EnergyMeter,
         compiler: CompilerMonitor,
-        report: Callable[[SlowStep], None],
     ) -> None:
         self._device, self._pages, self._clock, self._wait = device, pages, clock, wait
         self._meter, self._peak, self._energy, self._compiler = meter, peak, energy, compiler
         self.windows = Windows(device)
-        self.slow = SlowSteps(warmup_steps=meter.warmup_steps, report=report)
         self.last_loss: float | None = None
         """Mean loss of the newest window read back."""
         self.nonfinite: NonFinite | None = None
@@ -254,7 +153,6 @@ class Curves:
                 **time_scalars("step", seconds),
                 "warmup/first_step_seconds": self._meter.first_step_seconds,
                 "warmup/seconds": self._meter.warmup_seconds + preflight_seconds,
-                "usage/slow_steps": self.slow.count,
                 **cost_scalars(self._compiler, self._energy, self._device),
             }
             if self._pages is not None:
@@ -275,7 +173,6 @@ class Curves:
         losses = window.read()
         self.last_loss = sum(losses) / len(window.steps) if losses else self.last_loss
         self.nonfinite = self.nonfinite or first_nonfinite(window.steps, losses)
-        self.slow.look(window.steps, seconds, window.allocations, self._compiler.events)
         rates = totals.rates()
         self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
         return rates, seconds

@@ -1,4 +1,4 @@
-"""Facts in words: what strategies found and did, a profile and slow steps, as lines, tables and pages.
+"""Facts in words: what strategies found and did, a profile, as lines, tables and pages.
 
 Facts come from ``RunRecord.report``; their names hold their units (``_share``, ``_seconds``, ``bytes_``), which is how
 a strategy of someone else's is shown too. Imports neither torch nor Lightning.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.telemetry.record import RankFigures, SlowStep, communication_of
+from trainer.telemetry.record import RankFigures, communication_of
 
 HEADLINES: dict[str, tuple[str, ...]] = {
     "auto": ("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
@@ -44,22 +44,6 @@ ITEMS = 6
 CHARACTERS = 120
 """Longest text that is shown whole."""
 MIB = 1 << 20
-TIMES_MEDIAN = 10.0
-"""Of a slow step, at least."""
-CAUSES: dict[str, str] = {
-    "recompile": "the compiler ran",
-    "capture": "a CUDA graph was captured",
-    "data_wait": "waited for the data loader",
-    "garbage_collection": "Python's garbage collector ran",
-    "first_of_shape": "the first batch of its shape",
-    "allocator": "the device allocator went to the driver for memory",
-    "takeover": "compiled code was made ready to take over from eager",
-    "validation": "the first step after a validation",
-    "checkpoint": "the first step after a checkpoint",
-    "pause": "the first step after another pause",
-    "unknown": "nothing was seen that explains it",
-}
-"""Of slow steps, from the surest to the least sure: the first one that holds is the cause."""
 
 
 def headlines(report: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -167,29 +151,13 @@ def profile_line(facts: Mapping[str, Any]) -> str:
 def profile_page(facts: Mapping[str, Any]) -> str:
     if "reason" in facts:
         return f"No profile: {facts['reason']}"
-    span = f"{facts['steps']} steps" + (f" from step {facts['first_step']} on" if facts.get("first_step") else "")
-    lines = [f"{span}, {facts['seconds']:.3g} s while profiled.", ""]
-    for name, form, meaning in (
-        ("not_seen", "{}", "device"),
-        ("idle_share", "{:.1%}", "device idle, of a steady step"),
-        ("idle_share_while_profiled", "{:.1%}", "device idle while profiled, which slows the host"),
-        ("communication_seconds_per_step", "{:.4g} s", "collectives, of a step"),
-        ("exposed_communication_seconds_per_step", "{:.4g} s", "of these, while nothing computes (waiting included)"),
-        ("exposed_communication_share", "{:.1%}", "the same, share of the time while profiled"),
-        ("kernels_per_step", "{:,.1f}", "kernels and copies in a step"),
-        ("launches_per_step", "{:,.1f}", "launches by the host in a step (a CUDA graph is one launch)"),
-    ):
-        if facts.get(name) is not None:
-            lines.append(f"- {meaning}: {form.format(facts[name])}")
-    if _replayed(facts):
-        lines.append("- kernels come from CUDA graphs: in the trace they stand without launches of their own")
-    for title, rows in (("Kernels", facts.get("kernels")), ("Operators on the host", facts.get("operators"))):
-        if rows:
+    listed = ("kernels", "operators")
+    lines = [f"- {_words(name)}: {shown(name, value)}" for name, value in flat(facts) if name not in listed]
+    for title in listed:
+        if facts.get(title):
             lines += ["", f"**{title}**", "", "| name | share | ms a step | calls a step |", "|---|---|---|---|"]
-            lines += [_row(row) for row in rows]
-    if "trace" in facts:
-        lines += ["", f"Open `{facts['trace']}` of the run's folder at https://ui.perfetto.dev"]
-    return "\n".join(lines)
+            lines += [_row(row) for row in facts[title]]
+    return "\n".join([*lines, "", "The trace of the run's folder opens at https://ui.perfetto.dev."])
 
 
 def _row(row: Mapping[str, Any]) -> str:
@@ -200,11 +168,6 @@ def _row(row: Mapping[str, Any]) -> str:
 def _idle(facts: Mapping[str, Any]) -> float | None:
     share = facts.get("idle_share")
     return share if share is not None else facts.get("idle_share_while_profiled")
-
-
-def _replayed(facts: Mapping[str, Any]) -> bool:
-    """Fewer than half as many launches as kernels: the rest were replayed."""
-    return "kernels_per_step" in facts and facts["launches_per_step"] < facts["kernels_per_step"] / 2
 
 
 def communication_line(ranks: Sequence[RankFigures]) -> str:
@@ -221,30 +184,3 @@ def communication_line(ranks: Sequence[RankFigures]) -> str:
     slowest, wait = found.slowest, number(found.skew_seconds * 1e3)
     where = f"rank {slowest.rank} ({slowest.host}, {slowest.device})"
     return f"{shown}; {where} is the slowest: another waits {wait} ms of each step for it ({late:.0%})"
-
-
-def shape_text(shape: Any) -> str:
-    """A batch's shape as a person writes it: ``32x3x224x224 32x58``."""
-    return " ".join("x".join(map(str, each)) or "scalar" for each in shape)
-
-
-def sentence(slow: SlowStep) -> str:
-    line = (
-        f"step {slow.step} took {number(slow.seconds)} s, {slow.seconds / slow.median_seconds:.0f} times the median: "
-    )
-    return line + CAUSES[slow.cause] + (f" ({slow.detail})" if slow.detail else "")
-
-
-def slow_steps_table(steps: Sequence[SlowStep], count: int | None) -> str:
-    if count is None:
-        return "Too few steady steps to know a median."
-    if not steps:
-        return f"No step took {TIMES_MEDIAN:g} times the median or more."
-    lines = ["| step | seconds | times the median | cause | detail |", "|---|---|---|---|---|"]
-    for slow in steps:
-        times = f"{slow.seconds / slow.median_seconds:.0f}"
-        detail = (slow.detail or "").replace("|", "\\|")
-        lines.append(f"| {slow.step} | {slow.seconds:.4g} | {times} | {CAUSES[slow.cause]} | {detail} |")
-    if count > len(steps):
-        lines.append(f"\n{count - len(steps)} more are counted in the record, not listed.")
-    return "\n".join(lines)

@@ -114,15 +114,6 @@ def resume(device: torch.device, peak: int) -> None:
         _before[device] = peak
 
 
-def allocator_counts(device: torch.device) -> tuple[int, int]:
-    """How often the allocator had to free what it kept and ask again, and how often it asked the driver for memory, so
-    far; zeros for a CPU. Takes a tenth of a millisecond."""
-    if device.type != "cuda":
-        return 0, 0
-    counted = torch.cuda.memory_stats(device)
-    return counted.get("num_alloc_retries", 0), counted.get("segment.all.allocated", 0)
-
-
 def peak_device_gib(device: torch.device) -> float | None:
     """Highest memory held by tensors on ``device`` since ``reset_peaks``, in GiB; None for a CPU."""
     return peak_bytes(device) / GIB if device.type == "cuda" else None

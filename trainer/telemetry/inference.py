@@ -86,7 +86,7 @@ class InferenceTelemetry(BaseTelemetry):
         self._clock.lap()
         step = Step(self._number, batches=1, laps=1, fetches=self.wait.claim())
         step.compiled = disturbed or self.compiler.compilations != self._compilations
-        step.unsettled = self._shapes.new(batch) is not None and self._shapes.settle
+        step.unsettled = self._shapes.new(batch) and self._shapes.settle
         if self.count is not None:
             step.add(*self.count(batch))
         self._number += 1

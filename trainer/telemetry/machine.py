@@ -9,12 +9,10 @@ compile workers make load too. Others do harm where a thread of this process wai
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +32,6 @@ MAX_TIME = 0.25
 MUCH_USE = 0.05
 """Share of the time that others may compute on the GPU."""
 MIN_ENERGY_SECONDS = 2.0
-PAUSES = {"validating": "validation", "saving": "checkpoint", "profiling": "profile", "finishing": None}
-"""Phase of ``PhaseEnergy`` by the telemetry's word for a pause; after the last one nothing is counted."""
 THROTTLED = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 """NVML's reasons for a low clock that a steady machine does not have; the power cap is met under any full load."""
 
@@ -219,31 +215,6 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-class GarbageMonitor:
-    """Seconds in Python's garbage collector, which stops every thread."""
-
-    def __init__(self) -> None:
-        self._seconds = self._began = 0.0
-
-    def start(self) -> None:
-        gc.callbacks.append(self._called)
-
-    def stop(self) -> None:
-        if self._called in gc.callbacks:
-            gc.callbacks.remove(self._called)
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _called(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = now()
-        else:
-            self._seconds += now() - self._began
-
-
 class EnergyMeter:
     """Adds up joules and samples of windows; absent NVML makes it a meter that reads None."""
 
@@ -259,11 +230,6 @@ class EnergyMeter:
         self._joules = 0.0
         self._seconds = 0.0
         self._samples = 0
-
-    @property
-    def reader(self) -> Callable[[], float] | None:
-        """Reads the board's joules so far; None without NVML."""
-        return self._read_joules if self.handle is not None else None
 
     def begin(self) -> None:
         """Open a window, unless one is open."""
@@ -296,35 +262,6 @@ class EnergyMeter:
         import pynvml
 
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)) / 1e3
-
-
-class PhaseEnergy:
-    """Joules of each phase of a run. Read when the host changes phase, which a device that lags behind has not yet.
-
-    Args:
-        read: Joules of the board so far; None = there is no counter.
-    """
-
-    def __init__(self, read: Callable[[], float] | None) -> None:
-        self._read = read
-        self._phase: str | None = None
-        self._began = (0.0, 0.0)
-        self._joules: defaultdict[str, float] = defaultdict(float)
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-
-    def enter(self, phase: str | None) -> None:
-        """``phase`` begins and the one before it ends; None ends it alone."""
-        if self._read is None or phase == self._phase:
-            return
-        joules, at = self._read(), now()
-        if self._phase is not None:
-            self._joules[self._phase] += joules - self._began[0]
-            self._seconds[self._phase] += at - self._began[1]
-        self._phase, self._began = phase, (joules, at)
-
-    def figures(self) -> dict[str, float]:
-        """Joules by phase, of those that are long enough for the counter."""
-        return {name: joules for name, joules in self._joules.items() if self._seconds[name] >= MIN_ENERGY_SECONDS}
 
 
 def _nvml_handle(device: torch.device) -> Any | None:

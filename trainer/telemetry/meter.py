@@ -53,20 +53,10 @@ class Step:
     """Of the first group of parameters, a number or a tensor."""
     compiled: bool = False
     """Whether the compiler ran during it or a CUDA graph was captured."""
-    takeover: bool = False
-    """Whether it only comes before compiled code has taken over from eager."""
-    recompiled: bool = False
-    """Of those, whether it was the compiler."""
     profiled: bool = False
     """Whether the profiler recorded it: neither steady nor warm-up."""
-    after: str | None = None
-    """The pause that it is the first step after, ``validating`` for instance."""
-    new_shape: Any = None
-    """Shapes of the first of its batches whose like had not been seen; None when all had."""
     unsettled: bool = False
-    """Whether such a shape is not steady, because others come again."""
-    collected_seconds: float = 0.0
-    """Host time in Python's garbage collector."""
+    """Whether one of its batches has a new shape that is not steady, because others come again."""
     batches: int = 0
     """Micro-batches so far."""
     laps: int = 0
@@ -396,14 +386,14 @@ class SeenShapes:
         self._seen: set[Any] = set()
         self._again = 0
 
-    def new(self, batch: Any) -> Any:
-        """The shapes of ``batch`` when they are new, else None."""
+    def new(self, batch: Any) -> bool:
+        """Whether the shapes of ``batch`` are new."""
         shape = shape_of(batch)
         if shape in self._seen or len(self._seen) >= MAX_SHAPES:
             self._again += 1
-            return None
+            return False
         self._seen.add(shape)
-        return shape
+        return True
 
     @property
     def settle(self) -> bool:

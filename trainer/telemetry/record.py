@@ -39,20 +39,6 @@ class Event:
 
 
 @dataclass(kw_only=True, slots=True)
-class SlowStep:
-    """An optimizer step that took ten times the median or more."""
-
-    step: int
-    seconds: float
-    median_seconds: float
-    """Median of the steady steps around it."""
-    cause: str
-    """A name of ``trainer.telemetry.facts.CAUSES``: ``recompile``, ``data_wait``, ..., or ``unknown``."""
-    detail: str | None = None
-    """What is known of it: line of code, shape, seconds."""
-
-
-@dataclass(kw_only=True, slots=True)
 class AuditDifference:
     """How far a step was from eager's in one respect, relative to eager's."""
 
@@ -322,12 +308,6 @@ class RunRecord:
     data_wait_share: float | None = None
     """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
     loop waits for a batch, elsewhere the loop's own waiting."""
-    slow_steps: list[SlowStep] = field(default_factory=list)
-    """Steps after the first ``trainer.warmup_steps`` that took ten times the median or more, the first hundred."""
-    slow_step_count: int | None = None
-    """All of them; None where there were too few steady steps to know a median."""
-    slow_step_causes: dict[str, int] = field(default_factory=dict)
-    """How many of them each cause had."""
     machine: MachineFacts | None = None
     """What else ran on the machine from the first steady step (timed batch) on; None where that took under a second."""
     pause_seconds: float | None = None
@@ -338,9 +318,6 @@ class RunRecord:
     """Highest resident memory of a process, of the largest one."""
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
-    joules_by_phase: dict[str, float] = field(default_factory=dict)
-    """Board energy (NVML) of ``preflight``, ``warmup``, ``steady`` (from the first steady step on), ``validation``,
-    ``checkpoint``, ``profile`` and ``other`` pauses; phases under two seconds in all are left out."""
 
     # Inference, timed runs of batches
     batches: int | None = None

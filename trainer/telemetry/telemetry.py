@@ -25,7 +25,7 @@ from trainer.telemetry.curves import Curves, Ranks
 from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
-from trainer.telemetry.machine import PAUSES, EnergyMeter, GarbageMonitor, MachineMonitor, PhaseEnergy, now
+from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now
 from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler
 from trainer.telemetry.record import RankFigures, RunRecord
@@ -116,9 +116,7 @@ class Telemetry(BaseTelemetry):
         self._every = 0
         self._profile_steps = profile_steps
         self._profiler: StepProfiler | None = None
-        self._garbage = GarbageMonitor()
         self._curves: Curves | None = None
-        self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._began_seconds: float | None = None
         self._running = False
@@ -141,7 +139,6 @@ class Telemetry(BaseTelemetry):
             self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
-        self._phases = PhaseEnergy(self._energy.reader)
         self._curves = Curves(
             device=self._device,
             pages=pages,
@@ -151,9 +148,7 @@ class Telemetry(BaseTelemetry):
             peak=self._peak,
             energy=self._energy,
             compiler=self.compiler,
-            report=self.reporter.slow,
         )
-        self._garbage.start()
         if self._profile_steps is not None:
             directory = Path(loop.directory) if loop.is_first_process else None
             self._profiler = StepProfiler(self._profile_steps, self._device, directory)
@@ -180,7 +175,6 @@ class Telemetry(BaseTelemetry):
             self.ready_seconds = hardware.process_age_seconds()
         self.phase = "preflight"
         self._compiler_phase("preflight")
-        self._phases.enter("preflight")
         self.compiler.step = None
         began = now()
         try:
@@ -206,9 +200,6 @@ class Telemetry(BaseTelemetry):
             self.pause_seconds += now() - self._paused_at
             self._clock.mark()
             self.wait.forget()  # before the lap began
-            self._garbage.take()
-            self._step.after, self._after = self._after, None
-            self._phases.enter("steady" if self.meter.warm else "warmup")
             if self.meter.warm:
                 self._machine.begin()
             self.phase = "profiling" if self._profiler is not None and self._profiler.recording else "training"
@@ -218,10 +209,10 @@ class Telemetry(BaseTelemetry):
             rate = self._learning_rate
             self._step.learning_rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
-    def disturb(self, *, takeover: bool = False) -> None:
+    def disturb(self) -> None:
         """The step under way is not a steady one: something was prepared in it that later steps will not need, or it
         comes before compiled code has taken over."""
-        self._step.compiled, self._step.takeover = True, takeover
+        self._step.compiled = True
 
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
         """A batch is through; returns whether it completed an optimizer step."""
@@ -229,8 +220,7 @@ class Telemetry(BaseTelemetry):
         step.batches += 1
         if self.count is not None:
             step.add(*self.count(batch))
-        if (shape := self._shapes.new(batch)) is not None:
-            step.new_shape, step.unsettled = shape, step.unsettled or self._shapes.settle
+        step.unsettled |= self._shapes.new(batch) and self._shapes.settle
         if loss is not None:
             step.losses.append(loss)
         done = self._loop.steps_done
@@ -238,12 +228,11 @@ class Telemetry(BaseTelemetry):
             return False
         self._clock.lap()
         step.laps += 1
-        step.collected_seconds = self._garbage.take()
         self.steps_done = done
         was_warm = self.meter.warm
         self.meter.ended += 1
         if self.compiler.compilations != self._compilations:
-            step.compiled = step.recompiled = True
+            step.compiled = True
             self._collect(warm=was_warm)
         starts = self._profiler is not None and self._profiler.due(step, warm=was_warm)
         if step.disturbed or step.profiled:
@@ -252,7 +241,6 @@ class Telemetry(BaseTelemetry):
             self._energy.add(step.samples or 0)
             self._energy.begin()
         if self.meter.warm and not was_warm:
-            self._phases.enter("steady")
             self._machine.begin()
         assert self._curves is not None
         self._curves.windows.add(step)
@@ -273,7 +261,7 @@ class Telemetry(BaseTelemetry):
             yield
             return
         if self.compiler.compilations != self._compilations:
-            self._step.compiled = self._step.recompiled = True
+            self._step.compiled = True
         self.pause("auditing", within_step=True)
         hardware.wait(self._device)
         began = now()
@@ -292,8 +280,6 @@ class Telemetry(BaseTelemetry):
         if phase == "validating":
             self._compiler_phase(phase)
         self._energy.end()
-        self._phases.enter(PAUSES.get(phase, "other"))
-        self._after = phase
         within_step = within_step or self._step.batches > 0
         if not self._paused:
             self._paused, self._paused_at = True, now()
@@ -367,7 +353,6 @@ class Telemetry(BaseTelemetry):
         """Training is over, one way or another: read everything that is still on its way."""
         self.pause("finishing")
         self._unwatch_fetches()
-        self._garbage.stop()
         if self._profiler is not None:
             self._profiler.finish()
         self.flush(everything=True)
@@ -393,11 +378,8 @@ class Telemetry(BaseTelemetry):
         if self._began_seconds is not None and record.import_seconds is not None:
             record.progress = self.meter.progress.points(self._began_seconds)
         record.pause_seconds = self.pause_seconds
-        record.joules_by_phase = self._phases.figures()
         if self._curves is not None:
-            slow, loss = self._curves.slow, self._curves.last_loss
-            record.slow_steps, record.slow_step_count = list(slow.listed), slow.count
-            record.slow_step_causes = dict(slow.causes)
+            loss = self._curves.last_loss
             record.final_loss = loss if loss is not None and math.isfinite(loss) else None
 
     def profile(self) -> dict[str, Any] | None:

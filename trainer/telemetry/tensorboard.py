@@ -27,7 +27,7 @@ from strategies.credentials import hidden
 from strategies.loop import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
-from trainer.telemetry.facts import profile_page, slow_steps_table
+from trainer.telemetry.facts import profile_page
 from trainer.telemetry.facts import rows as facts_in
 from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RunRecord
@@ -91,9 +91,6 @@ class TensorBoardPages:
         self._writer.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
         if record.strategies:
             self._writer.add_text("run/strategies", strategies_table(record), step)
-        if record.run == "train":
-            table = slow_steps_table(record.slow_steps, record.slow_step_count)
-            self._writer.add_text("run/slow_steps", table, step)
         if "profile" in record.report:
             self._writer.add_text("run/profile", profile_page(record.report["profile"]), step)
         if record.status == "finished":
