@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import CompiledTraining, Logs
-from trainer.telemetry.facts import flat
+from trainer.telemetry.files import flat
 
 if TYPE_CHECKING:
     from trainer.loops.processes import EpochEnds

@@ -9,7 +9,7 @@ import functools
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,12 +20,10 @@ from rich.text import Text
 
 from trainer.checkpoints import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
-from trainer.telemetry.facts import communication_line, headlines, number, profile_line
-from trainer.telemetry.inference import InferenceTelemetry
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.files import headlines, number
+from trainer.telemetry.profile import profile_line
+from trainer.telemetry.record import FILE_NAME, RankFigures, RunRecord, communication_of
 from trainer.telemetry.telemetry import Telemetry
-
-AnyTelemetry = Telemetry | InferenceTelemetry
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
@@ -54,7 +52,7 @@ class ProgressView:
         *,
         style: str,
         total: int | None,
-        telemetry: Callable[[], AnyTelemetry],
+        telemetry: Callable[[], Telemetry],
         print_line: Callable[[str], None] | None = None,
     ) -> None:
         self._console = console
@@ -119,7 +117,7 @@ class ProgressView:
                 self._print_line(line)
 
 
-def activity(telemetry: AnyTelemetry) -> str:
+def activity(telemetry: Telemetry) -> str:
     """What the run is doing: a phase of the loop, or compiling, and for how long so far."""
     compiler, phase = telemetry.compiler, telemetry.phase
     if compiler.compiling_seconds is None:
@@ -129,7 +127,7 @@ def activity(telemetry: AnyTelemetry) -> str:
     return f"compiling {whose} {compiler.compilations}" + (f" ({so_far:.0f} s so far)" if so_far >= 1 else "")
 
 
-def figures_line(telemetry: AnyTelemetry) -> list[str]:
+def figures_line(telemetry: Telemetry) -> list[str]:
     """Speed and loss, as far as they are known."""
     parts = []
     if telemetry.steps_per_second is not None:
@@ -195,6 +193,8 @@ MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
 
 MIN_TERAFLOPS = 0.001
+MUCH_SKEW = 0.03
+"""Share of a step that a rank waits for the slowest one above which the summary names that."""
 
 
 def summary(record: RunRecord) -> dict[str, str]:
@@ -211,7 +211,7 @@ def _training(record: RunRecord) -> dict[str, str]:
         **_compiled(record),
         "first step": _milliseconds(record.first_step_seconds),
         "warm-up": _warmup(record, "steps") + _within(", preflight {} of it", _number(record.preflight_seconds, " s")),
-        "steady step": _times(record, "steady_step_seconds"),
+        "steady step": _times(record),
         "steps": _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
         "samples": _number(record.samples_per_second, " /s", decimals=1)
         + _within(" of all {} processes", record.world_size if record.world_size > 1 else None),
@@ -240,9 +240,9 @@ def _inference(record: RunRecord) -> dict[str, str]:
         **_compiled(record),
         "first batch": _milliseconds(record.first_step_seconds),
         "warm-up": _warmup(record, "batches"),
-        "latency": _times(record, "latency_seconds"),
-        "timed": _within("{} batches, timed runs: {}", record.batches, record.repeats) + spread,
-        "batches": _number(record.batches_per_second, " /s"),
+        "latency": _times(record),
+        "timed": _within("{} batches, timed runs: {}", record.steady_steps, record.repeats) + spread,
+        "batches": _number(record.steady_steps_per_second, " /s"),
         "samples": _number(record.samples_per_second, " /s", decimals=1),
         **_measured(record),
         "skipped items": _skipped(record),
@@ -340,9 +340,9 @@ def _milliseconds(seconds: float | None) -> str:
     return _number(None if seconds is None else seconds * 1e3, " ms")
 
 
-def _times(record: RunRecord, name: str) -> str:
+def _times(record: RunRecord) -> str:
     """A step's mean, which rates and ratios are made of, then median and 95th percentile."""
-    seconds = {kind: getattr(record, f"{name}_{kind}") for kind in ("mean", "median", "p95")}
+    seconds = {kind: getattr(record, f"steady_step_seconds_{kind}") for kind in ("mean", "median", "p95")}
     return ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in seconds.items() if each is not None)
 
 
@@ -412,3 +412,19 @@ def _audits(record: RunRecord) -> str:
 
 def _cache(record: RunRecord) -> str:
     return f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
+
+
+def communication_line(ranks: Sequence[RankFigures]) -> str:
+    """What no compute hides, and the rank that the others wait for, where that matters; empty where nobody knows."""
+    found = communication_of(ranks)
+    if found is None or found.exposed_share is None or found.step_seconds is None:
+        return ""
+    shown, late = (
+        f"{found.exposed_share:.1%} of a step is not hidden by compute",
+        found.skew_seconds / found.step_seconds,
+    )
+    if late <= MUCH_SKEW:
+        return shown
+    slowest, wait = found.slowest, number(found.skew_seconds * 1e3)
+    where = f"rank {slowest.rank} ({slowest.host}, {slowest.device})"
+    return f"{shown}; {where} is the slowest: another waits {wait} ms of each step for it ({late:.0%})"

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -49,8 +51,7 @@ from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import Inference
 from trainer.telemetry import hardware
-from trainer.telemetry.facts import number
-from trainer.telemetry.inference import InferenceTelemetry
+from trainer.telemetry.files import number
 from trainer.telemetry.meter import DataWait
 from trainer.telemetry.profile import profile_calls
 from trainer.telemetry.record import AuditFacts, Event
@@ -88,7 +89,7 @@ class Inferring(Job):
             module = config.task.build_module(max_steps=config.trainer.max_steps)
             require_step(module, mode.step)
             require_memory_of(module, trainer, record.command, trains=False)
-            loop = InferenceLoop(mode, trainer, compile_, count=compile_.telemetry.count, stop=stop)
+            loop = InferenceLoop(mode, trainer, compile_, stop)
             # Data modules open the set that the stage is for, and Lightning asks for a validation step where it
             # validates.
             validates = loader_name(data) == "val_dataloader" and is_overridden("validation_step", module)
@@ -122,14 +123,16 @@ class CompileForInference(Compile):
     _stages = ("predict", "validate")
 
     def _new_telemetry(self) -> Telemetry:
-        # Of which the core and the guards use what both kinds have.
-        return cast(Telemetry, InferenceTelemetry(**{k: self._measured[k] for k in ("count", "measure_peak")}))
+        # The profile is taken apart: timed runs may be shorter.
+        telemetry = Telemetry(**{**self._measured, "warmup_steps": 0, "profile_steps": None})
+        telemetry.units, telemetry.work = ("batch", "batches"), "measuring"
+        return telemetry
 
     def begin_inference(self, loop: LightningLoop) -> Guards:
         """Model and weights are in place; returns the guards."""
         assert self.program is not None
         begin(self.strategies, self.program)
-        self.log_notes()
+        self._log_notes(self.program)
         self._loop, self._pages = loop, TensorBoardPages(loop)
         self._pages.begin(self.record)
         if self.strategies and self._guarding.parity != "off":
@@ -139,32 +142,29 @@ class CompileForInference(Compile):
         self._guards = Guards(guarding, loop, self.program, self.telemetry, self.record, chances=1)
         return self._guards
 
-    def log_notes(self) -> None:
-        """Pass on what the strategies have noted since the last time."""
-        assert self.program is not None
-        self._log_notes(self.program)
+
+class BatchLoop(LightningLoop):
+    """What telemetry and guards see of an inference: its steps are batches, without a backward."""
+
+    steps_done = 0
+    log_every_n_steps = sys.maxsize
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """``Batches`` measures its waits itself."""
+        return lambda: None
 
 
 class InferenceLoop:
     """Runs one inference; ``run`` stands in for that of Lightning's predict or validation loop."""
 
-    def __init__(
-        self,
-        mode: Inference,
-        trainer: L.Trainer,
-        compile_: CompileForInference,
-        *,
-        count: BatchCounter | None,
-        stop: StopRequest,
-    ) -> None:
-        self._mode, self._trainer, self._compile, self._count, self._stop = mode, trainer, compile_, count, stop
+    def __init__(self, mode: Inference, trainer: L.Trainer, compile_: CompileForInference, stop: StopRequest) -> None:
+        self._mode, self._trainer, self._compile, self._stop = mode, trainer, compile_, stop
         self._guarding: Guarding = compile_._guarding
 
     def run(self) -> list[Any]:
         """Measure, and fill in the record, whatever ends it."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        self._loop = LightningLoop(trainer)
-        self._telemetry = cast(InferenceTelemetry, self._compile.telemetry)
+        self._loop, self._telemetry = BatchLoop(trainer), self._compile.telemetry
         self._stop.install()  # Lightning has set handlers of its own
         self._stop.promise = "stopping after this batch"
         self._stop.in_training = True
@@ -173,8 +173,8 @@ class InferenceLoop:
         self._program = self._compile.program
         step = f"{self._mode.step}_step"
         takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-        self._arguments = (0,) if takes_index else ()
-        self._call: Callable[..., Any] = getattr(trainer.strategy, step)
+        call: Callable[..., Any] = getattr(trainer.strategy, step)
+        self._plain: Callable[[Any], Any] = (lambda batch: call(batch, 0)) if takes_index else call
         inference = torch.inference_mode() if self._mode.grad_mode == "inference_mode" else contextlib.nullcontext()
         try:
             with evaluating(module), self._loop.quiet(), inference:
@@ -187,7 +187,7 @@ class InferenceLoop:
         return []
 
     def _measure(self) -> None:
-        batches = Batches(self._mode, self._trainer, count=self._count, wait=self._telemetry.wait)
+        batches = Batches(self._mode, self._trainer, count=self._telemetry.count, wait=self._telemetry.wait)
         rounds = REPLAYED_FROM if self._program.uses_cuda_graphs or self._program.step is not None else 1
         count = torch.tensor(max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
         first = self._warm_up(batches, int(self._loop.reduced(count, "max")))  # all processes agree on each of them
@@ -196,35 +196,57 @@ class InferenceLoop:
         self._check(first)
         self._profile(batches)
         del first
+        hardware.reset_peaks(self._loop.device)  # what compiling and comparing with eager took is not the model's
         for _ in range(self._mode.repeats):
             if self._stop.signum is not None:
                 break
-            with self._telemetry.timed_run():
+            with self._timed_run():
                 for _ in range(self._mode.batches):
                     if self._stop.signum is not None:
                         break
                     self._timed(batches, self._run)
 
+    @contextlib.contextmanager
+    def _timed_run(self) -> Iterator[None]:
+        """What runs inside is one timed run; the record takes its speed."""
+        telemetry, record = self._telemetry, self._compile.record
+        steady, before = telemetry.meter.steady, dataclasses.replace(telemetry.meter.steady)
+        try:
+            yield
+        finally:
+            telemetry.pause("measuring")
+            telemetry.flush(everything=True)
+            if steady.steps > before.steps:
+                record.repeats, speeds = (record.repeats or 0) + 1, record.repeat_samples_per_second
+                if steady.samples is not None and before.samples is not None:
+                    speeds.append((steady.samples - before.samples) / (steady.seconds - before.seconds))
+                    record.repeat_spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
+
     def _warm_up(self, batches: Batches, count: int) -> Any:
         """Run ``count`` batches; returns the first one. What does not compile is an error, or goes on eager."""
         first: Any = None
-        with self._telemetry.warmup(count):
-            for number in range(count):
-                if self._stop.agreed(self._loop.world_size):
-                    break
-                batch = self._timed(batches, self._attempt)
-                if number == 0:
-                    first = batch
-                    self._guards.after_batch(stepped=True)
-        self._compile.log_notes()
+        self._telemetry.meter.warmup_steps = count
+        for place in range(count):
+            if self._stop.agreed(self._loop.world_size):
+                break
+            batch = self._timed(batches, self._attempt)
+            if place == 0:
+                first = batch
+                self._guards.after_batch(stepped=True)
+        self._telemetry.pause("warming up")
+        self._telemetry.flush(everything=True)
+        self._compile._log_notes(self._program)
         return first
 
     def _timed(self, batches: Batches, run: Callable[[Any], Any]) -> Any:
         telemetry, graphs = self._telemetry, self._program.step
-        telemetry.batch_start()
         batch = next(batches)
+        telemetry.batch_start()
         run(batch)
-        telemetry.batch_end(batch, disturbed=graphs is not None and not graphs.given_up and not graphs.settled)
+        if graphs is not None and not graphs.given_up and not graphs.settled:
+            telemetry.disturb()
+        self._loop.steps_done += 1
+        telemetry.batch_end(None, batch)
         return batch
 
     def _run(self, batch: Any) -> Any:
@@ -246,9 +268,6 @@ class InferenceLoop:
             if isinstance(error, StateChanges):
                 graphs.give_up()
             return self._plain(batch)
-
-    def _plain(self, batch: Any) -> Any:
-        return self._call(batch, *self._arguments)
 
     def _attempt(self, batch: Any) -> None:
         """Run; where it does not compile and the user asked for that, uncompile everything and run again."""
@@ -300,7 +319,7 @@ class InferenceLoop:
                     else:
                         program.notes.append(line)
         hardware.give_back(self._loop.device)
-        self._compile.log_notes()
+        self._compile._log_notes(self._program)
 
     def _profile(self, batches: Batches) -> None:
         """Record a few batches, apart from the timed ones."""
@@ -329,22 +348,9 @@ class InferenceLoop:
             self._program.notes.append(f"{what}: skipped, {reason}")
 
 
-LOADERS = ("predict_dataloader", "val_dataloader", "train_dataloader")
-"""Loaders of a data module, the first one that it has is taken."""
-
-
 class Batches:
-    """Hands out batches on the device, without end.
-
-    Args:
-        mode: Where they come from.
-        trainer: Gives data module, device and precision; what a strategy of the SHAPES stage did to its loaders holds.
-        count: Counts a batch; None takes all of them as they come.
-        wait: Measures what waiting for the loader costs.
-
-    Raises:
-        ValueError: A data module without loader, or whose loader yields nothing.
-    """
+    """Hands out batches on the device, without end; ``wait`` measures what waiting for the loader costs. Without
+    ``count`` smaller ones are not left out. Raises ValueError where there is no loader, or it yields nothing."""
 
     def __init__(self, mode: Inference, trainer: L.Trainer, *, count: BatchCounter | None, wait: DataWait) -> None:
         self._loop, self._count, self._wait = LightningLoop(trainer), count, wait
@@ -368,13 +374,12 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, on the device."""
         return next(self._batches)
 
     def _epoch_of_batches(self) -> Iterator[Any]:
-        set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self._epoch)
+        sampler: Any = getattr(self._loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self._epoch)
         self._epoch += 1
         iterator, taken = iter(self._loader), 0
         while True:
@@ -395,13 +400,11 @@ class Batches:
 
 def loader_name(data: L.LightningDataModule) -> str:
     """The loader of ``data`` that is taken. Raises ValueError when it has none."""
-    for name in LOADERS:
+    names = [f"{what}_dataloader" for what in ("predict", "val", "train")]
+    for name in names:
         if is_overridden(name, data, L.LightningDataModule):
             return name
-    raise ValueError(f"run=inference: {type(data).__name__} has none of {', '.join(LOADERS)}")
-
-
-SEED = 2**31 - 1
+    raise ValueError(f"run=inference: {type(data).__name__} has none of {', '.join(names)}")
 
 
 def compare_outputs(
@@ -412,7 +415,7 @@ def compare_outputs(
     Raises ParityError, the same on all processes, with the facts as its second argument.
     """
     began, unit = time.perf_counter(), rounding_unit(program.precision, loop.device)
-    allowed: dict[str, Any] = {"least": TENSOR_FLOOR, "multiple": MULTIPLES[mode], "unit": unit, "seed": SEED}
+    allowed: dict[str, Any] = {"least": TENSOR_FLOOR, "multiple": MULTIPLES[mode], "unit": unit, "seed": 2**31 - 1}
     runs = itertools.chain([plain, compiled], itertools.repeat(plain))
     restore = partial(set_random_state, random_state())
     found = compare_forwards(loop, program, lambda: _outputs(next(runs)()), restore, **allowed)

@@ -128,8 +128,7 @@ def test_steps_of_another_size_are_compared_by_their_samples() -> None:
 
 def test_inferences_are_compared_by_batches() -> None:
     def inferred(arm: str, milliseconds: float, **changes: Any) -> list[RunRecord]:
-        figures = {"run": "inference", "batches_per_second": 1e3 / milliseconds, "steady_steps_per_second": None}
-        return rounds(arm, milliseconds, **figures, latency_seconds_median=milliseconds / 1e3, **changes)
+        return rounds(arm, milliseconds, run="inference", **changes)
 
     (found,) = compared(*inferred("eager", 10), *inferred("whole", 5, warmup=21.0, compile_seconds=20.0))
     assert found.rows[1].break_even_steps == pytest.approx(20.0 / 0.005)

@@ -15,7 +15,7 @@ from strategies import STRATEGIES
 from tests.conftest import ROOT
 from tests.trainer.runs import events_of, train
 from trainer.console import print_summary, summary
-from trainer.telemetry.facts import HEADLINES, headlines, rows, shown
+from trainer.telemetry.files import HEADLINES, headlines, rows, shown
 from trainer.telemetry.record import RunRecord
 
 FULL = "[regional,optimizer,buckets,cached]"
@@ -104,5 +104,5 @@ def test_eager_found_nothing() -> None:
 
 
 def test_facts_are_shown_without_torch() -> None:
-    code = "import sys; import trainer.telemetry.facts; sys.exit('torch' in sys.modules)"
+    code = "import sys; import trainer.telemetry.files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -26,17 +26,17 @@ OF_TRAINING = sorted(set(STRATEGIES) - set(OF_INFERENCE))
 def test_every_strategy_leaves_latencies_rates_and_what_compiling_cost(strategy: str, tmp_path: Path) -> None:
     record = infer(tmp_path, "parity=on", strategy=strategy)
     assert (record.status, record.reason, record.run) == ("finished", None, "inference")
-    assert (record.batches, record.repeats, record.warmup_steps) == (BATCHES * REPEATS, REPEATS, 2)
-    assert record.latency_seconds_median is not None
-    assert record.latency_seconds_p95 is not None
-    assert 0 < record.latency_seconds_median <= record.latency_seconds_p95
+    assert (record.steady_steps, record.repeats, record.warmup_steps) == (BATCHES * REPEATS, REPEATS, 2)
+    assert record.steady_step_seconds_median is not None
+    assert record.steady_step_seconds_p95 is not None
+    assert 0 < record.steady_step_seconds_median <= record.steady_step_seconds_p95
     assert len(record.repeat_samples_per_second) == REPEATS
     assert record.repeat_spread is not None
     for name in ("samples_per_second", "useful_tokens_per_second", "padded_share", "teraflops_per_second"):
         assert getattr(record, name) is not None, name
-    for name in ("steps", "steady_steps", "final_loss", "data_wait_share", "joules_per_sample"):
+    for name in ("final_loss", "data_wait_share", "joules_per_sample"):
         assert getattr(record, name) is None, name
-    assert list(curve(tmp_path, "usage/batch_milliseconds_median")) == [1, 2], "a point for each timed run"
+    assert list(curve(tmp_path, "usage/step_milliseconds_median")) == [6, 10], "a point for each timed run"
     assert RunRecord.load(tmp_path) == record
     if strategy in MODULE_STRATEGIES:
         assert record.regions_compiled == record.regions
@@ -81,8 +81,8 @@ def test_the_loader_is_part_of_what_is_timed_where_that_is_asked_for(tmp_path: P
     record = infer(tmp_path, "run.source=loader")
     assert record.data_wait_share is not None
     assert 0 < record.data_wait_share < 1
-    assert record.batches_per_second is not None
-    assert record.samples_per_second == pytest.approx(2 * record.batches_per_second), "whole batches only"
+    assert record.steady_steps_per_second is not None
+    assert record.samples_per_second == pytest.approx(2 * record.steady_steps_per_second), "whole batches only"
 
 
 @pytest.mark.parametrize("strategy", ["buckets", "dynamic"])
@@ -96,7 +96,7 @@ def test_loaders_are_padded_as_in_training(strategy: str, tmp_path: Path) -> Non
 
 def test_a_validation_step_is_timed_too(tmp_path: Path) -> None:
     record = infer(tmp_path, "run.step=validation", "parity=on", strategy="regional")
-    assert (record.status, record.batches) == ("finished", BATCHES * REPEATS)
+    assert (record.status, record.steady_steps) == ("finished", BATCHES * REPEATS)
     assert record.regions_compiled == record.regions
     assert record.report["parity"]["reason"] == "the step returns no floating-point tensor"
     assert record.final_metrics == {}
@@ -136,7 +136,7 @@ def test_a_signal_ends_it_after_the_batch_with_what_was_measured(
 
     monkeypatch.setattr(Captioner, "predict_step", interrupted)
     record = infer(tmp_path)
-    assert (record.status, record.exit_code, record.batches, record.repeats) == ("interrupted", 130, 7, 2)
+    assert (record.status, record.exit_code, record.steady_steps, record.repeats) == ("interrupted", 130, 7, 2)
     assert RunRecord.load(tmp_path) == record
 
 
@@ -154,7 +154,7 @@ def test_bad_values_come_together() -> None:
 def test_a_record_of_before_there_was_inference_is_read(tmp_path: Path) -> None:
     file = RunRecord(task="old").save(tmp_path)
     values = json.loads(file.read_text())
-    for name in ("run", "batches", "repeat_samples_per_second", "peak_teraflops_measured"):
+    for name in ("run", "repeats", "repeat_samples_per_second", "peak_teraflops_measured"):
         del values[name]
     file.write_text(json.dumps(values))
     assert RunRecord.load(file).run == "train"

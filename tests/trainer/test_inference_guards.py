@@ -25,7 +25,7 @@ def test_outputs_that_are_not_eagers_end_the_run_unless_parity_is_off(parity: st
         assert record.reason is not None
         assert record.reason.startswith(f"ParityError: parity={parity}: the compiled outputs are not eager's")
         assert record.report["parity"]["verdict"] == "failed"
-        assert record.batches == 0
+        assert record.steady_steps == 0
 
 
 def test_a_step_whose_regions_draw_random_numbers_is_not_compared(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_what_does_not_compile_ends_the_run_or_goes_on_eager(
     record = infer_with(Quiet(), tmp_path, strategy, options={"on_compile_error": on_compile_error})
     assert record.status == status
     if status == "finished":
-        assert (record.regions, record.regions_compiled, record.batches) == (3, 0, 8)
+        assert (record.regions, record.regions_compiled, record.steady_steps) == (3, 0, 8)
         (event,) = [event for event in record.events if "on_compile_error=eager" in event.reason]
         assert event.kind == "fallback"
         assert any("all of it runs eager" in note for note in record.notes)
@@ -104,6 +104,6 @@ def test_a_prediction_that_cannot_be_captured_runs_eager(tmp_path: Path) -> None
             return results if float(results.sum()) > -1e9 else -results
 
     record = infer_with(ReadsBack(), tmp_path, Recorded(), grad_mode="no_grad")
-    assert (record.status, record.batches) == ("finished", 8)
+    assert (record.status, record.steady_steps) == ("finished", 8)
     (reason,) = record.report["cuda_graph"]["refused"]
     assert "operation not permitted when stream is capturing" in reason

@@ -19,7 +19,7 @@ from trainer.callback import Compile
 from trainer.config import compose
 from trainer.console import summary
 from trainer.telemetry import profile
-from trainer.telemetry.facts import profile_line, with_idle_share
+from trainer.telemetry.files import profile_line, with_idle_share
 from trainer.telemetry.record import RunRecord
 
 
@@ -63,7 +63,7 @@ def test_the_summary_and_tensorboard_tell_of_it(profiled: tuple[RunRecord, Path]
     record, folder = profiled
     assert "profile/trace.json.gz" in summary(record)["profile"]
     page = events_of(folder).Tensors("run/profile/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert "3 steps from step " in page
+    assert "- steps: 3\n" in page
     assert record.report["profile"]["operators"][0]["name"] in page
     assert "https://ui.perfetto.dev" in page
 
@@ -128,7 +128,7 @@ def test_inference_is_profiled_apart_from_the_timed_batches(tmp_path: Path) -> N
     changes = ("run=inference", "run.batches=4", "run.repeats=2", "run.warmup_batches=2")
     record = train(tmp_path, *changes, "profile=on", "profile_steps=2")
     assert record.status == "finished"
-    assert record.batches == 8
+    assert record.steady_steps == 8
     assert record.report["profile"]["steps"] == 2
     assert (tmp_path / "profile" / "trace.json.gz").is_file()
 
@@ -204,10 +204,6 @@ def test_the_idle_share_of_a_step_is_taken_of_steps_that_no_profiler_slowed_down
     assert with_idle_share(facts, None)["idle_share"] is None
     assert profile_line(with_idle_share(facts, 0.004)).startswith("GPU idle 50% of the time")
     assert profile_line(facts).startswith("GPU idle 90% of the time")
-
-
-def test_replayed_kernels_are_said_to_have_no_launches() -> None:
-    facts = {"steps": 2, "seconds": 1.0, "kernels_per_step": 100.0, "launches_per_step": 1.0}
 
 
 def test_compiled_code_has_a_name_that_can_be_read() -> None:

@@ -16,8 +16,8 @@ from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import events_of
 from trainer.callback import Compile
+from trainer.console import communication_line
 from trainer.telemetry import curves as ranks
-from trainer.telemetry.facts import communication_line
 from trainer.telemetry.record import RankFigures, RunRecord, communication_of
 
 SLOW, SLEPT_SECONDS = 1, 0.05

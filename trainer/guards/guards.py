@@ -22,7 +22,7 @@ from trainer.guards.compare import ParityError
 from trainer.guards.preflight import Lock, Preflight
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Slowdown
-from trainer.telemetry.facts import number
+from trainer.telemetry.files import number
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 

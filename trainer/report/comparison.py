@@ -237,13 +237,12 @@ def _figures(cell: Cell, start_seconds: float) -> Row:
         found = largest(name)
         return None if found is None else int(found)
 
-    kind = "latency_seconds" if runs and runs[0].record.run == "inference" else "steady_step_seconds"
     padded = over("padded_share")
     return Row(
         cell=cell,
         step_seconds=_over(runs, step_seconds),
-        median_step_seconds=over(f"{kind}_median"),
-        p95_seconds=over(f"{kind}_p95"),
+        median_step_seconds=over("steady_step_seconds_median"),
+        p95_seconds=over("steady_step_seconds_p95"),
         samples_per_second=over("samples_per_second"),
         useful_tokens_per_second=over("useful_tokens_per_second"),
         padded_share=None if padded is None else padded.median,

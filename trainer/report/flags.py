@@ -32,8 +32,7 @@ UNLIKE = "unlike"
 
 def step_seconds(record: RunRecord) -> float | None:
     """Mean seconds of a steady step, or of a batch in inference."""
-    rate = record.batches_per_second if record.run == "inference" else record.steady_steps_per_second
-    return 1 / rate if rate else None
+    return 1 / record.steady_steps_per_second if record.steady_steps_per_second else None
 
 
 def setup_seconds(record: RunRecord) -> float | None:
@@ -160,7 +159,7 @@ def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
 def _thin(cell: Cell) -> Iterator[str]:
     records = [run.record for run in cell.finished]
     found, new_shapes = [], 0.0
-    counts = [record.batches if record.run == "inference" else record.steady_steps for record in records]
+    counts = [record.steady_steps for record in records]
     if few := [count for count in counts if count is not None and count < MIN_STEPS]:
         found.append(f"{min(few)} {'timed batches' if records[0].run == 'inference' else 'steady steps'}")
     for record, count in zip(records, counts, strict=True):

@@ -15,7 +15,7 @@ from strategies import STRATEGIES
 from trainer.report import statistics
 from trainer.report.runs import set_parameters
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
-from trainer.telemetry.facts import number
+from trainer.telemetry.files import number
 from trainer.telemetry.record import RunRecord, RunVerdict
 
 EAGER, NOT_COMPARED = "eager", "not compared"
@@ -29,7 +29,7 @@ LONGER = 1.5
 
 def run_verdict(record: RunRecord) -> RunVerdict:
     """The verdict by what ``record`` holds."""
-    steps = record.batches if record.run == "inference" else (record.steady_steps or 0) + (record.warmup_steps or 0)
+    steps = (record.steady_steps or 0) + (record.warmup_steps or 0)
     verdict = RunVerdict(outcome=EAGER, steps=steps)
     if record.strategies and not record.ended_in_eager and not _chose_eager(record):
         _compare(record, verdict)
@@ -199,7 +199,7 @@ def verdict_lines(record: RunRecord) -> list[str]:
 def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
     unit = "batch" if record.run == "inference" else "step"
     if verdict.outcome == EAGER:
-        mean = record.latency_seconds_mean if record.run == "inference" else record.steady_step_seconds_mean
+        mean = record.steady_step_seconds_mean
         took = "" if mean is None else f", {milliseconds(mean)} a steady {unit}"
         if _chose_eager(record):
             return f"{record.label} chose eager{took}"

@@ -206,7 +206,7 @@ class SweepView:
 def _speed(record: RunRecord | None) -> float | None:
     if record is None:
         return None
-    return record.batches_per_second if record.run == "inference" else record.steady_steps_per_second
+    return record.steady_steps_per_second
 
 
 def _span(seconds: float) -> str:

@@ -150,7 +150,7 @@ class Curves:
                 "train/learning_rate": learning_rate,
                 "speed/steps_per_second": rates.steady_steps_per_second,
                 **rate_scalars(rates, self._peak),
-                **time_scalars("step", seconds),
+                **time_scalars(seconds),
                 "warmup/first_step_seconds": self._meter.first_step_seconds,
                 "warmup/seconds": self._meter.warmup_seconds + preflight_seconds,
                 **cost_scalars(self._compiler, self._energy, self._device),
@@ -212,11 +212,11 @@ def rate_scalars(rates: Rates, peak: Peak) -> dict[str, float | None]:
     }
 
 
-def time_scalars(unit: str, seconds: Sequence[float]) -> dict[str, float | None]:
+def time_scalars(seconds: Sequence[float]) -> dict[str, float | None]:
     median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
     return {
-        f"usage/{unit}_milliseconds_median": None if median is None else median * 1e3,
-        f"usage/{unit}_milliseconds_p95": None if p95 is None else p95 * 1e3,
+        "usage/step_milliseconds_median": None if median is None else median * 1e3,
+        "usage/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
     }
 
 

@@ -55,6 +55,8 @@ class Step:
     """Whether the compiler ran during it or a CUDA graph was captured."""
     profiled: bool = False
     """Whether the profiler recorded it: neither steady nor warm-up."""
+    after: str | None = None
+    """The pause that it is the first step after, ``validating`` for instance."""
     unsettled: bool = False
     """Whether one of its batches has a new shape that is not steady, because others come again."""
     batches: int = 0

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.telemetry import hardware
+from trainer.telemetry.files import flat, shown, words
 from trainer.telemetry.meter import Step
 
 DIRECTORY = "profile"
 TRACE = "trace.json.gz"
 TOP = 10
 """Kernels or operators that are kept."""
+SHOWN = 3
+"""Of these in the summary."""
 MAX_NAME = 80
 LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
 COLLECTIVE = re.compile(r"^(nccl|rccl|gloo:)|^void (nccl|rccl)", re.IGNORECASE)
@@ -240,3 +243,51 @@ def readable(name: str) -> str:
         return f"compiled graph {found[1]}"
     short = name.removeprefix("void ")
     return short if len(short) <= MAX_NAME else f"{short[: MAX_NAME - 3]}..."
+
+
+# ---- in words ---------------------------------------------------------------------------------------------------
+
+
+def with_idle_share(facts: Mapping[str, Any], steady_seconds: float | None) -> dict[str, Any]:
+    """``facts`` with the device's idle share of a steady step, which no profiler slowed down: its host work makes small
+    steps look idler than they are. None where steps vary so much that one has less time than the kernels took."""
+    busy = facts.get("busy_seconds_per_step")
+    if busy is None:
+        return dict(facts)
+    share = 1 - busy / steady_seconds if steady_seconds else None
+    return {"idle_share": share if share is not None and share >= 0 else None, **facts}
+
+
+def profile_line(facts: Mapping[str, Any]) -> str:
+    if "reason" in facts:
+        return f"none: {facts['reason']}"
+    parts = [facts["not_seen"]] if "not_seen" in facts else []
+    if (share := _idle(facts)) is not None:
+        parts.append(f"GPU idle {share:.0%} of the time")
+    if (exposed := facts.get("exposed_communication_share")) is not None:
+        parts.append(f"communication that nothing hides {exposed:.0%}")
+    listed = facts.get("kernels") or facts.get("operators") or []
+    parts.append(", ".join(f"{row['name'][:40]} {row['share']:.0%}" for row in listed[:SHOWN]))
+    return " · ".join([*parts, facts.get("trace", "")]).strip(" ·")
+
+
+def profile_page(facts: Mapping[str, Any]) -> str:
+    if "reason" in facts:
+        return f"No profile: {facts['reason']}"
+    listed = ("kernels", "operators")
+    lines = [f"- {words(name)}: {shown(name, value)}" for name, value in flat(facts) if name not in listed]
+    for title in listed:
+        if facts.get(title):
+            lines += ["", f"**{title}**", "", "| name | share | ms a step | calls a step |", "|---|---|---|---|"]
+            lines += [_row(row) for row in facts[title]]
+    return "\n".join([*lines, "", "The trace of the run's folder opens at https://ui.perfetto.dev."])
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    name = row["name"].replace("|", "\\|")
+    return f"| {name} | {row['share']:.1%} | {row['milliseconds_per_step']:.3f} | {row['calls_per_step']:.1f} |"
+
+
+def _idle(facts: Mapping[str, Any]) -> float | None:
+    share = facts.get("idle_share")
+    return share if share is not None else facts.get("idle_share_while_profiled")

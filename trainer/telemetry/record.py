@@ -18,6 +18,9 @@ from trainer.telemetry.machine import MachineFacts
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
+LATENCY = {f"latency_seconds_{name}": f"steady_step_seconds_{name}" for name in ("mean", "median", "p95", "quantiles")}
+BEFORE = {"batches": "steady_steps", "batches_per_second": "steady_steps_per_second", **LATENCY}
+"""Names that figures of an inference had in earlier records, and have now."""
 EXIT_CODES = {"finished": 0, "failed": 1}
 
 
@@ -320,19 +323,8 @@ class RunRecord:
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
 
     # Inference, timed runs of batches
-    batches: int | None = None
-    """Timed batches, all runs together; those during which something compiled are warm-up."""
     repeats: int | None = None
     """Timed runs."""
-    latency_seconds_mean: float | None = None
-    """From the end of the batch before to the end of a batch, on the device where it is a GPU."""
-    latency_seconds_median: float | None = None
-    latency_seconds_p95: float | None = None
-    latency_seconds_deviation: float | None = None
-    """Standard deviation over the timed batches."""
-    latency_seconds_quantiles: list[float] = field(default_factory=list)
-    """From the shortest to the longest in steps of 5%; empty where there are too few batches."""
-    batches_per_second: float | None = None
     repeat_samples_per_second: list[float] = field(default_factory=list)
     """Of each timed run, this process."""
     repeat_spread: float | None = None
@@ -383,6 +375,7 @@ class RunRecord:
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
+            values |= {now: values[name] for name, now in BEFORE.items() if values.get(name) is not None}
             record = build(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")

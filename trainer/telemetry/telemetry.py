@@ -22,12 +22,11 @@ from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves, Ranks
-from trainer.telemetry.facts import with_idle_share
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now
 from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
-from trainer.telemetry.profile import StepProfiler
+from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
 
@@ -48,57 +47,13 @@ def added_up(rates: Rates, loop: Loop) -> Rates:
     )
 
 
-class BaseTelemetry:
-    """What a training and an inference measure alike."""
-
-    def __init__(self, *, count: BatchCounter | None, measure_peak: bool | None) -> None:
-        self.compiler = CompilerMonitor()
-        self.reporter = EventReporter(enabled=False)
-        self.phase = "starting"
-        """What is going on, in a word for the progress view."""
-        self.steps_done = 0
-        """Optimizer steps, or timed batches, done; read by the progress view from another thread."""
-        self.ready_seconds: float | None = None
-        """Age of the process when the first batch was on the device."""
-        self.count, self._measure_peak = count, measure_peak
-        self._shapes = SeenShapes()
-
-    def _start(self, loop: Loop) -> None:
-        self._loop, self._device = loop, loop.device
-        self.reporter = EventReporter(enabled=loop.is_first_process)
-        self._clock = StepClock(self._device)
-        self._energy = EnergyMeter(self._device)
-        self._machine = MachineMonitor(self._energy.handle)
-        self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
-        self.wait = DataWait(self._device)
-        hardware.reset_peaks(self._device)
-
-    def _collect(self, *, warm: bool) -> None:
-        """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
-        self.compiler.collect()
-        self.reporter.events(self.compiler.unreported(), warm=warm)
-
-    def _fill(self, record: RunRecord, rates: Rates, *, together: bool) -> None:
-        """Write what both have into ``record``; ``together`` adds the rates of all processes up, for which every one of
-        them must call this: after an error on one of them that would hang."""
-        if together:
-            rates = added_up(rates, self._loop)
-        reached, peak = rates.teraflops_per_second, self._peak
-        record.take(rates, peak)
-        record.model_flops_utilization = hardware.utilization(reached, peak.peak_teraflops_datasheet)
-        record.model_flops_utilization_measured_peak = hardware.utilization(reached, peak.peak_teraflops_measured)
-        record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
-        record.peak_process_memory_gib = hardware.peak_process_gib()
-        record.joules_per_sample = self._energy.joules_per_sample()
-        record.machine = self._machine.facts()
-        if self.ready_seconds is not None and record.import_seconds is not None:
-            record.setup_seconds = self.ready_seconds - record.import_seconds
-
-
-class Telemetry(BaseTelemetry):
-    """Measures one fit; the owner calls the methods named after the moments of the loop."""
+class Telemetry:
+    """Measures one fit, or one inference, whose steps are batches; the owner calls the methods named after the moments
+    of the loop."""
 
     units = ("step", "steps")
+    work = "training"
+    """What steps are, in a word for the progress view."""
 
     def __init__(
         self,
@@ -108,7 +63,16 @@ class Telemetry(BaseTelemetry):
         measure_peak: bool | None = None,
         profile_steps: int | None = None,
     ) -> None:
-        super().__init__(count=count, measure_peak=measure_peak)
+        self.compiler = CompilerMonitor()
+        self.reporter = EventReporter(enabled=False)
+        self.phase = "starting"
+        """What is going on, in a word for the progress view."""
+        self.steps_done = 0
+        """Optimizer steps done; read by the progress view from another thread."""
+        self.ready_seconds: float | None = None
+        """Age of the process when the first batch was on the device."""
+        self.count, self._measure_peak = count, measure_peak
+        self._shapes = SeenShapes()
         self.meter = Meter(warmup_steps=warmup_steps)
         self.pause_seconds = 0.0
         self.preflight_seconds: float | None = None
@@ -116,7 +80,10 @@ class Telemetry(BaseTelemetry):
         self._every = 0
         self._profile_steps = profile_steps
         self._profiler: StepProfiler | None = None
+        self.profiled: dict[str, Any] | None = None
+        """What a profile apart from the steps has found."""
         self._curves: Curves | None = None
+        self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._began_seconds: float | None = None
         self._running = False
@@ -133,8 +100,14 @@ class Telemetry(BaseTelemetry):
 
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
-        self._start(loop)
-        self._pages = pages
+        self._loop, self._device, self._pages = loop, loop.device, pages
+        self.reporter = EventReporter(enabled=loop.is_first_process)
+        self._clock = StepClock(self._device)
+        self._energy = EnergyMeter(self._device)
+        self._machine = MachineMonitor(self._energy.handle)
+        self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
+        self.wait = DataWait(self._device)
+        hardware.reset_peaks(self._device)
         if loop.world_size > 1:
             self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
@@ -157,6 +130,11 @@ class Telemetry(BaseTelemetry):
         self._begin_step()
         self._paused, self._paused_at = True, now()
         self._running = True
+
+    def _collect(self, *, warm: bool) -> None:
+        """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
+        self.compiler.collect()
+        self.reporter.events(self.compiler.unreported(), warm=warm)
 
     def _begin_step(self) -> None:
         self._step = Step(self.steps_done + 1)
@@ -200,9 +178,10 @@ class Telemetry(BaseTelemetry):
             self.pause_seconds += now() - self._paused_at
             self._clock.mark()
             self.wait.forget()  # before the lap began
+            self._step.after, self._after = self._after, None
             if self.meter.warm:
                 self._machine.begin()
-            self.phase = "profiling" if self._profiler is not None and self._profiler.recording else "training"
+            self.phase = "profiling" if self._profiler is not None and self._profiler.recording else self.work
         self._step.fetches += self.wait.claim()
         if not self._step.batches:
             self._step.epoch, self._step.batch_idx = self._loop.position
@@ -280,6 +259,7 @@ class Telemetry(BaseTelemetry):
         if phase == "validating":
             self._compiler_phase(phase)
         self._energy.end()
+        self._after = phase
         within_step = within_step or self._step.batches > 0
         if not self._paused:
             self._paused, self._paused_at = True, now()
@@ -358,13 +338,26 @@ class Telemetry(BaseTelemetry):
         self.flush(everything=True)
 
     def fill(self, record: RunRecord, *, together: bool) -> None:
-        """Write what was measured into ``record``; ``together`` as for ``_fill``."""
+        """Write what was measured into ``record``; ``together`` adds the rates of all processes up, for which every one
+        of them must call this: after an error on one of them that would hang."""
         if self._ranks is not None:
             exposed = self._ranks.exposed.median_seconds
             if exposed is None and (profile := self.profile()) is not None:
                 exposed = profile.get("exposed_communication_seconds_per_step")
             self._ranks.publish(self._figures(self._ranks.rank, self.meter.median_seconds, exposed), "end")
-        self._fill(record, self.meter.steady.rates(), together=together)  # which, together, waits for all ranks
+        rates = self.meter.steady.rates()
+        if together:
+            rates = added_up(rates, self._loop)  # which waits for all ranks
+        reached, peak = rates.teraflops_per_second, self._peak
+        record.take(rates, peak)
+        record.model_flops_utilization = hardware.utilization(reached, peak.peak_teraflops_datasheet)
+        record.model_flops_utilization_measured_peak = hardware.utilization(reached, peak.peak_teraflops_measured)
+        record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
+        record.peak_process_memory_gib = hardware.peak_process_gib()
+        record.joules_per_sample = self._energy.joules_per_sample()
+        record.machine = self._machine.facts()
+        if self.ready_seconds is not None and record.import_seconds is not None:
+            record.setup_seconds = self.ready_seconds - record.import_seconds
         record.take(self.meter.times())
         if self.preflight_seconds is not None:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
@@ -384,9 +377,8 @@ class Telemetry(BaseTelemetry):
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
-        if self._profiler is None:
-            return None
-        return with_idle_share(self._profiler.facts, self.meter.median_seconds)
+        facts = self.profiled if self._profiler is None else self._profiler.facts
+        return None if facts is None else with_idle_share(facts, self.meter.median_seconds)
 
 
 def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Program | None, *, together: bool) -> None:

@@ -27,9 +27,9 @@ from strategies.credentials import hidden
 from strategies.loop import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
-from trainer.telemetry.facts import profile_page
-from trainer.telemetry.facts import rows as facts_in
 from trainer.telemetry.files import finite
+from trainer.telemetry.files import rows as facts_in
+from trainer.telemetry.profile import profile_page
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source import shown
 
@@ -45,8 +45,7 @@ FINAL: dict[str, tuple[str, str]] = {
     "whole_run/warmup_seconds": ("warmup_seconds", "warm-up s"),
     "whole_run/peak_device_gib": ("peak_device_memory_gib", "peak GiB"),
     "whole_run/preflight_seconds": ("preflight_seconds", "preflight s"),
-    "whole_run/latency_milliseconds_median": ("latency_seconds_median", "median batch ms"),
-    "whole_run/latency_milliseconds_p95": ("latency_seconds_p95", "p95 batch ms"),
+    "whole_run/step_milliseconds_median": ("steady_step_seconds_median", "median step ms"),
 }
 """Metric columns of the HParams table, the record's field and the heading of each; written when a run finishes. At a
 width of 1500 pixels TensorBoard shows the first four."""
@@ -86,7 +85,7 @@ class TensorBoardPages:
         """Write the final metrics; close the run's row in the HParams table when the run finished."""
         if self._writer is None:
             return
-        step = record.steps or record.repeats or 0
+        step = record.steps or 0
         rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.items())
         self._writer.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
         if record.strategies:
