@@ -199,54 +199,34 @@ MUCH_SKEW = 0.03
 
 def summary(record: RunRecord) -> dict[str, str]:
     """The summary's rows by name; a row of which no figure exists is left out."""
-    rows = _inference(record) if record.run == "inference" else _training(record)
-    return {name: value for name, value in rows.items() if value}
-
-
-def _training(record: RunRecord) -> dict[str, str]:
-    return {
-        "strategies": record.label + _chosen(record),
+    trains, mode = record.run != "inference", record.config.get("run", {})
+    step, steps = ("step", "steps") if trains else ("batch", "batches")
+    source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
+    spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
+    chosen = f" (chose {record.report['auto']['chosen']})" if "auto" in record.report else ""
+    took = {kind: getattr(record, f"steady_step_seconds_{kind}") for kind in ("mean", "median", "p95")}
+    rows = {
+        "strategies": record.label + chosen,
         "device": _device(record),
-        "optimizer steps": _number(record.steps, "", decimals=0),
+        "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if source else "",
+        "optimizer steps": _number(record.steps, "", decimals=0) if trains else "",
         **_compiled(record),
-        "first step": _milliseconds(record.first_step_seconds),
-        "warm-up": _warmup(record, "steps") + _within(", preflight {} of it", _number(record.preflight_seconds, " s")),
-        "steady step": _times(record),
-        "steps": _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
+        f"first {step}": _milliseconds(record.first_step_seconds),
+        "warm-up": _within(f"{{}} in {{}} {steps}", _number(record.warmup_seconds, " s"), record.warmup_steps)
+        + _within(", preflight {} of it", _number(record.preflight_seconds, " s")),
+        # The mean is what rates and ratios are made of.
+        f"steady {step}": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
+        steps: _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
+        "timed runs": _within("{}", record.repeats) + spread,
         "samples": _number(record.samples_per_second, " /s", decimals=1)
-        + _within(" of all {} processes", record.world_size if record.world_size > 1 else None),
+        + _within(" of all {} processes", record.world_size if record.world_size > 1 and trains else None),
         "communication": communication_line(record.ranks),
         **_measured(record),
         "final loss": _number(record.final_loss, "", decimals=4),
         **{name: _number(value, "", decimals=4) for name, value in sorted(record.final_metrics.items())},
-        "skipped items": _skipped(record),
+        "skipped items": ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count),
     }
-
-
-def _chosen(record: RunRecord) -> str:
-    if "auto" not in record.report:
-        return ""
-    return f" (chose {record.report['auto']['chosen']})"
-
-
-def _inference(record: RunRecord) -> dict[str, str]:
-    mode = record.config.get("run", {})
-    source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
-    spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
-    return {
-        "strategies": record.label,
-        "device": _device(record),
-        "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if mode else "",
-        **_compiled(record),
-        "first batch": _milliseconds(record.first_step_seconds),
-        "warm-up": _warmup(record, "batches"),
-        "latency": _times(record),
-        "timed": _within("{} batches, timed runs: {}", record.steady_steps, record.repeats) + spread,
-        "batches": _number(record.steady_steps_per_second, " /s"),
-        "samples": _number(record.samples_per_second, " /s", decimals=1),
-        **_measured(record),
-        "skipped items": _skipped(record),
-    }
+    return {name: value for name, value in rows.items() if value}
 
 
 def _device(record: RunRecord) -> str:
@@ -327,10 +307,6 @@ def _machine(record: RunRecord) -> str:
     return "" if busy is None else f"busy while it was measured: {busy}; measure again on a quiet one"
 
 
-def _skipped(record: RunRecord) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count)
-
-
 def _number(value: float | None, unit: str, *, decimals: int = 2) -> str:
     """``value`` with its unit; nothing where it does not exist."""
     return "" if value is None else number(value, decimals) + unit
@@ -340,21 +316,11 @@ def _milliseconds(seconds: float | None) -> str:
     return _number(None if seconds is None else seconds * 1e3, " ms")
 
 
-def _times(record: RunRecord) -> str:
-    """A step's mean, which rates and ratios are made of, then median and 95th percentile."""
-    seconds = {kind: getattr(record, f"steady_step_seconds_{kind}") for kind in ("mean", "median", "p95")}
-    return ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in seconds.items() if each is not None)
-
-
 def _within(form: str, *values: int | str | None) -> str:
     """``form`` filled with numbers that belong together; nothing where one of them does not exist."""
     if any(value is None or value == "" for value in values):
         return ""
     return form.format(*(f"{value:,}" if isinstance(value, int) else value for value in values))
-
-
-def _warmup(record: RunRecord, unit: str) -> str:
-    return _within(f"{{}} in {{}} {unit}", _number(record.warmup_seconds, " s"), record.warmup_steps)
 
 
 def _recompiles(record: RunRecord) -> str:

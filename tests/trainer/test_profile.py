@@ -19,7 +19,7 @@ from trainer.callback import Compile
 from trainer.config import compose
 from trainer.console import summary
 from trainer.telemetry import profile
-from trainer.telemetry.files import profile_line, with_idle_share
+from trainer.telemetry.profile import profile_line, with_idle_share
 from trainer.telemetry.record import RunRecord
 
 

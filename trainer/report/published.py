@@ -29,9 +29,9 @@ from trainer.telemetry.record import RunRecord
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset(
     {
-        *("progress", "steady_step_seconds_quantiles", "latency_seconds_quantiles", "repeat_samples_per_second"),
-        *("events", "notes", "slow_steps", "slow_step_causes", "verdict", "audits", "compile_phases_seconds"),
-        *("joules_by_phase", "skipped_items", "final_metrics"),
+        *("progress", "steady_step_seconds_quantiles", "repeat_samples_per_second"),
+        *("events", "notes", "verdict", "audits", "compile_phases_seconds"),
+        *("skipped_items", "final_metrics"),
     }
 )
 """What neither a table nor a verification reads."""

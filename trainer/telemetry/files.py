@@ -1,6 +1,6 @@
 """Files and values: written whole or not at all, read into dataclasses with every type checked, and said in words.
 
-What strategies found and did is said with the units that the names of facts hold (``_share``, ``_seconds``, ``bytes_``),
+What strategies found and did is said with the units that their names hold (``_share``, ``_seconds``, ``bytes_``),
 which is how a strategy of someone else's is shown too. Imports neither torch nor Lightning.
 """
 
