@@ -46,7 +46,7 @@ from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware, source
-from trainer.telemetry.facts import number as figure
+from trainer.telemetry.files import number as figure
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
 """Names of the options that reach torch.compile."""

@@ -20,7 +20,6 @@ from trainer.telemetry.meter import (
     StepClock,
     Totals,
     percentile,
-    quantiles,
     shape_of,
 )
 
@@ -40,7 +39,6 @@ def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> N
     assert (figures.warmup_steps, figures.steady_steps) == (3, 3)
     assert figures.steady_step_seconds_mean == pytest.approx(0.2)
     assert figures.steady_step_seconds_median == pytest.approx(0.2)
-    assert figures.steady_step_seconds_deviation == pytest.approx(numpy.std([0.1, 0.2, 0.3], ddof=1))
     assert meter.steady.rates().steady_steps_per_second == pytest.approx(3 / 0.6)
 
 
@@ -64,20 +62,9 @@ def test_a_run_without_a_steady_step_has_no_steady_figures() -> None:
     meter.add(step(1))
     figures = meter.times()
     assert figures.steady_steps == 0
-    for name in ("mean", "median", "p95", "deviation"):
+    for name in ("mean", "median", "p95"):
         assert getattr(figures, f"steady_step_seconds_{name}") is None
     assert meter.steady.rates() == Rates()
-
-
-@pytest.mark.parametrize("count", [21, 22, 40, 1000])
-def test_the_distribution_is_numpys_quantiles_in_steps_of_five_percent(count: int) -> None:
-    values = numpy.random.default_rng(count).lognormal(size=count)
-    assert quantiles(values.tolist()) == pytest.approx(numpy.quantile(values, numpy.linspace(0, 1, 21)).tolist())
-
-
-def test_too_few_steps_have_no_distribution() -> None:
-    assert quantiles([0.1] * 20) == []
-    assert quantiles([]) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 100, 101])

@@ -22,8 +22,6 @@ import torch
 
 from trainer.telemetry.machine import now
 
-QUANTILES = 21
-"""Points of a distribution of step times that a record keeps: 0%, 5%, ... 100%."""
 MAX_POINTS = 256
 """Of a run's progress; of more, every second is left out."""
 MAX_SHAPES = 10_000
@@ -125,8 +123,6 @@ class StepTimes:
     steady_step_seconds_mean: float | None
     steady_step_seconds_median: float | None
     steady_step_seconds_p95: float | None
-    steady_step_seconds_deviation: float | None
-    steady_step_seconds_quantiles: list[float]
 
 
 @dataclass(slots=True)
@@ -222,8 +218,6 @@ class Meter:
             steady_step_seconds_mean=statistics.fmean(seconds) if seconds else None,
             steady_step_seconds_median=self.median_seconds,
             steady_step_seconds_p95=percentile(seconds, 0.95),
-            steady_step_seconds_deviation=statistics.stdev(seconds) if len(seconds) > 1 else None,
-            steady_step_seconds_quantiles=quantiles(seconds),
         )
 
 
@@ -245,15 +239,6 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def quantiles(values: Sequence[float], *, count: int = QUANTILES) -> list[float]:
-    """``count`` evenly spaced quantiles from the least to the greatest value, linear between neighbours; empty for
-    fewer values than that, of which they would add nothing new."""
-    if len(values) < count:
-        return []
-    inner = statistics.quantiles(values, n=count - 1, method="inclusive")
-    return [min(values), *inner, max(values)]
 
 
 def _sum(left: Any, right: Any) -> Any:

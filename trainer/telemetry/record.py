@@ -18,7 +18,7 @@ from trainer.telemetry.machine import MachineFacts
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
-LATENCY = {f"latency_seconds_{name}": f"steady_step_seconds_{name}" for name in ("mean", "median", "p95", "quantiles")}
+LATENCY = {f"latency_seconds_{name}": f"steady_step_seconds_{name}" for name in ("mean", "median", "p95")}
 BEFORE = {"batches": "steady_steps", "batches_per_second": "steady_steps_per_second", **LATENCY}
 """Names that figures of an inference had in earlier records, and have now."""
 EXIT_CODES = {"finished": 0, "failed": 1}
@@ -283,10 +283,6 @@ class RunRecord:
     steady_step_seconds_mean: float | None = None
     steady_step_seconds_median: float | None = None
     steady_step_seconds_p95: float | None = None
-    steady_step_seconds_deviation: float | None = None
-    """Standard deviation over the steady steps."""
-    steady_step_seconds_quantiles: list[float] = field(default_factory=list)
-    """From the shortest to the longest in steps of 5%: the distribution; empty where there are too few steps."""
     steady_steps_per_second: float | None = None
     """Steady steps over their total time."""
     samples_per_second: float | None = None
