@@ -21,6 +21,7 @@ from trainer.report.published import (
     PACKAGES,
     RATIO,
     RECORDS,
+    SAME,
     STEP,
     TIME_TOLERANCE,
     TOLERANCES,
@@ -84,7 +85,7 @@ def work(options: argparse.Namespace) -> int:
 
 def published_rows(records: Path) -> dict[str, PublishedRow]:
     """Every row by its name, ``FILE/ARM``. Raises ValueError where there are no records."""
-    files = sorted(records.glob("*.jsonl"))
+    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith(SAME)]
     if not files:
         raise ValueError(f"{records} has no records (*.jsonl): they are in a checkout; --records DIR says where else")
     return {f"{file.stem}/{row.arm}": row for file in files for row in rows_of(find([file]))}

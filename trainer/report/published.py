@@ -2,9 +2,9 @@
 whether figures measured elsewhere agree with them. ``python -m scripts.verify`` is the command.
 
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
-table between ``<!-- table: NAME -->`` and ``<!-- end -->``. Ratios are taken in each round; the median is given with
-the least and the largest. Of runs under the profiler only the device's own time of a step is taken, and the cold
-warm-up where no other run was cold.
+table between ``<!-- table: NAME -->`` and ``<!-- end -->``. Files ``same-*.jsonl``, of arms beside themselves, begin
+with ``<!-- same: NAME -->`` there. Ratios are taken in each round; the median is given with the least and the largest.
+Of runs under the profiler only the device's own time of a step is taken, and the cold warm-up where no other run was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import step_seconds
 from trainer.report.runs import Run, find, group
-from trainer.report.statistics import Sample, ratio
+from trainer.report.statistics import Ratio, Sample, ratio
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, kept, number, piped
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
@@ -37,6 +37,8 @@ LEFT_OUT = frozenset(
 """What neither a table nor a verification reads."""
 REPORTED = frozenset({"parity", "profile", "cuda_graph"})
 """Strategies and checks whose reports are kept: verdicts and numbers."""
+SAME = "same-"
+"""What the names of files begin with that hold arms beside themselves, and no rows."""
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
 MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -94,11 +96,13 @@ def _facts(facts: Any) -> Any:
 def publish(paths: Iterable[str | Path], file: Path) -> int:
     """Write the records of the runs below ``paths`` into ``file``, in the order in which they ran; returns how many.
 
-    Runs that someone stopped are left out, failed ones are not. Raises ValueError when they are of several workloads.
+    Runs that someone stopped are left out, failed ones are not. Raises ValueError when they are of several workloads,
+    unless the file is one of arms beside themselves.
     """
     ended = [run for run in find(paths) if run.record.status in ("finished", "failed")]
     runs = sorted(ended, key=lambda run: run.record.started or "")
-    rows_of(runs)
+    if not file.name.startswith(SAME):
+        rows_of(runs)
     with written_whole(file, "w") as out:
         out.writelines(f"{line_of(run.record)}\n" for run in runs)
     return len(runs)
@@ -267,27 +271,26 @@ def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_
     return min(published) - room <= statistics.median(here) <= max(published) + room
 
 
-def false_calls(runs: Sequence[Run], pairs: int) -> dict[str, tuple[int, int, int]]:
-    """By workload and arm: how often ``compare`` calls a difference between an arm and itself, how often it would if
-    nothing withheld a verdict, as a busy machine does, and of how many times.
+def false_calls(runs: Sequence[Run], pairs: int) -> tuple[int, int, int]:
+    """How often ``compare`` calls a difference between an arm and itself, how often it would if nothing withheld a
+    verdict, as a busy machine does, and of how many times.
 
     Runs follow each other as first and second arm of a round, as in a sweep of two. Each ``pairs`` rounds in a row are
     one comparison, and those that begin one round later another: they share runs, which leaves the share unbiased.
     """
-    found: dict[str, tuple[int, int, int]] = {}
+    called: list[Ratio | None] = []
+    alone: list[Ratio | None] = []
     for cell in group(runs):
-        ordered = sorted(
-            (run.record for run in cell.finished if step_seconds(run.record)), key=lambda record: record.started or ""
-        )
-        sweep = [_as_arm(record, place) for place, record in enumerate(ordered)]
-        seconds = [Sample(step_seconds(record) or 0.0, place // 2) for place, record in enumerate(ordered)]
-        starts = range(0, len(sweep) - 2 * pairs + 1, 2)
-        called = [compare_runs(sweep[start : start + 2 * pairs])[0].rows[1].ratio for start in starts]
-        ends = [start + 2 * pairs for start in starts]
-        alone = [ratio(seconds[at + 1 : end : 2], seconds[at:end:2]) for at, end in zip(starts, ends, strict=True)]
-        counts = [sum(each is not None and each.shown for each in ratios) for ratios in (called, alone)]
-        found[f"{cell.workload}, {cell.arm}"] = (counts[0], counts[1], len(starts))
-    return found
+        timed = [run.record for run in cell.finished if step_seconds(run.record)]
+        timed.sort(key=lambda record: record.started or "")
+        sweep = [_as_arm(record, place) for place, record in enumerate(timed)]
+        seconds = [Sample(step_seconds(record) or 0.0, place // 2) for place, record in enumerate(timed)]
+        for start in range(0, len(sweep) - 2 * pairs + 1, 2):
+            end = start + 2 * pairs
+            called.append(compare_runs(sweep[start:end])[0].rows[1].ratio)
+            alone.append(ratio(seconds[start + 1 : end : 2], seconds[start:end:2]))
+    shown = [sum(each is not None and each.shown for each in ratios) for ratios in (called, alone)]
+    return shown[0], shown[1], len(called)
 
 
 def _as_arm(record: RunRecord, place: int) -> Run:
@@ -300,11 +303,12 @@ def _as_arm(record: RunRecord, place: int) -> Run:
 def same_table(runs: Sequence[Run]) -> list[str]:
     """The lines of a table of ``false_calls``."""
     runs = [run for run in runs if run.record.status == "finished"]
-    cells = [
-        [arm, str(pairs), str(of), *(f"{count} ({count / of:.1%})" if of else ABSENT for count in counts)]
-        for pairs in GROUPS
-        for arm, (*counts, of) in false_calls(runs, pairs).items()
-    ]
-    names = ("arm", "rounds", "comparisons", "differences called", "by the statistics alone")
-    columns = {name: list(texts) for name, texts in zip(names, zip(*cells, strict=True), strict=True)}
-    return [f"{len(runs)} runs · {conditions_of([run.record for run in runs])}", "", *piped(columns), ""]
+    counts = [(pairs, *false_calls(runs, pairs)) for pairs in GROUPS]
+    columns = {
+        "rounds": [str(pairs) for pairs, *_ in counts],
+        "comparisons": [str(of) for *_, of in counts],
+        "differences called": [f"{called} ({called / of:.1%})" if of else ABSENT for _, called, _, of in counts],
+        "by the statistics alone": [f"{alone} ({alone / of:.1%})" if of else ABSENT for _, _, alone, of in counts],
+    }
+    arms = ", ".join(f"{len(cell.finished)} runs of {cell.workload} under {cell.arm}" for cell in group(runs))
+    return [f"{arms} · {conditions_of([run.record for run in runs])}", "", *piped(columns), ""]
