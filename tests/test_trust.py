@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from scripts.compare import _loaded
 from scripts.doctor import OK, WARNING, place
 from strategies.cached.store import read_key
 from strategies.errors import one_line
 from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
-from trainer.report import drift, tables
+from trainer.report import tables
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
 from trainer.sweep.environment import described
@@ -162,7 +163,7 @@ def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_p
     assert (ledger.arguments, ledger.working_directory) == (["seed=]0;title[2J31m"], "/x]0;title[2J31m")
     kept = {"workload": "mine", "device": f"H200{ESCAPES}", "processor": None, "versions": {}, "rows": []}
     (tmp_path / "kept.json").write_text(json.dumps([kept | {"baseline": "eager", "task": "mine"}]))
-    assert drift._loaded(tmp_path / "kept.json")[0]["device"] == "H200]0;title[2J31m"
+    assert _loaded(tmp_path / "kept.json")[0]["device"] == "H200]0;title[2J31m"
 
 
 def test_a_sweep_that_moves_folders_outside_its_own_is_refused(tmp_path: Path) -> None:

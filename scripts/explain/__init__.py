@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from trainer.telemetry import source
 from trainer.telemetry.files import finite
-from trainer.telemetry.recompiles import FIXES, TENSOR_KINDS, change_of, guard_of
-from trainer.telemetry.source import Line
+from trainer.telemetry.source import FIXES, TENSOR_KINDS, Line, change_of, guard_of
 
 SCHEMA = 4
 """Raised when the name or the meaning of a field changes."""
@@ -73,7 +72,7 @@ class Recompile:
     """One guard that failed, so that code which had been compiled was compiled again."""
 
     kind: str
-    """``shape``, ``dtype``, ``training flag``, ``number``, ...; see ``trainer.telemetry.recompiles``."""
+    """``shape``, ``dtype``, ``training flag``, ``number``, ...; see ``trainer.telemetry.source``."""
     what: str
     """What changed: an expression in the user's code, or a tensor."""
     guard: str

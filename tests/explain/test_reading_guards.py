@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.explain import merged_recompiles, read_recompile
-from trainer.telemetry.recompiles import FIXES, guard_of
+from trainer.telemetry.source import FIXES, guard_of
 
 STACK = '\nUser stack trace:\n  File "/mine/net.py", line 7, in forward\n    return x * self.scale'
 

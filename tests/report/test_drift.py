@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from scripts.compare import main
+from scripts.compare import TOLERANCE, drift, main
 from tests.report.records import record, save
-from trainer.report.drift import TOLERANCE, drift
 from trainer.telemetry.machine import MachineFacts
 
 HOST = "AMD EPYC 9654"

@@ -230,7 +230,7 @@ def _beyond_limit(recompile_reason: str) -> str:
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
     if not recompile_reason:
         return line
-    from trainer.telemetry.recompiles import FIXES, change_of, guard_of
+    from trainer.telemetry.source import FIXES, change_of, guard_of
 
     kind = change_of(recompile_reason).kind
     return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({kind}): {FIXES[kind]}"
