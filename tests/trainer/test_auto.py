@@ -28,6 +28,7 @@ from tests.trainer.test_background import put_helper
 from trainer.auto import candidates, chooser
 from trainer.auto.remembered import program_facts
 from trainer.background import Background
+from trainer.background.wire import Request
 from trainer.callback import Compile
 from trainer.guards.preflight import Preflight
 
@@ -473,15 +474,22 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return functools.partial(put_helper, monkeypatch)
 
 
+def ask(asked: list[Any], **facts: Any) -> Request:
+    asked.append(Request(**facts))
+    return asked[-1]
+
+
 def beside(**options: Any) -> Compile:
     return auto(**{"background": True, **options})
 
 
 def test_a_candidate_takes_over_once_a_helper_has_compiled_it(
-    tmp_path: Path, clock: Callable[..., None], helper: Callable[[str], None]
+    tmp_path: Path, clock: Callable[..., None], helper: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses are those of the same strategies switched at the same steps by hand."""
     helper(ANSWERS)
+    asked: list[Any] = []
+    monkeypatch.setattr("trainer.background.Request", functools.partial(ask, asked))
     clock(eager=1.0, regional=0.9, whole=0.95)
     module, compile_ = Blocks(), beside()
     losses = fit(module, tmp_path, [compile_], max_steps=40)
@@ -492,6 +500,8 @@ def test_a_candidate_takes_over_once_a_helper_has_compiled_it(
     assert first == 3 + STEPS_MEANWHILE + 1, "eager trained on while the helper was at work"
     assert second > first + STEPS_MEANWHILE
     assert table["regional"]["helper_seconds"] > 0
+    assert [len(one.calls) for one in asked] == [3, 5]
+    assert all(one.validates for one in asked), "it is compared in eval mode as well"
     assert compile_.record.audits is not None
     assert compile_.record.audits.verdict == "clean"
     torch._dynamo.reset()

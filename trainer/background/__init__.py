@@ -170,6 +170,7 @@ class Background:
             calls = [self._calls[one.path] for one in outermost(self._program) if one.path in self._calls]
             main = main_script() if any(call.needs_main for call in calls) else None
             assert self._program.device is not None
+            loop, chosen = self._program.loop, any(one.chooser for one in self._program.strategies)
             request = Request(
                 calls=calls,
                 settings=self._program.settings,
@@ -177,8 +178,8 @@ class Background:
                 device=self._program.device,
                 main=main,
                 max_device_gib=self._options.max_device_gib,
-                together=self._program.loop is not None and self._program.loop.world_size > 1,
-                validates=self._program.loop is not None and self._program.loop.validates,
+                together=loop is not None and loop.world_size > 1,
+                validates=chosen or (loop is not None and loop.validates),  # what is tried is compared in eval mode too
             )
             assert self._folder is not None
             file = self._folder / "request.pickle"

@@ -55,7 +55,7 @@ class Request:
     """Whether several processes train together: then the backward is compiled with the forward, see
     ``strategies.torch_patches.one_compile_for_all_ranks``."""
     validates: bool
-    """Whether what validation runs is compiled as well, once all else is."""
+    """Whether forwards in eval mode are compiled as well, once all else is."""
     threads: int = field(default_factory=torch.get_num_threads)
     torch_state: dict[str, Any] = field(default_factory=lambda: torch_state())
     configurations: dict[str, bytes] = field(default_factory=lambda: configurations())
