@@ -91,7 +91,8 @@ class Background:
         for region in outermost(self._program):
             if region.path in self._missing:
                 switch_off(self._program, region, self._before[region.path])
-                self.refused[region.path] = "it was not called in the first step"
+                if not self.done:
+                    self.refused[region.path] = "it was not called in the first step"
         self._missing.clear()
 
     @property
@@ -237,10 +238,7 @@ class Background:
     def close(self) -> None:
         """End the helper and stop recording; what was ready stays so. May be called twice."""
         self.done = True
-        for region in outermost(self._program):
-            if region.path in self._missing:
-                switch_off(self._program, region, self._before[region.path])
-        self._missing.clear()
+        self.stop_recording()
         self._end()
 
     def _end(self) -> None:
