@@ -42,12 +42,6 @@ def check_file(option: str, file: Path | None) -> None:
         raise ValueError(f"--{option}={str(file)!r} is a folder, or lies in none")
 
 
-def check_folder(option: str, folder: Path | None) -> None:
-    """Raise ValueError, before any work, for a folder that something else stands in the place of."""
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise ValueError(f"--{option}={str(folder)!r} is not a folder")
-
-
 def parser(name: str, about: str, more: str = "", *, overrides: bool = False) -> argparse.ArgumentParser:
     """A parser of ``crucible NAME``; ``more`` comes last in its help.
 

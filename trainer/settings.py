@@ -5,7 +5,7 @@ Plain dataclasses: whoever runs a task without the command line builds them dire
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -46,6 +46,22 @@ AT_LEAST: dict[str, int] = {
     "checkpoint_every_n_steps": 0,
 }
 """Smallest value of each counter of ``TrainerConfig``; null passes."""
+
+
+def found_wrong(
+    part: object, prefix: str, choices: Mapping[str, tuple[str, ...]], least: Mapping[str, int] | None = None
+) -> list[str]:
+    """A complaint for each field of ``part`` that is less than it must be, or not one of its choices."""
+    values = {name: getattr(part, name) for name in (*(least or ()), *choices)}
+    few = {name: number for name, number in (least or {}).items() if values[name] is not None and values[name] < number}
+    return [
+        *(f"{prefix}{name}={values[name]} must be at least {number}" for name, number in few.items()),
+        *(
+            f"{prefix}{name}={values[name]!r} is not one of {of}"
+            for name, of in choices.items()
+            if values[name] not in of
+        ),
+    ]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,18 +114,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        complaints = [
-            f"trainer.{name}={getattr(self, name)} must be at least {least}"
-            for name, least in AT_LEAST.items()
-            if getattr(self, name) is not None and getattr(self, name) < least
-        ]
-        for name, choices in (
-            ("precision", PRECISIONS),
-            ("progress", PROGRESS),
-            ("matmul_precision", MATMUL_PRECISIONS),
-        ):
-            if getattr(self, name) not in choices:
-                complaints.append(f"trainer.{name}={getattr(self, name)!r} is not one of {choices}")
+        choices = {"precision": PRECISIONS, "progress": PROGRESS, "matmul_precision": MATMUL_PRECISIONS}
+        complaints = found_wrong(self, "trainer.", choices, AT_LEAST)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             complaints.append(f"trainer.gradient_clip_val={self.gradient_clip_val} must be above 0, or null for none")
         if not self.reshard_after_forward and self.strategy != "fsdp2":
@@ -164,17 +170,9 @@ class Inference(RunMode):
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        complaints = [
-            f"run.{name}={getattr(self, name)!r} is not one of {choices}"
-            for name, choices in (("step", STEPS), ("grad_mode", GRAD_MODES), ("source", SOURCES))
-            if getattr(self, name) not in choices
-        ]
-        complaints += [
-            f"run.{name}={getattr(self, name)} must be at least 1"
-            for name in ("batches", "repeats", "warmup_batches", "distinct_batches")
-            if getattr(self, name) < 1
-        ]
-        if complaints:
+        least = dict.fromkeys(("batches", "repeats", "warmup_batches", "distinct_batches"), 1)
+        choices = {"step": STEPS, "grad_mode": GRAD_MODES, "source": SOURCES}
+        if complaints := found_wrong(self, "run.", choices, least):
             raise ValueError("\n".join(complaints))
 
 
@@ -206,12 +204,7 @@ class Peer(RunMode):
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        complaints = [
-            f"run.{name}={getattr(self, name)!r} is not one of {choices}"
-            for name, choices in (("peer", PEERS), ("backend", PEER_BACKENDS))
-            if getattr(self, name) not in choices
-        ]
-        if complaints:
+        if complaints := found_wrong(self, "run.", {"peer": PEERS, "backend": PEER_BACKENDS}):
             raise ValueError("\n".join(complaints))
 
 
@@ -268,15 +261,9 @@ class Config:
         complaints = []
         if not 0 <= self.seed < 2**32:
             complaints.append(f"seed={self.seed} must be at least 0 and below 2**32")
-        for name, choices in (
-            ("parity", PARITY),
-            ("on_compile_error", ON_COMPILE_ERROR),
-            ("on_slower", ON_SLOWER),
-            ("on_difference", ON_DIFFERENCE),
-            ("on_nonfinite_loss", ON_NONFINITE_LOSS),
-        ):
-            if getattr(self, name) not in choices:
-                complaints.append(f"{name}={getattr(self, name)!r} is not one of {choices}")
+        choices = {"parity": PARITY, "on_compile_error": ON_COMPILE_ERROR, "on_slower": ON_SLOWER}
+        choices |= {"on_difference": ON_DIFFERENCE, "on_nonfinite_loss": ON_NONFINITE_LOSS}
+        complaints += found_wrong(self, "", choices)
         if self.repeat is not None and self.repeat not in REPEAT:
             complaints.append(f"repeat={self.repeat!r} is not one of {REPEAT}, or null")
         complaints += [

@@ -79,7 +79,6 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
                 self._hugging_face.release()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Model, optimizer and restored state are in place."""
         if state.is_hyper_param_search:
             raise ValueError("compile_trainer: a hyperparameter search trains several models; train one")
         forward: Any = inspect.unwrap(type(self._trainer.model).forward)
@@ -103,16 +102,13 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
             self.pause("validating")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Batches are counted anew."""
         self._hugging_face.epoch_begins()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A batch is through."""
         self._hugging_face.micro_batch_ends()
         self.batch_ends(self._hugging_face.loss, self._hugging_face.batch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A batch is through, and with it an optimizer step."""
         self.on_substep_end(args, state, control)
         self.on_epoch_end(args, state, control)
 
@@ -122,7 +118,6 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
             self.pause("validating" if control.should_evaluate else "saving")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A batch without a backward is through."""
         self.mark_step()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -131,11 +126,9 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
             self.pause("saving")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is written."""
         self._hugging_face.saved()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The training is over."""
         self.finish()
 
 

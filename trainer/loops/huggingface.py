@@ -3,8 +3,7 @@
 The Trainer keeps its own loop. A few of its methods are replaced on this one object while it trains: ``training_step``
 (a batch begins), ``get_batch_samples`` (batches are fetched), ``_prepare_inputs`` (they are on the device), ``log`` and
 its accelerator's ``backward`` (the loss is there). A step that is run apart is made of the Trainer's ``training_step``,
-whatever a subclass made of it.
-Tried with transformers 5.23 and accelerate 1.15.
+whatever a subclass made of it. Tried with transformers 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,14 +25,13 @@ from trainer.loops.private import replaced
 from trainer.loops.processes import OneProcess, evaluating
 
 LOGGED = (
-    "speed/steps_per_second",
-    "usage/samples_per_second",
-    "usage/tokens_per_second",
-    "speed/useful_tokens_per_second",
-    "usage/step_milliseconds_median",
-    "warmup/compile_seconds",
-    "warmup/recompiles",
-    "usage/peak_device_gib",
+    *(
+        "speed/steps_per_second",
+        "speed/useful_tokens_per_second",
+        "usage/samples_per_second",
+        "usage/tokens_per_second",
+    ),
+    *("usage/step_milliseconds_median", "usage/peak_device_gib", "warmup/compile_seconds", "warmup/recompiles"),
 )
 """Figures that go into the Trainer's own log, which is printed, too; TensorBoard has all of them."""
 CAPTURES = "transformers.Trainer clips and steps the optimizer apart from its training_step"
@@ -57,13 +55,21 @@ class HuggingFaceLoop(OneProcess):
         self._trainer: Any = trainer
         self._resumed, self._padding = resumed, padding
         self._accelerator, self._begins = self._trainer.accelerator, begins
+        args, state = self._trainer.args, self._trainer.state
+        self.module, self.device, self.precision = self._trainer.model, args.device, precision_of(trainer)
+        # What accelerate has wrapped, for its own steps.
+        self.optimizers = (getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer),)
+        self.schedulers = (getattr(self._trainer.lr_scheduler, "scheduler", self._trainer.lr_scheduler),)
+        self.scaler, self.micro_batches = self._accelerator.scaler, args.gradient_accumulation_steps
+        self.steps_planned, self.directory = state.max_steps, args.output_dir
+        self.validates = args.eval_strategy != "no" and self._trainer.eval_dataset is not None
+        self.log_every_n_steps = max(1, int(state.logging_steps or 500))
         self._kind: type = dict
         self._items: Any = None
         self._batches = 0
         self._quiet = False
         self._figures: dict[str, float] = {}
         self._flops = 0.0
-        self._useful: Tensor | None = None
         self._observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]] = []
         self._saving: list[Callable[[str], None]] = []
         self._audit: Around | None = None
@@ -85,13 +91,11 @@ class HuggingFaceLoop(OneProcess):
         self._audited.pop_all()
         self._replaced.close()
 
-    # ---- what the Trainer calls ------------------------------------------------------------------------------------
-
     def _training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         inputs = self._trainer._prepare_inputs(inputs)
         self._kind, self._items = type(inputs), num_items_in_batch
         self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        self._flops, self._useful = self._trainer.current_flos, self._count_useful()
+        self._flops = self._trainer.current_flos
         self._begins(self.batch)
         micro_batch: Any = HuggingFaceMicroBatch(self, self.batch, self._batches)
         if self._audit is not None and (audit := self._audit(micro_batch)) is not None:
@@ -147,65 +151,19 @@ class HuggingFaceLoop(OneProcess):
             logs.update(self._figures)
         self._write_log(logs, *arguments, **named)
 
-    # ---- facts -----------------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        return self._trainer.model
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return (getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer),)
-
-    @property
-    def schedulers(self) -> Sequence[Any]:
-        return (getattr(self._trainer.lr_scheduler, "scheduler", self._trainer.lr_scheduler),)
-
-    @property
-    def scaler(self) -> Any | None:
-        return self._accelerator.scaler
-
-    @property
-    def device(self) -> torch.device:
-        return self._trainer.args.device
-
-    @property
-    def precision(self) -> str:
-        return precision_of(self._trainer)
-
-    @property
-    def micro_batches(self) -> int:
-        return self._trainer.args.gradient_accumulation_steps
-
     @property
     def steps_done(self) -> int:
         return self._trainer.state.global_step
-
-    @property
-    def steps_planned(self) -> int | None:
-        return self._trainer.state.max_steps
 
     @property
     def position(self) -> tuple[int, int]:
         return int(self._trainer.state.epoch or 0), self._batches
 
     @property
-    def validates(self) -> bool:
-        return self._trainer.args.eval_strategy != "no" and self._trainer.eval_dataset is not None
-
-    @property
-    def log_every_n_steps(self) -> int:
-        return max(1, int(self._trainer.state.logging_steps or 500))
-
-    @property
     def metrics(self) -> Mapping[str, Tensor]:
         found = {name: value for entry in self._trainer.state.log_history for name, value in entry.items()}
         kept = {name: value for name, value in found.items() if name not in (*LOGGED, "step", "epoch")}
         return {name: torch.tensor(value) for name, value in kept.items() if isinstance(value, int | float)}
-
-    @property
-    def directory(self) -> str:
-        return self._trainer.args.output_dir
 
     @property
     def writer(self) -> Any | None:
@@ -222,20 +180,12 @@ class HuggingFaceLoop(OneProcess):
         """Samples, token positions, those that are no padding (where there is an attention mask), and the Trainer's own
         count of floating-point operations, of the batch under way."""
         tensors = [one for one in batch.values() if isinstance(one, Tensor) and one.ndim]
-        words = batch.get("input_ids")
-        # Copied while the step ran. Only where the Trainer has read the loss since is the copy certain to be there.
+        words, mask = batch.get("input_ids"), batch.get("attention_mask")
+        # Only where the Trainer itself has read the loss by now does nobody wait for the device.
         known = self.device.type == "cpu" or self._trainer.args.logging_nan_inf_filter
-        useful = int(self._useful) if known and self._useful is not None else None
+        useful = int(mask.sum()) if known and isinstance(mask, Tensor) and mask.ndim == 2 else None
         flops = int(self._trainer.current_flos - self._flops)
         return len(tensors[0]) if tensors else 1, None if words is None else words.numel(), useful, flops or None
-
-    def _count_useful(self) -> Tensor | None:
-        mask = self.batch.get("attention_mask") if isinstance(self.batch, dict) else None
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            return None
-        return mask.sum().to("cpu", non_blocking=True)
-
-    # ---- single steps on a batch at hand ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -290,8 +240,6 @@ class HuggingFaceLoop(OneProcess):
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, self._inputs(batch), num_items_in_batch=self._items)
 
-    # ---- standing around the loop's own steps ----------------------------------------------------------------------
-
     def why_not_capture(self) -> Iterable[str]:
         return (CAPTURES,)
 
@@ -339,8 +287,6 @@ class HuggingFaceLoop(OneProcess):
             saved(self._resumed)
         self._saving.append(saved)
         return lambda: self._saving.remove(saved)
-
-    # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _inputs(self, batch: Any) -> Any:
         """``batch`` as the Trainer was given it: a collator may make a ``BatchEncoding``, say."""
