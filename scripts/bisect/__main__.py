@@ -1,7 +1,7 @@
 """Find the submodule or option that a compile goes wrong with: ``crucible bisect compile=whole``.
 
 Takes the trainer's overrides and tries what they compile piece by piece, each try in a process that may crash or hang:
-the smallest submodule that fails, differs from eager or is slower. Where the graph breaks: ``crucible explain``.
+the smallest submodule that fails, breaks the graph, differs from eager or is slower.
 """
 
 from __future__ import annotations
@@ -39,8 +39,18 @@ examples:
 Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments, 3 it takes several submodules together,
 128 + signal interrupted.
 """
-VERBS = {"fails": "fails to compile", "differs": "computes something else than eager", "slower": "is slower than eager"}
-RIGHT = {"fails": "compiles", "differs": "equals eager within its tolerance", "slower": "is not slower than eager"}
+VERBS = {
+    "fails": "fails to compile",
+    "breaks": "breaks the graph",
+    "differs": "computes something else than eager",
+    "slower": "is slower than eager",
+}
+RIGHT = {
+    "fails": "compiles",
+    "breaks": "breaks no graph",
+    "differs": "equals eager within its tolerance",
+    "slower": "is not slower than eager",
+}
 PLAIN = re.compile(r"[\w./:+*?@%-]+")
 """Text that Hydra reads without quotes."""
 

@@ -120,7 +120,7 @@ class Bench:
             except Exception as error:
                 where, code = place(error)
                 return Outcome(
-                    shows=trial.symptom == "fails",
+                    shows=trial.symptom in ("fails", "breaks"),
                     reason=one_line(error),
                     phase=self._phase,
                     where=where,
@@ -136,6 +136,8 @@ class Bench:
             region = next(region for region in self._requests if holds(region, path))
             request = dataclasses.replace(self._requests[region], **trial.changes)
             arguments: dict[str, Any] = request.compile_arguments()
+            if trial.symptom == "breaks":
+                arguments["fullgraph"] = True  # so that a break is an error, which names the line
             # Compiled apart, what were parts of one graph would have one code for their several sizes.
             if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
                 arguments["dynamic"] = False
@@ -152,6 +154,8 @@ class Bench:
                 self._phase = "forward"
                 self._passes.step(batch, self._backward_is_over)
         return Outcome(shows=False)
+
+    _breaks = _fails
 
     def _differs(self, trial: Trial) -> Outcome:
         for batch in self._each():

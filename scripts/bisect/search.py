@@ -17,7 +17,7 @@ from strategies.compose import label
 from trainer.auto.rule import refuse_choice
 from trainer.telemetry.files import finite
 
-SYMPTOMS = ("fails", "differs", "slower")
+SYMPTOMS = ("fails", "breaks", "differs", "slower")
 """What a compile can do wrong, in the order in which a program is searched for it."""
 OPTIMIZER = "optimizer step"
 """Stands among the module paths of a trial for the compiled optimizer step."""
@@ -360,7 +360,7 @@ def options(site: Site, symptom: str) -> Iterator[OptionTried]:
     if symptom == "fails" and any(request.get("fullgraph", True) for request in requests):
         yield typed("fullgraph", False)
     used = {request.get("backend", "inductor") for request in requests}
-    for backend in ("aot_eager", "eager") if requests and symptom != "slower" else ():
+    for backend in ("aot_eager", "eager") if requests and symptom in ("fails", "differs") else ():
         if backend in used:
             break
         option = typed("backend", backend, backend=True)

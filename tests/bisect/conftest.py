@@ -67,7 +67,7 @@ def searched() -> Searched:
         report = Report(task="planted", strategies="whole", command=[])
 
         def use(bench: Bench) -> None:
-            Search(Forgetful(bench), report).run(symptoms or ("fails", "differs"))
+            Search(Forgetful(bench), report).run(symptoms or ("fails", "breaks", "differs"))
 
         given = strategies or [Whole(backend=backend, **options)]
         with_module(Trained(net), loader(*rows), given, use, whole=["net"])

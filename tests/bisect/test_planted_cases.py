@@ -53,6 +53,16 @@ def test_what_cannot_be_traced_under_fullgraph(searched: Searched) -> None:
     assert {option.text: option.shows for option in report.options}["compile.whole.fullgraph=false"] is False
 
 
+def test_a_break_deep_in_the_tree(searched: Searched) -> None:
+    report = searched(Net(Plain(), Middle(Breaking())))
+    assert (report.symptom, report.searched_for) == ("breaks", ["fails", "breaks"])
+    assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner"]
+    assert report.culprits[0].outcome.code == "torch._dynamo.graph_break()  # planted"
+    assert "net.blocks.0" in report.rest
+    assert report.rest_is_clean
+    assert report.options == []
+
+
 def test_copies_of_a_culprit_are_tried_together(searched: Searched) -> None:
     strategies = [Regional(backend="eager", fullgraph=True)]
     report = searched(Net(*(Middle(Breaking()) for _ in range(3))), "eager", "fails", strategies=strategies)
