@@ -1,13 +1,18 @@
-"""Plant every fault and print the table of its page of docs: ``python -m tests.faults [NAME OR KIND ...]``."""
+"""Plant every fault and print the table of its page of docs: ``python -m tests.faults [NAME OR KIND ...]``.
+
+``TRAINED=600`` trains each module for so many steps before, until it knows its batches.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from dataclasses import dataclass
 
 import lightning as L
+import torch
 
 from tests.faults.catalogue import CATALOGUE, Planted
 from tests.faults.module import Small, batches, train
@@ -28,10 +33,16 @@ class Outcome:
     message: str = ""
 
 
-def plant(fault: Planted, precision: str, *, seed: int = 0) -> Outcome:
-    """Train with ``fault``; who caught it, and after how many steps."""
+def plant(fault: Planted, precision: str, *, seed: int = 0, trained: int = 0) -> Outcome:
+    """Train with ``fault``, after ``trained`` steps without; who caught it, and after how many steps."""
     L.seed_everything(seed, verbose=False)
     module, data = Small(**fault.module), batches(STEPS, fault.lengths, fault.rows)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    for number in range(trained):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            module.loss(data[number % STEPS]).backward()
+        optimizer.step()
     try:
         train(module, [fault.plant()], data, precision=precision, **fault.trainer)
     except ParityError as error:
@@ -52,7 +63,7 @@ def main(names: list[str]) -> None:
             continue
         cells = []
         for precision in PRECISIONS:
-            outcome = plant(fault, precision)
+            outcome = plant(fault, precision, trained=int(os.environ.get("TRAINED", "0")))
             if outcome.guard is None:
                 cells.append("no fault there" if fault.only_single and precision != "32-true" else "**not seen**")
             else:

@@ -27,7 +27,7 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
 from trainer.background import Background
-from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit
+from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit, without_autocast
 from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import Telemetry
 
@@ -305,29 +305,41 @@ class Trial:
         del seen
         comparison.noise.append(comparison.distances({"outputs": self._eager(module, args, kwargs, unit)}))
         complaints, figures = comparison.verdict(apart)
+        if complaints:  # a learned loss: rounding dwarfs it, and it moves little where inputs are a rounding off
+            with without_autocast():
+                exact = self._eager(module, args, kwargs, None, torch.double)
+            comparison.noise.append(comparison.distances({"outputs": exact}))
+            complaints, figures = comparison.verdict(apart)
         self.share = round(figures["outputs"]["difference"] / figures["outputs"]["tolerance"], 4)
         self.vague = bool((comparison.tolerances("outputs") > SAYS_NOTHING).any())
         if complaints:
             self.failed = f"it computes something else than eager: {complaints[0]}"
 
-    def _eager(self, module: nn.Module, args: Any, kwargs: Any, unit: float | None) -> dict[str, Tensor]:
-        """A pass in eager, with weights and inputs one rounding off where ``unit`` is given."""
-        weights = {name: one.detach() for name, one in module.named_parameters()}
+    def _eager(
+        self, module: nn.Module, args: Any, kwargs: Any, unit: float | None, precision: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """A pass in eager, with weights and inputs one rounding off where ``unit`` is given, or in ``precision``."""
+        weights = {name: _cast(one.detach(), precision) for name, one in module.named_parameters()}
         if unit is not None:
             weights = {name: one.clone() for name, one in weights.items()}
             perturb([one for one in weights.values() if one.is_floating_point()], unit, SEED)
         for name, one in module.named_parameters():
             weights[name].requires_grad_(one.requires_grad)
-        state = {**weights, **{name: buffer.clone() for name, buffer in module.named_buffers()}}
+        state = {**weights, **{name: _cast(buffer, precision).clone() for name, buffer in module.named_buffers()}}
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(module, state, args, kwargs)
 
-        return _pass(call, args, kwargs, weights, unit)
+        return _pass(call, args, kwargs, weights, unit, precision)
 
 
 def _pass(
-    call: Callable[..., Any], args: Any, kwargs: Any, weights: dict[str, Tensor], unit: float | None = None
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    weights: dict[str, Tensor],
+    unit: float | None = None,
+    precision: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Outputs of one call on copies of its inputs, and what its backward gives inputs and ``weights``."""
     inputs: dict[str, Tensor] = {}
@@ -336,7 +348,7 @@ def _pass(
         if not isinstance(value, Tensor):
             return value
         name = f"input {len(inputs)}"
-        inputs[name] = _copy(value, unit)
+        inputs[name] = _copy(_cast(value, precision), unit)
         return inputs[name]
 
     args, kwargs = pytree.tree_map(copied, (args, kwargs))
@@ -349,10 +361,16 @@ def _pass(
     wanted = {name: one for name, one in {**inputs, **weights}.items() if one.requires_grad}
     if ends and wanted:
         generator = torch.Generator(ends[0].device).manual_seed(SEED)
-        given = [torch.empty_like(one).normal_(generator=generator) for one in ends]
+        # Of few bits, so that they are the same in every precision.
+        drawn = [torch.empty_like(one, dtype=torch.float).normal_(generator=generator).bfloat16() for one in ends]
+        given = [one.to(end.dtype) for one, end in zip(drawn, ends, strict=True)]
         gradients = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
         seen |= {name: one for name, one in zip(wanted, gradients, strict=True) if one is not None}
     return seen
+
+
+def _cast(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
+    return tensor if precision is None or not tensor.is_floating_point() else tensor.to(precision)
 
 
 @torch.no_grad()

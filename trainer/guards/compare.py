@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -105,9 +106,7 @@ class Comparison:
         """
         losses = losses.detach().flatten().cpu()
         if losses.numel():
-            self.keep(
-                "loss", {"loss": losses}, least=max(LOSS_FLOOR, slack * unit), sizes=norms([losses], of_finite=True)
-            )
+            self.keep("loss", {"loss": losses}, **loss_sizes(losses, slack * unit))
         sizes, numbers = norms(gradients.values()), [one.numel() for one in gradients.values()]
         norm = sizes.norm()[None]
         self.keep(
@@ -208,6 +207,14 @@ def stored_sizes(tensors: Sequence[Tensor], moved: Tensor, tolerance: float, ste
     of = torch.where(still, sizes, moved)
     rounding = steps * ROUNDINGS * epsilon * sizes / of.clamp(min=1e-300)
     return {"sizes": of, "least": torch.where(still, 0.0, tolerance) + rounding}
+
+
+def loss_sizes(losses: Tensor, unit: float) -> dict[str, Tensor]:
+    """What differences of ``losses``, a vector, are relative to, and the least tolerance: ``unit``, and some roundings
+    of 1. Cross entropy takes logarithms of numbers near 1, whose roundings do not shrink with the loss."""
+    epsilon = min(2 * SINGLE, torch.finfo(losses.dtype).eps)
+    sizes = norms([losses], of_finite=True).double().clamp(min=epsilon)
+    return {"sizes": sizes, "least": max(LOSS_FLOOR, unit) + ROUNDINGS * epsilon / sizes}
 
 
 @torch.no_grad()
@@ -337,6 +344,30 @@ class Displaced:
         for parameter, difference in zip(self._parameters, self._back, strict=True):
             parameter.add_(difference)
         self._back = []
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def doubled(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, weights and buffers are in double precision; gradients end with it."""
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    kept = [(one, one.data) for one in [*parameters, *buffers] if one.is_floating_point()]
+    try:
+        for tensor, _ in kept:
+            tensor.grad, tensor.data = None, tensor.data.double()
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.grad, data[...] = None, tensor.data
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, autocast lowers no precision, whoever enters it."""
+    entering: Any = {"__enter__": lambda autocast: autocast, "__exit__": lambda *_: None}
+    with patch.multiple(torch.autocast, **entering):
+        yield
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.guards.compare import LOSS_FLOOR, Displaced, added_up, apart_of, local, norms
+from trainer.guards.compare import LOSS_FLOOR, Displaced, added_up, apart_of, local, loss_sizes, norms
 from trainer.guards.forward import region_draws
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 
@@ -172,6 +172,8 @@ def compare_forwards(
             again, _ = run()
         noise = max([noise, *(_farthest(again.get(name), value) for name, value in reference.items())])
         tolerance = max(least, unit, multiple * noise)
+        if reference[worst].numel() == 1 and reference[worst].is_floating_point():
+            tolerance = max(tolerance, float(loss_sizes(reference[worst].flatten(), least)["least"]))
         if sample and not loop.anywhere(apart[worst] > tolerance):
             break
     restore()

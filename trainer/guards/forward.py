@@ -27,12 +27,12 @@ from strategies.compose import eager
 from strategies.loop import Loop
 from strategies.options import file_of_backend
 from trainer.guards.compare import (
-    LOSS_FLOOR,
     TENSOR_FLOOR,
     UNITS,
     Comparison,
     Tensors,
     local,
+    loss_sizes,
     moved_since,
     norms,
     perturb,
@@ -90,8 +90,7 @@ class EagerSeen(Seen):
         """With this forward: its loss, and each buffer relative to how far it moved."""
         made, tensors = Comparison(multiple), self.tensors
         if "loss" in tensors:
-            sizes = norms([tensors["loss"]["loss"]], of_finite=True)
-            made.keep("loss", tensors["loss"], least=max(LOSS_FLOOR, unit), sizes=sizes)
+            made.keep("loss", tensors["loss"], **loss_sizes(tensors["loss"]["loss"], unit))
         buffers = list(self.buffers.values())
         moved = moved_since([self.starts.get(name) for name in self.buffers], buffers)
         made.keep("buffers", self.buffers, **stored_sizes(buffers, moved, max(TENSOR_FLOOR, 16 * unit)))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from strategies import Program
 from strategies.compose import eager
@@ -30,12 +31,14 @@ from trainer.guards.compare import (
     StepRecorder,
     Tensors,
     around_steps,
+    doubled,
     gradient_of,
     moved_since,
     parameters_of,
     perturb,
     rounding_unit,
     stored_sizes,
+    without_autocast,
 )
 from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, Evaluation
 from trainer.guards.forward import region_draws
@@ -58,6 +61,8 @@ ROUGH_UNIT = 2.0**-9
 EXACT, ROUGH = 5e-5, TENSOR_FLOOR
 """Relative tolerance of an update in single precision: by torch's formulas, or by unknown ones, which may work in a
 lower precision inside. Where a beta of 0.999 is a tensor in single precision, 1 - beta alone is 1.3e-5 off."""
+See = Callable[[int, Tensor, list[Tensor]], None]
+"""Is shown the number of a step, its losses and gradients."""
 SEED = 2**31 - 1
 """Seeds of the calibration count from here, far from the seeds that people choose."""
 
@@ -91,6 +96,11 @@ class ParityGate:
         self._rough = not exact or any(map(_rough, loop.optimizers))
         """Whether an optimizer may work in a lower precision than that of the weights."""
         self._random_states: list[Any] = []
+        alone = loop.world_size == 1  # a higher precision may need more memory than one of the processes has
+        self._lowered = alone and program.precision.endswith("-mixed")
+        """Whether eager without autocast says how much it rounds."""
+        self._single = alone and program.precision.endswith("-true") and not loop.manual
+        """Whether eager in double precision does."""
 
     def run(self, batch: Any) -> dict[str, Any]:
         """Compare on ``batch``; returns the facts for the record, ``verdict`` among them. The state afterwards is any.
@@ -103,9 +113,11 @@ class ParityGate:
         with eager(self._program), region_draws(self._program) as drawn:
             self._reference(batch)
         drew = drew_random_numbers(before)
+        if drew:  # which numbers depends on the precision
+            self._lowered = self._single = False
         may_draw = bool(drawn) or not all(strategy.is_exact(self._program) for strategy in self._program.strategies)
         draws = self._loop.anywhere(drew and may_draw)
-        seen, left = self._arm(batch)
+        seen, left = self._seen(batch)
         self._calibrate(batch, 0)
         complaints, figures = self._verdict(seen, left)
         across = False
@@ -160,9 +172,7 @@ class ParityGate:
         moved = torch.zeros(len(self._parameters))
 
         def see(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
-            slack = (
-                LATER_SLACK if number else 1.0
-            )  # the weights are far from any of a training; gross errors show still
+            slack = LATER_SLACK if number else 1.0  # the weights are far from any of a training; gross errors show
             self._steps[number].keep_step(losses, dict(zip(self._named, gradients, strict=True)), self._unit, slack)
 
         for number in range(STEPS):
@@ -197,26 +207,53 @@ class ParityGate:
             "buffers": {name: buffer for name, buffer in self._loop.module.named_buffers() if buffer.numel()},
         }
 
-    def _arm(self, batch: Any, noise: int | None = None) -> tuple[list[Distances], Distances]:
-        """The same steps as the program is; with ``noise``, weights are a rounding off in forward and backward."""
+    def _arm(self, batch: Any, see: See, **how: Any) -> Distances:
+        """The same steps as the program is; ``see`` is shown each, and ``how`` is what ``_step`` takes for eager's."""
         self._snapshot.restore()
-        found: list[Distances] = []
-
-        def see(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
-            found.append(self._steps[number].distances_of_step(losses, dict(zip(self._named, gradients, strict=True))))
-
         self._giving = iter(self._taken)
         for number in range(STEPS):
             self._unsettle(number)
             set_random_state(self._random_states[number])
-            self._step(batch, number, see, noise=noise)
-        return found, self._left.distances(self._current())
+            self._step(batch, number, see, **how)
+        return self._left.distances(self._current())
+
+    def _seen(
+        self, batch: Any, against: list[Comparison] | None = None, **how: Any
+    ) -> tuple[list[Distances], Distances]:
+        """How far the steps of an arm are from those ``against`` which they are held, and what they leave."""
+        found: list[Distances] = []
+
+        def see(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
+            given = dict(zip(self._named, gradients, strict=True))
+            found.append((against or self._steps)[number].distances_of_step(losses, given))
+
+        return found, self._arm(batch, see, **how)
 
     def _calibrate(self, batch: Any, sample: int) -> None:
+        """Add to the noise how far eager is from itself in a higher precision, here and, with more samples, close by.
+        Where there is no autocast, that is the second sample: others have weights a rounding off."""
+        noise: Any = None
         with eager(self._program):
-            found, left = self._arm(batch, sample)
+            if self._lowered or (self._single and sample == 1):
+                try:
+                    near = self._nearby(batch, sample) if sample and self._lowered else None
+                    noise = self._seen(batch, near, noise=None if near is None else sample, exact=True)
+                except Exception:  # less memory than it needs, or a kernel for one precision alone
+                    self._lowered = False
+            found, left = noise or self._seen(batch, noise=sample)
         for comparison, one in zip([*self._steps, self._left], [*found, left], strict=True):
             comparison.noise.append(one)
+
+    def _nearby(self, batch: Any, sample: int) -> list[Comparison]:
+        """Eager's steps where weights are a rounding off."""
+        kept = [Comparison(self._multiple) for _ in range(STEPS)]
+
+        def keep(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
+            copies = dict(zip(self._named, map(self._snapshot.copy, gradients), strict=True))
+            kept[number].keep_step(losses, copies, self._unit)
+
+        self._arm(batch, keep, noise=sample)
+        return kept
 
     def _take(self, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
         """Keep the gradients that an optimizer of the reference is about to take; returns them."""
@@ -241,16 +278,23 @@ class ParityGate:
         self,
         batch: Any,
         number: int,
-        see: Callable[[int, Tensor, list[Tensor]], None],
+        see: See,
         *,
         take: bool = False,
         noise: int | None = None,
+        exact: bool = False,
     ) -> None:
-        """A whole step, whose optimizers take the reference's gradients once ``see`` has been shown the step's own."""
-        parameters = self._parameters
+        """A whole step, whose optimizers take the reference's gradients once ``see`` has been shown the step's own.
+        Forward and backward have weights a rounding off, with ``noise``, and a higher precision where ``exact``."""
+        parameters, apart = self._parameters, contextlib.ExitStack()
         seed = SEED + (noise or 0) * STEPS + number
-        displaced = None if noise is None else Displaced(parameters, self._unit, seed)
-        blurred_by = seed if noise is not None and self._rough else None
+        blurred_by = seed if (exact or noise is not None) and self._rough else None
+
+        def enter() -> None:
+            if noise is not None:
+                apart.enter_context(Displaced(parameters, self._unit, seed))
+            if exact:
+                apart.enter_context(without_autocast() if self._lowered else doubled(self._loop.module))
 
         def exchange(of: list[Tensor]) -> dict[Tensor, Tensor]:
             if take:
@@ -261,7 +305,8 @@ class ParityGate:
         if self._loop.manual:
             recorder = StepRecorder(parameters)
             before = [recorder.see_step, lambda optimizer: exchange(parameters_of(optimizer))]
-            with around_steps(self._loop.optimizers, before), displaced or contextlib.nullcontext():
+            with around_steps(self._loop.optimizers, before), apart:
+                enter()
                 returned = self._loop.step(batch, recorder.see_loss)
             see(number, recorder.losses(returned), recorder.gradients())
             return
@@ -272,16 +317,17 @@ class ParityGate:
             calls += 1
             if calls == 1 and not take:
                 see(number, loss, [gradient_of(one) for one in parameters])
-            if calls == 1 and displaced is not None:
-                displaced.__exit__()
+            apart.close()
             taken = exchange(parameters)
             if calls == 1 and take:
                 own = [taken[one] if one in taken else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
                 see(number, loss, own)
 
-        if displaced is not None:
-            displaced.__enter__()
-        self._loop.step(batch, inspect)
+        if exact and not self._lowered:
+            batch = pytree.tree_map_only(Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
+        with apart:
+            enter()
+            self._loop.step(batch, inspect)
 
     def _unsettle(self, number: int) -> None:
         """Move the weights before each step but the first one, and raise the learning rate of the last."""
