@@ -1,12 +1,15 @@
-"""``compile=whole`` and ``compile=regional``: modules compiled in one graph each, or block by repeated block."""
+"""``compile=whole`` and ``regional``: modules compiled in one graph each, or block by repeated block; and beside them
+``dynamic``, symbolic shapes for ragged lengths, and ``checkpointing``, blocks that compute their activations again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strategies.base import Program, Stage
+from strategies.base import Program, Stage, Strategy
 from strategies.options import ModuleOptions
+
+HOW = ("mark", "always", "automatic")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,3 +95,107 @@ class Regional(ModuleOptions):
             compile_in_place(program, path, arguments, strict=self.on_recompile_limit == "fail")
         # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
         program.settings["optimize_ddp"] = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Dynamic(Strategy):
+    """Leave batches as they are and let the compiled code take any length; ``buckets`` is the alternative.
+
+    Batches keep examples and order; each one is only padded up to a ``multiple``, because attention kernels guard on
+    alignment: without it, lengths of either kind need graphs of their own, or none can be compiled for all of them.
+    """
+
+    name: ClassVar[str] = "dynamic"
+    stage: ClassVar[Stage] = Stage.SHAPES
+
+    how: str = "mark"
+    """``mark`` (the ragged dimensions symbolic from the start), ``always`` (every dimension: torch's ``dynamic=True``)
+    or ``automatic`` (static at first, symbolic where a size changes: torch's ``dynamic=None``)."""
+    multiple: int = 8
+    """Every batch is padded up to a multiple of this many positions; 1 leaves lengths as they are."""
+    limit: int | None = None
+    """Most positions that the model takes; nothing is padded beyond it. null = no limit."""
+
+    def __post_init__(self) -> None:
+        if self.how not in HOW:
+            raise ValueError(f"compile.dynamic.how={self.how!r} is not one of {HOW}")
+        for name in ("multiple", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"compile.dynamic.{name}={value} must be at least 1")
+
+    def apply(self, program: Program) -> None:
+        from strategies.padding import Marks, Padding, require_ragged
+
+        require_ragged(program.ragged, self.name)
+        program.padding = Padding(
+            name=self.name, ragged=program.ragged, multiple=self.multiple, limit=self.limit, choose_edges=None
+        )
+        program.report[self.name] = {"how": self.how, "multiple": self.multiple}
+        if self.how == "always":
+            program.padding.dynamic = True
+        elif self.how == "mark":
+            marks = Marks(program.ragged)
+            program.padding.observe = marks.observe
+            program.padding.around_region = marks.around
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpointing(Strategy):
+    """Trade time for memory: a block keeps its input alone, and runs forward once more when its backward comes.
+
+    Acts before anything is compiled, so that the compiler sees which part of its graph is to be computed again, and
+    before anything is sharded (the order of torchtitan: checkpointing, compile, FSDP). Losses are eager's: random
+    numbers are repeated. Without gradients (validation) nothing is done differently.
+    Source: https://docs.pytorch.org/docs/stable/checkpoint.html
+    """
+
+    name: ClassVar[str] = "checkpointing"
+    stage: ClassVar[Stage] = Stage.ACTIVATIONS
+    training_only: ClassVar[str | None] = "without a backward there are no activations to compute again"
+
+    every: int = 1
+    """Each n-th block of a container computes again, beginning with its first; the others keep their activations."""
+    blocks: list[str] | None = None
+    """Paths of blocks or of containers of blocks; null = what the task declares, else found in the module tree."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
+
+    @property
+    def recomputes(self) -> str | None:
+        return f"compile={self.name}"
+
+    def apply(self, program: Program) -> None:
+        from strategies.regions import containers_for, expand_blocks, recompute
+
+        containers = containers_for(program, self.name, self.blocks)
+        found = [expand_blocks(program.module, [container]) for container in containers]
+        chosen = [path for blocks in found for path in blocks[:: self.every]]
+        if not chosen:
+            raise ValueError(
+                "compile.checkpointing: no repeated blocks found in this module; name submodules with "
+                "compile.checkpointing.blocks=[path,...]"
+            )
+        for path in chosen:
+            try:
+                recompute(program.module.get_submodule(path))
+            except ValueError as error:
+                raise ValueError(f"compile.checkpointing: {path}: {error}") from error
+        program.report[self.name] = {"blocks": sum(map(len, found)), "computed_again": len(chosen), "paths": chosen}
+
+    def begin(self, program: Program) -> None:
+        """Another training of a program whose blocks were given back."""
+        from strategies.regions import recompute, recomputes
+
+        for path in program.report[self.name]["paths"]:
+            block = program.module.get_submodule(path)
+            if not recomputes(block):
+                recompute(block)
+
+    def end(self, program: Program) -> None:
+        from strategies.regions import keep_activations
+
+        for path in program.report.get(self.name, {}).get("paths", ()):
+            keep_activations(program.module.get_submodule(path))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tasks.base import BatchCounts, Declaration, Task
 from tasks.captioning.task import CaptionerSize, Captioning, Coco, Lognormal, Shapes
-from tasks.image_classification.task import ImageClassification, LabelledShapes, TorchvisionDataset
-from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork
+from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledShapes
 from tasks.language.sources import Stdlib, TextFiles
-from tasks.language.task import LanguageModelling, MaskedLM
+from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, LlamaNetwork, MaskedLM
 from tasks.micro.task import Micro
 
 TASKS: dict[str, type[Task]] = {
@@ -30,7 +29,7 @@ SCHEMAS: dict[str, type] = {
     "task/data/lognormal": Lognormal,
     "task/data/coco": Coco,
     "task/data/labelled_shapes": LabelledShapes,
-    "task/data/torchvision": TorchvisionDataset,
+    "task/data/torchvision": ImageFolder,
     "task/data/stdlib": Stdlib,
     "task/data/text": TextFiles,
     "task/network/bert": BertNetwork,

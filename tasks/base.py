@@ -140,7 +140,9 @@ class TrainedTask(Task):
 
     def module_class(self) -> type[ScoredModule]:
         """The LightningModule around the network."""
-        raise NotImplementedError
+        from tasks.module import ScoredModule
+
+        return ScoredModule
 
     def default_learning_rate(self) -> float:
         """The highest learning rate where none is given."""

@@ -1,9 +1,11 @@
-"""Loaders of a training and a validation set, in an order that a resumed run continues exactly where it stopped."""
+"""Loaders of a training and a validation set, in an order that a resumed run continues exactly where it stopped; and
+the byte-level BPE that is trained on training texts and kept in a file."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
 import torch
@@ -11,8 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.base import Loading
-from tasks.resources import require_memory
-from tasks.tokenizer import PAD
+from tasks.resources import load_or_make
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAD, BEGIN, END = 0, 1, 2
+"""Ids of the special tokens."""
+SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -100,9 +108,7 @@ class ResumableDataModule(L.LightningDataModule):
                 f"{count} training examples of {place}"
             )
         # A set without one example that can be read stops here, not at the first validation.
-        first, _ = self.train_set[0], self.val_set[0]
-        batch = min(self._loading.batch_size, count)
-        require_memory(f"{self.option}.batch_size={self._loading.batch_size}", batch * _min_bytes(first))
+        _ = self.train_set[0], self.val_set[0]
         self._is_set_up = True
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -194,8 +200,48 @@ def pad_rows(rows: Sequence[torch.Tensor], *, width: int | None, padding: int = 
     return padded
 
 
-def _min_bytes(item: Any) -> int:
-    """Bytes that every item like this one has: images are of one size, sequences have one position at least."""
-    parts = item if isinstance(item, tuple) else (item,)
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    return sum(part.nbytes if part.ndim > 1 else part.element_size() for part in tensors)
+# ---- the tokenizer: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, over bytes as in GPT-2
+
+
+def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
+    """Load the tokenizer of these texts from the user's cache, or train it and keep it there.
+
+    The file's name carries the vocabulary size and a hash of the texts: changed texts train a new tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    digest = hashlib.blake2b(digest_size=6)
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return load_or_make(
+        f"tokenizer-{vocabulary_size}-{digest.hexdigest()}.json",
+        load=lambda path: Tokenizer.from_file(str(path)),
+        make=lambda: train_tokenizer(texts, vocabulary_size=vocabulary_size),
+        write=lambda file, tokenizer: file.write(tokenizer.to_str().encode()),
+    )
+
+
+def train_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
+    """Train byte-level BPE with at most ``vocabulary_size`` tokens; pad, begin and end are 0, 1 and 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer, length=len(texts))
+    return tokenizer
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Text of token ids up to the first end; special tokens are left out."""
+    ids = list(tokens)
+    if END in ids:
+        ids = ids[: ids.index(END)]
+    # The decoder would print an id beyond the trained vocabulary as nothing; special tokens are skipped by default.
+    return str(tokenizer.decode(ids)).strip()

@@ -25,7 +25,7 @@ IMAGES = "task=image_classification"
 NEEDS = {
     "task/data/coco": ["task.data.root=."],
     "task/data/labelled_shapes": [IMAGES],
-    "task/data/torchvision": [IMAGES, "task.data.dataset=CIFAR10", "task.data.root=."],
+    "task/data/torchvision": [IMAGES, "task.data.root=."],
     "task/data/stdlib": [LANGUAGE],
     "task/data/text": [LANGUAGE, "task.data.path=x.txt"],
     **{f"task/network/{name}": [LANGUAGE] for name in ("gpt2", "gpt2_tiny", "llama_tiny", "llama_small")},

@@ -202,9 +202,8 @@ class GenericUpdate(Update):
     """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
 
     A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
-    tensor, so that no schedule of it recompiles; other numbers recompile when they change, and so does the rate of an
-    optimizer that takes no tensor for it. One that cannot be compiled at all, or not often enough, runs eager. ``form``
-    says which of these it is.
+    tensor, so that no schedule of it recompiles; other numbers recompile when they change. One that takes no tensor for
+    its rate, cannot be compiled, or not often enough, runs eager: ``form`` says so.
 
     Args:
         optimizer: Any.
@@ -220,7 +219,7 @@ class GenericUpdate(Update):
         report: Callable[[str], None],
     ) -> None:
         self.optimizer = optimizer
-        self.form = "generic" if all("lr" in group for group in optimizer.param_groups) else "generic, floats"
+        self.form = "generic"
         self._compiler, self._report = compiler, report
         self._rates: list[DeviceScalar] = []
         self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
@@ -237,8 +236,10 @@ class GenericUpdate(Update):
             raise
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
-            self._next_form(error)
-            self()
+            self.form, self._compiled = "eager", None
+            reason = str(error).strip().splitlines()[0]
+            self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
+            self._step()
 
     def facts(self) -> dict[str, Any]:
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -249,31 +250,21 @@ class GenericUpdate(Update):
 
     def _attempt(self) -> None:
         self._compiled = self._compiled or self._compiler(self._step)
-        groups = self.optimizer.param_groups
-        before = [dict(group) for group in groups]
-        if self.form == "generic":
-            for group in groups[len(self._rates) :]:  # all at first, later those that were added since
-                first = group["params"][0]
-                dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-                self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
-            for group, rate in zip(groups, self._rates, strict=True):
-                rate.write(group["lr"])
-                group["lr"] = rate.tensor
+        groups = [group for group in self.optimizer.param_groups if "lr" in group]
+        before = [(group, dict(group)) for group in self.optimizer.param_groups]
+        for group in groups[len(self._rates) :]:  # all at first, later those that were added since
+            first = group["params"][0]
+            dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+            self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
+        for group, rate in zip(groups, self._rates, strict=True):
+            rate.write(group["lr"])
+            group["lr"] = rate.tensor
         try:
             self._compiled()
         finally:
             # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
-            for group, values in zip(groups, before, strict=True):
+            for group, values in before:
                 group.update(values)
-
-    def _next_form(self, error: Exception) -> None:
-        self._compiled = None
-        if self.form == "generic":
-            self.form = "generic, floats"
-        else:
-            self.form = "eager"
-            reason = str(error).strip().splitlines()[0]
-            self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
 
 
 # ---- within a captured training step ---------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tasks.captioning.task import Examples
 from tasks.images import ImageDataset
-from tasks.loading import ResumableDataModule, pad_rows
-from tasks.tokenizer import BEGIN, END, decode, load_tokenizer
+from tasks.loading import BEGIN, END, ResumableDataModule, decode, load_tokenizer, pad_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

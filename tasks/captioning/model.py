@@ -20,8 +20,8 @@ from torchvision.models import VisionTransformer
 
 from tasks.captioning.data import CaptionBatch
 from tasks.layers import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
+from tasks.loading import PAD
 from tasks.module import ScoredModule
-from tasks.tokenizer import PAD
 
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize

@@ -340,7 +340,7 @@ class Captioning(TrainedTask):
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embeddings and the loss apart."""
-        from tasks.tokenizer import PAD
+        from tasks.loading import PAD
 
         return Declaration(
             whole=("net",),

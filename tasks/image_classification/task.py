@@ -1,19 +1,17 @@
 """Image classification: name what an image shows, with any network of torchvision or timm.
 
-Labelled images are drawn shapes, or any data set of torchvision, a folder of images among them.
+Labelled images are drawn shapes, or a folder of images.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, Loading, TrainedTask, held_out, require_fields, require_share, suggest
+from tasks.base import BatchCounts, Declaration, Loading, TrainedTask, held_out, require_fields, require_share
 
 if TYPE_CHECKING:
     import lightning
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 VAL_NAMES = ("val", "valid", "validation", "test")
-"""Folders, and names of a data set's ``split``, of validation images; the first one that exists."""
+"""Folders of validation images; the first one that exists."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,139 +99,68 @@ class LabelledShapes(LabelledData):
 
 
 @dataclass(kw_only=True, slots=True)
-class TorchvisionDataset(LabelledData):
-    """A data set of ``torchvision.datasets`` with an image and a class number an example: a folder of images, ..."""
+class ImageFolder(LabelledData):
+    """Images of ``root/train/<class>/`` and ``root/val/<class>/``, or of ``root/<class>/`` with a share held out.
 
-    dataset: str = "ImageFolder"
-    """Class name: ``CIFAR10``, ``Flowers102``, ... ``ImageFolder``: images of ``root/train/<class>/`` and
-    ``root/val/<class>/``, or of ``root/<class>/`` with a share held out."""
+    Files and classes are those of ``torchvision.datasets.ImageFolder``.
+    """
+
     root: str = ""
-    """Folder of the data set, as its class wants it."""
-    download: bool = False
-    """Whether its class may download what is missing; nothing is downloaded otherwise."""
+    """The folder."""
     val_share: float = 0.02
-    """Share of the images held out for validation where nothing else has them; the same images in every run."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the class: ``'+task.data.options={split:trainval}'``, of which a share is held out."""
+    """Share of the images held out for validation where there is no folder of them; the same images in every run."""
 
     def __post_init__(self) -> None:
         LabelledData.__post_init__(self)
         require_share("task.data.val_share", self.val_share, below_one=True)
+        if not self.root:
+            raise ValueError("task.data.root='' must name a folder of images")
 
     def class_names(self) -> list[str]:
-        """Classes by the data set's own names. Raises ValueError where it has none."""
-        names = getattr(self._open(self._arguments()[0]), "classes", None)
-        if not names:
-            raise ValueError(f"task.data.dataset={self.dataset} does not name its classes: set task.classes")
-        return [str(name) for name in names]
+        return _listed(self._folders()[0])[0]
 
     def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
-        arguments, tried = self._arguments()
-        train = val = self._open(arguments)
-        for each in tried:
-            try:
-                val = self._open(each)
-                break
-            except ValueError:
-                if each is tried[-1]:
-                    raise
-        indices = list(range(len(train)))
-        held = list(range(len(val)))
-        if val is train:
+        folder, val_folder = self._folders()
+        classes, train = _listed(folder)
+        if val_folder is None:
             # By class and name: the files of every class may be called 0001.jpg, 0002.jpg, ...
-            files = getattr(train, "samples", None)
-            names = {i: f"{train.classes[files[i][1]]}/{Path(files[i][0]).name}" if files else str(i) for i in indices}
+            names = {item: f"{classes[item[1]]}/{Path(item[0]).name}" for item in train}
             out = held_out(names, share=self.val_share)
-            indices, held = [i for i in indices if i not in out], sorted(out)
-        elif getattr(train, "classes", None) != getattr(val, "classes", None):
-            raise ValueError(f"{self.dataset} in {self.root}: training and validation images are of different classes")
-        return self._examples(train, indices, image_size), self._examples(val, held, image_size)
+            train, val = [item for item in train if item not in out], [item for item in train if item in out]
+        else:
+            val_classes, val = _listed(val_folder)
+            if val_classes != classes:
+                raise ValueError(f"{self.root}: training and validation images are of different classes")
+        return self._examples(train, image_size), self._examples(val, image_size)
 
-    def _examples(self, dataset: Any, indices: list[int], image_size: int) -> LabelledExamples:
-        place = f"{self.dataset} in {self.root}" if self.root else self.dataset
-        return LabelledExamples(count=len(indices), item=DatasetItems(dataset, indices, image_size, place), place=place)
+    def _folders(self) -> tuple[str, str | None]:
+        """Of training and validation images; None: a share is held out."""
+        train, *others = (Path(self.root, name) for name in ("train", *VAL_NAMES))
+        if not train.is_dir():
+            return self.root, None
+        return str(train), next((str(folder) for folder in others if folder.is_dir()), None)
 
-    def _arguments(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Arguments of the class for training images, and those to try for validation images; none: a share of them."""
-        known = inspect.signature(_dataset_class(self.dataset)).parameters
-        given: dict[str, Any] = {}
-        if "root" in known:
-            if not self.root:
-                raise ValueError(f"task.data.root='' must name the folder of {self.dataset}")
-            given["root"] = self.root
-        if "download" in known:
-            given["download"] = self.download
-        elif self.download:
-            raise ValueError(f"task.data.download=true: torchvision cannot download {self.dataset}; see its page")
-        given |= self.options
-        if self.dataset == "ImageFolder":
-            train, *others = (Path(self.root, name) for name in ("train", *VAL_NAMES))
-            if not train.is_dir():
-                return given, []
-            found = [folder for folder in others if folder.is_dir()]
-            return {**given, "root": str(train)}, [{**given, "root": str(folder)} for folder in found[:1]]
-        if "train" in known:
-            return {**given, "train": True}, [{**given, "train": False}]
-        if "split" in known and "split" not in given:
-            return {**given, "split": "train"}, [{**given, "split": name} for name in VAL_NAMES]
-        return given, []
-
-    def _open(self, arguments: dict[str, Any]) -> Any:
-        try:
-            return _open_dataset(self.dataset, json.dumps(arguments, sort_keys=True))
-        except Exception as error:  # classes raise RuntimeError, FileNotFoundError, ModuleNotFoundError, ...
-            shown = " ".join(f"{name}={value!r}" for name, value in arguments.items())
-            reason = (str(error).strip().partition("\n")[0] or type(error).__name__).replace(
-                "download=True", "task.data.download=true"
-            )
-            raise ValueError(f"task.data.dataset={self.dataset} cannot be opened with {shown}: {reason}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetItems:
-    """Example index to image and class."""
-
-    dataset: Any
-    indices: list[int]
-    image_size: int
-    place: str
-
-    def __call__(self, index: int) -> tuple[Tensor, int]:
-        """Take example ``index``; raises ImageError for an image that does not decode."""
-        from PIL import Image
-
-        from tasks.images import ImageError, fit_image, read_image
-
-        number = self.indices[index]
-        if files := getattr(self.dataset, "samples", None):  # of a folder: read by us, at a fraction of a JPEG's size
-            path, label = files[number]
-            return read_image(Path(path), image_size=self.image_size), label
-        try:
-            image, label = self.dataset[number][:2]
-            if isinstance(image, Image.Image):
-                image = fit_image(image, image_size=self.image_size)
-        except Exception as error:  # PIL's plug-ins raise many kinds on broken files
-            raise ImageError(f"{self.place}: example {index} does not decode ({type(error).__name__})") from None
-        if not hasattr(image, "shape") or not hasattr(label, "__index__"):
-            kinds = f"{type(image).__name__} and {type(label).__name__}"
-            raise ValueError(f"{self.place}: an example is {kinds}, not an image and a class number")
-        return image, int(label)
-
-
-def _dataset_class(name: str) -> type:
-    from torchvision import datasets
-
-    known = {each: kind for each, kind in vars(datasets).items() if each in datasets.__all__ and inspect.isclass(kind)}
-    if name not in known:
-        raise ValueError(f"task.data.dataset={name!r} is not a class of torchvision.datasets{suggest(name, known)}")
-    kind: type = known[name]
-    return kind
+    def _examples(self, files: list[tuple[str, int]], image_size: int) -> LabelledExamples:
+        return LabelledExamples(count=len(files), item=functools.partial(_read, files, image_size), place=self.root)
 
 
 @functools.lru_cache(maxsize=4)
-def _open_dataset(name: str, arguments: str) -> Any:
-    """Open a data set once: the network asks for its classes before training asks for its images."""
-    return _dataset_class(name)(**json.loads(arguments))
+def _listed(folder: str) -> tuple[list[str], list[tuple[str, int]]]:
+    """Classes, and each file with its class; once: the network asks for classes before training asks for images."""
+    from torchvision import datasets
+
+    try:
+        found = datasets.ImageFolder(folder)
+    except OSError as error:
+        raise ValueError(f"task.data.root: {str(error).strip().partition(chr(10))[0]}") from None
+    return found.classes, found.samples
+
+
+def _read(files: list[tuple[str, int]], image_size: int, index: int) -> tuple[Tensor, int]:
+    from tasks.images import read_image
+
+    path, label = files[index]
+    return read_image(Path(path), image_size=image_size), label
 
 
 @dataclass(kw_only=True, slots=True)
@@ -255,7 +182,7 @@ class ImageClassification(TrainedTask):
     label_smoothing: float = 0.0
     """Share of each target spread over all classes, in training."""
     data: LabelledData = field(default_factory=LabelledData)
-    """Labelled images: the embedded shapes (also where only the base is given), a folder or a torchvision data set."""
+    """Labelled images: the embedded shapes (also where only the base is given) or a folder."""
 
     def __post_init__(self) -> None:
         if type(self.data) is LabelledData:
@@ -299,19 +226,15 @@ class ImageClassification(TrainedTask):
 
         A network in which nothing repeats has no blocks to share: it is one region, under ``regional`` too.
         """
-        from tasks.image_classification.model import find_blocks, find_parts, skeleton
+        from tasks.image_classification.model import find_blocks, skeleton
 
         # The number of classes does not matter here, and the data need not be looked at for it.
         model = skeleton(self.model, classes=self.classes or 1, image_size=self.image_size)
         blocks = find_blocks(model)
         if not blocks:
             return Declaration(whole=("net",), blocks=("net",), parts=("net",))
-        parts = [f"net.model.{path}" for path in find_parts(model, blocks)]
-        return Declaration(
-            whole=("net",),
-            blocks=tuple(f"net.model.{path}" for path in blocks),
-            parts=("net.stem", *parts, "net.tail"),
-        )
+        paths = tuple(f"net.model.{path}" for path in blocks)
+        return Declaration(whole=("net",), blocks=paths, parts=("net.stem", "net.tail"))
 
     def count(self, batch: Any) -> BatchCounts:
         return BatchCounts(samples=batch.targets.shape[0])

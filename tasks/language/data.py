@@ -19,9 +19,8 @@ from torch.utils.data import Dataset
 
 from tasks.language.sources import Documents, TextData
 from tasks.layers import IGNORED
-from tasks.loading import ResumableDataModule, pad_rows
+from tasks.loading import BEGIN, END, PAD, SPECIAL_TOKENS, ResumableDataModule, load_tokenizer, pad_rows
 from tasks.resources import load_or_make
-from tasks.tokenizer import BEGIN, END, PAD, SPECIAL_TOKENS, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tasks.language.data import TextBatch
 from tasks.layers import Scores, TextEmbedding, attend, class_scores, draw_weights, mlp, right_predictions
+from tasks.loading import PAD
 from tasks.module import Recipe, ScoredModule, is_large
-from tasks.tokenizer import PAD
 
 if TYPE_CHECKING:
-    from tasks.language.networks import BertNetwork, Gpt2Network, LlamaNetwork
+    from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 
 
 NORM_EPSILON = 1e-12

@@ -15,17 +15,12 @@ from torch import Tensor, nn
 
 from tasks.layers import Attention, Scores, attend, class_scores, mlp
 from tasks.micro.data import VOCABULARY
-from tasks.module import ScoredModule
 
 if TYPE_CHECKING:
     from tasks.micro.task import MicroSize
 
 POOLED = 8
 """Rows and columns that ``ComplexMixed`` pools its features to."""
-
-
-class MicroModule(ScoredModule):
-    """Trains a micro network; validation logs ``val/loss`` and ``val/accuracy``."""
 
 
 class ClassTail(nn.Module):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
-    from tasks.module import ScoredModule
 
 CLASSES = 10
 """Outputs of every micro model."""
@@ -156,11 +155,6 @@ class Micro(TrainedTask):
         # What cuDNN is fast with; a compiler would choose it by itself, and eager should not lose by that.
         return net if size.image_size is None else net.to(memory_format=torch.channels_last)
 
-    def module_class(self) -> type[ScoredModule]:
-        from tasks.micro.model import MicroModule
-
-        return MicroModule
-
     def default_learning_rate(self) -> float:
         """Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
         return min(3e-3, 0.5 / self.size.width)
@@ -170,7 +164,7 @@ class Micro(TrainedTask):
         if self.model != "ragged":
             return Declaration(whole=("net",), parts=("net",))
         from tasks.layers import IGNORED
-        from tasks.tokenizer import PAD
+        from tasks.loading import PAD
 
         return Declaration(
             whole=("net",),

@@ -1,19 +1,17 @@
-"""Labelled images: drawn, of a folder, of torchvision's data sets; what is left out, what stops in one line."""
+"""Labelled images: drawn, of a folder; what is left out, what stops in one line."""
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torchvision import datasets
 
 from tasks.image_classification.data import LabelledDataModule
-from tasks.image_classification.task import ImageClassification, LabelledData, LabelledShapes, TorchvisionDataset
+from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledData, LabelledShapes
 
 Write = Callable[..., Path]
 
@@ -90,7 +88,7 @@ def test_a_folder_is_read_in_the_order_of_torchvisions_image_folder(tmp_path: Pa
     fill(write_image, "train/", {"zebra": 3, "ant": 2, "Bee": 4})
     fill(write_image, "val/", {"Bee": 2, "ant": 1, "zebra": 1})
     (tmp_path / "train" / "ant" / "notes.txt").write_text("not an image")
-    config = TorchvisionDataset(root=str(tmp_path), batch_size=2, num_workers=0)
+    config = ImageFolder(root=str(tmp_path), batch_size=2, num_workers=0)
     data = load(config)
     assert config.class_names() == datasets.ImageFolder(tmp_path / "train").classes
     assert (len(data.train_set), len(data.val_set)) == (9, 4)
@@ -102,14 +100,14 @@ def test_a_folder_is_read_in_the_order_of_torchvisions_image_folder(tmp_path: Pa
 
 def test_without_a_validation_folder_the_same_images_are_held_out(tmp_path: Path, write_image: Write) -> None:
     fill(write_image, "", {"a": 30, "b": 30}, size=(8, 8))
-    config = TorchvisionDataset(root=str(tmp_path), val_share=0.2)
+    config = ImageFolder(root=str(tmp_path), val_share=0.2)
     first, second = (config.splits(seed=seed, image_size=8) for seed in (0, 1))
-    assert first[0].item.indices == second[0].item.indices
-    train, val = (set(split.item.indices) for split in first)
+    assert first[0].item.args == second[0].item.args
+    train, val = (set(split.item.args[0]) for split in first)
     assert len(train) + len(val) == 60
     assert not train & val
     # By class and name, not by name: files of the same names in each class do not all go together.
-    assert {index for index in val if index < 30} != {index - 30 for index in val if index >= 30}
+    assert {Path(file).name for file, label in val if label} != {Path(file).name for file, label in val if not label}
 
 
 def test_broken_images_are_left_out_and_counted(
@@ -120,7 +118,7 @@ def test_broken_images_are_left_out_and_counted(
     whole = (tmp_path / "train" / "b" / "deep" / "1.JPG").read_bytes()
     (tmp_path / "train" / "b" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     task = ImageClassification(
-        image_size=16, data=TorchvisionDataset(root=str(tmp_path), batch_size=2, num_workers=1, val_share=0.01)
+        image_size=16, data=ImageFolder(root=str(tmp_path), batch_size=2, num_workers=1, val_share=0.01)
     )
     data = task.build_data(seed=0)
     data.setup("fit")
@@ -150,91 +148,15 @@ def test_a_folder_that_cannot_be_used_is_named(
         else:
             write_image(name)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load(TorchvisionDataset(root=str(tmp_path), batch_size=1))
+        load(ImageFolder(root=str(tmp_path), batch_size=1))
     assert "\n" not in str(caught.value)
 
 
-def write_mnist(root: Path, counts: dict[str, int]) -> None:
-    """Files in MNIST's own format, image ``i`` of grey ``i`` and class ``i % 10``."""
-    folder = root / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for name, count in counts.items():
-        greys = np.arange(count, dtype=np.uint8)[:, None, None].repeat(28, 1).repeat(28, 2)
-        header = struct.pack(">IIII", 0x803, count, 28, 28)
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(header + greys.tobytes())
-        labels = (np.arange(count) % 10).astype(np.uint8)
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
-
-
-def test_a_torchvision_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
-    write_mnist(tmp_path, {"train": 30, "t10k": 12})
-    config = TorchvisionDataset(dataset="MNIST", root=str(tmp_path), batch_size=4, num_workers=0)
-    assert len(config.class_names()) == 10
-    data = load(config, image_size=20)
-    assert (len(data.train_set), len(data.val_set)) == (30, 12)
-    batch = next(iter(data.val_dataloader()))
-    assert batch.targets.tolist() == [0, 1, 2, 3]
-    assert tuple(batch.images.shape) == (4, 3, 20, 20)
-    assert torch.equal(batch.images[3], torch.full((3, 20, 20), 3, dtype=torch.uint8))
-
-
-def test_without_splits_a_share_of_a_torchvision_data_set_is_held_out() -> None:
-    config = TorchvisionDataset(
-        dataset="FakeData", options={"size": 40, "image_size": [3, 8, 8]}, val_share=0.25, batch_size=4, num_workers=0
-    )
-    with pytest.raises(ValueError, match=r"FakeData does not name its classes: set task\.classes"):
-        config.class_names()
-    data = load(config, classes=10)
-    assert len(data.train_set) + len(data.val_set) == 40
-    assert 2 <= len(data.val_set) <= 20
-    assert not set(data.train_set._item.indices) & set(data.val_set._item.indices)
-
-
-def test_splits_of_a_torchvision_data_set_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Named(datasets.FakeData):
-        def __init__(self, root: str, split: str = "train", download: bool = False) -> None:
-            assert root == str(tmp_path)
-            assert not download
-            if split not in ("train", "test"):
-                raise ValueError(f"Unknown value '{split}' for argument split.")
-            super().__init__(size=12 if split == "train" else 5, image_size=(3, 8, 8))
-
-    monkeypatch.setattr(datasets, "Flowers102", Named)
-    config = TorchvisionDataset(dataset="Flowers102", root=str(tmp_path), batch_size=4, num_workers=0)
-    data = load(config, classes=10)
-    assert (len(data.train_set), len(data.val_set)) == (12, 5)
-
-
-def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path) -> None:
-    write_mnist(tmp_path, {"train": 30, "t10k": 12})
-    data = load(TorchvisionDataset(dataset="MNIST", root=str(tmp_path), batch_size=4, num_workers=0), classes=3)
-    with pytest.raises(ValueError, match=r"MNIST in .*: example \d+ is of class \d, not below 3"):
+def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path, write_image: Write) -> None:
+    fill(write_image, "", {"a": 4, "b": 4, "c": 4, "d": 4}, size=(8, 8))
+    data = load(ImageFolder(root=str(tmp_path), batch_size=4, num_workers=0), classes=3)
+    with pytest.raises(ValueError, match=r"example \d+ is of class 3, not below 3"):
         list(data.train_dataloader())
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, "task.data.root='' must name the folder of ImageFolder"),
-        ({"dataset": "Cifar"}, "task.data.dataset='Cifar' is not a class of torchvision.datasets; near: CIFAR10"),
-        ({"dataset": "CIFAR10"}, "task.data.root='' must name the folder of CIFAR10"),
-        (
-            {"dataset": "CIFAR10", "root": "."},
-            "task.data.dataset=CIFAR10 cannot be opened with root='.' download=False",
-        ),
-        ({"dataset": "Flowers102", "root": "."}, "split='train': Dataset not found or corrupted."),
-        ({"dataset": "FakeData", "download": True}, "torchvision cannot download FakeData"),
-        ({"dataset": "FakeData", "options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
-    ],
-)
-def test_a_torchvision_data_set_that_cannot_be_opened_is_one_line(
-    values: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load(TorchvisionDataset(**values))  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.iterdir()), "nothing is downloaded"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +164,8 @@ def test_a_torchvision_data_set_that_cannot_be_opened_is_one_line(
     [
         (LabelledShapes, {"distinct": 0}, "task.data.distinct=0 must be at least 1"),
         (LabelledShapes, {"val_images": 0}, "task.data.val_images=0 must be at least 1"),
-        (TorchvisionDataset, {"val_share": 1.0}, "task.data.val_share=1.0 must be at least 0 and below 1"),
+        (ImageFolder, {}, "task.data.root='' must name a folder of images"),
+        (ImageFolder, {"val_share": 1.0}, "task.data.val_share=1.0 must be at least 0 and below 1"),
         (ImageClassification, {"image_size": 0}, "task.image_size=0 must be at least 1"),
         (ImageClassification, {"label_smoothing": 1.0}, "task.label_smoothing=1.0 must be at least 0 and below 1"),
     ],

@@ -15,8 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.language.networks import Gpt2Network, LanguageNetwork, LlamaNetwork
-from tasks.language.task import LanguageModelling
+from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
 from tasks.module import on_meta
 
 NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tasks.captioning.task import Lognormal
-from tasks.tokenizer import train_tokenizer
+from tasks.loading import train_tokenizer
 
 
 def test_lengths_in_tokens_are_lognormal(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM
 
 from tasks.language.model import Bert
-from tasks.language.networks import BertNetwork
-from tasks.language.task import MaskedLM
+from tasks.language.task import BertNetwork, MaskedLM
 
 NETWORK = BertNetwork(layers=3, width=48, heads=4, vocabulary_size=300, max_tokens=40)
 BASE = Path(__file__).resolve().parents[2] / "conf" / "task" / "network" / "bert_base.yaml"

@@ -12,10 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tasks.language.data import CollateMasked
-from tasks.language.networks import BertNetwork
 from tasks.language.sources import TextFiles
-from tasks.language.task import MaskedLM
-from tasks.tokenizer import BEGIN, END, PAD
+from tasks.language.task import BertNetwork, MaskedLM
+from tasks.loading import BEGIN, END, PAD
 
 MASK, TOKENS = 999, 900
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "left", "right", "above", "below", "and", "or")

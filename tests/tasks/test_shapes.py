@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
-from tasks.tokenizer import decode, load_tokenizer, train_tokenizer
+from tasks.loading import decode, load_tokenizer, train_tokenizer
 
 
 def test_a_scene_depends_on_seed_split_and_index_alone() -> None:

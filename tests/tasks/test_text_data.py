@@ -13,7 +13,7 @@ from strategies import Ragged
 from strategies.padding import length_of
 from tasks.language.data import TextDataModule, encode
 from tasks.language.sources import Stdlib, TextData, TextFiles
-from tasks.tokenizer import BEGIN, END, PAD, train_tokenizer
+from tasks.loading import BEGIN, END, PAD, train_tokenizer
 
 
 def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasks import resources
-from tasks.captioning.task import Captioning, Shapes
+from tasks.captioning.task import Shapes
 from tasks.micro.task import Micro
 from trainer.config import compose
 from trainer.run import run
@@ -85,20 +85,6 @@ def test_generated_examples_that_cannot_fit_are_refused(model: str, tmp_path: Pa
 def test_loader_processes_that_cannot_be_started_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^task\.data\.num_workers=100000000 must be at most 1024 processes$"):
         Shapes(num_workers=100_000_000)
-
-
-def test_images_of_a_batch_are_counted_and_sequences_as_one_position(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = Captioning(data=Shapes(train_images=64, val_images=2, batch_size=64, num_workers=0)).build_data(seed=0)
-    image = 3 * Captioning().size.image_size ** 2
-    monkeypatch.setattr(resources, "total_bytes", lambda: 64 * (image + 8) - 1)
-    with pytest.raises(ValueError, match=r"^task\.data\.batch_size=64: needs at least 0\.00.* GiB"):
-        data.setup("fit")
-    monkeypatch.setattr(resources, "total_bytes", lambda: 64 * (image + 8))
-    monkeypatch.setattr(resources, "free_bytes", lambda: 64 * (image + 8) - 1)
-    data.setup("fit")
-    assert capsys.readouterr().err.startswith("warning: task.data.batch_size=64: needs at least")
 
 
 def test_what_may_fit_is_warned_of_and_trained(

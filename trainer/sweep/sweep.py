@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from trainer.report.sweep import Cell
-from trainer.report.tables import NOT_SURE
 from trainer.sweep.environment import code_version
 from trainer.sweep.ledger import Ledger
 from trainer.sweep.plan import PlannedCell, SweepOptions
@@ -175,38 +174,18 @@ class SweepView:
     def ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
         """A cell has ended: its figures, or why it has none."""
         self._over[cell.number] = result
-        parts = [result.outcome, *self._figures(cell, result.record), _span(seconds)]
+        parts = [result.outcome, *_figures(result.record), _span(seconds)]
         if result.exit_code != 0 and result.record is not None and result.record.reason:
             parts.append(result.record.reason.splitlines()[0])
         self.print(f"{self._place(cell)} {cell.title}: {' · '.join(parts)} ({len(self._cells) - len(self._over)} left)")
-
-    def _figures(self, cell: PlannedCell, record: RunRecord | None) -> list[str]:
-        """Speed, and its ratio to eager's in the same round under the same settings, where that has run: of two single
-        runs, which show no difference."""
-        speed = _speed(record)
-        if record is None or not speed:
-            return []
-        parts = [f"{speed:.2f} {'batches' if record.run == 'inference' else 'steps'}/s"]
-        eager = next((found for found in map(_speed, self._eager_pairs(cell)) if found), None)
-        return [*parts, f"{NOT_SURE}{speed / eager:.2f}x eager"] if eager and record.label != "eager" else parts
-
-    def _eager_pairs(self, cell: PlannedCell) -> list[RunRecord]:
-        found = []
-        for number, result in self._over.items():
-            other, record = self._cells[number], result.record
-            same = (other.shared, other.round) == (cell.shared, cell.round)
-            if same and record is not None and record.label == "eager" and record.run == cell.described.run:
-                found.append(record)
-        return found
 
     def _place(self, cell: PlannedCell) -> str:
         return f"[{list(self._cells).index(cell.number) + 1}/{len(self._cells)}]"
 
 
-def _speed(record: RunRecord | None) -> float | None:
-    if record is None:
-        return None
-    return record.steady_steps_per_second
+def _figures(record: RunRecord | None) -> list[str]:
+    speed = None if record is None else record.steady_steps_per_second
+    return [f"{speed:.2f} steps/s"] if speed else []
 
 
 def _span(seconds: float) -> str:
