@@ -258,11 +258,6 @@ class Strategy:
         """Whether it changes how a step computes, so that a step is compared with eager's."""
         return self.stage in (Stage.MODULE, Stage.OPTIMIZER)
 
-    @property
-    def recomputes(self) -> str | None:
-        """The option, as it is typed, by which activations are computed again in the backward; None without one."""
-        return None
-
     def apply(self, program: Program) -> None:
         """Change ``program`` before the first batch. Raises ValueError for options that do not fit this program."""
 

@@ -27,11 +27,6 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
             f"of its own (mode reduce-overhead or max-autotune); give {graphed[0].name!r} mode default or "
             f"max-autotune-no-cudagraphs, or leave {capturing[0].name!r} out"
         )
-    recomputing = [option for strategy in result if (option := strategy.recomputes) is not None]
-    if len(recomputing) > 1:
-        raise ValueError(
-            f"compile: {recomputing[0]} and {recomputing[1]} both compute activations again; choose one of them"
-        )
     return result
 
 

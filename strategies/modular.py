@@ -66,11 +66,6 @@ class Modular(Strategy):
     def uses_cuda_graphs(self) -> bool:
         return any(part.asks_for_cuda_graphs for part in self._compiled().values())
 
-    @property
-    def recomputes(self) -> str | None:
-        options = (part.budget_option(f"compile.modular.parts.{name}") for name, part in self._compiled().items())
-        return next(filter(None, options), None)
-
     def apply(self, program: Program) -> None:
         from strategies.regions import compile_in_place, fixed_sizes
 

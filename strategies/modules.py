@@ -163,10 +163,6 @@ class Checkpointing(Strategy):
         if self.every < 1:
             raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
 
-    @property
-    def recomputes(self) -> str | None:
-        return f"compile={self.name}"
-
     def apply(self, program: Program) -> None:
         from strategies.regions import containers_for, expand_blocks, recompute
 

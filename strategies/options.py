@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,13 @@ from strategies.base import Strategy
 from strategies.toolchain import missing_for_inductor, switched_off
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    pass
 
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ON_RECOMPILE_LIMIT = ("eager", "fail")
 EMBEDDING_GRADIENTS = ("eager", "inductor")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-KNOBS = {"combo_kernels": "combo_kernels", "coordinate_descent": "coordinate_descent_tuning"}
-"""Fields that stand for one Inductor option each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,28 +37,17 @@ class CompilerRequest:
     """Stop with the reason at a graph break instead of splitting the graph."""
     dynamic: bool | None = None
     """Shapes: true = symbolic from the start, false = one graph a shape, null = static first, symbolic on change."""
-    combo_kernels: bool | None = None
-    """Inductor: launch independent small kernels as one (GPU); null = as ``mode`` and torch have it."""
-    coordinate_descent: bool | None = None
-    """Inductor: tune each kernel's tile sizes one at a time, for longer compiles; null = as ``mode`` has it."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further Inductor options by their dotted name, added to the preset of ``mode``."""
+    """Inductor options by their dotted name, added to the preset of ``mode``: ``{combo_kernels: true}``."""
 
     def check_values(self, key: str) -> None:
         """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
         if self.mode not in MODES:
             raise ValueError(f"{key}.mode={self.mode!r} is not one of {MODES}")
-        if self.backend != "inductor":
-            if self.options or self.mode != "default":
-                raise ValueError(
-                    f"{key}.backend={self.backend!r} takes neither mode nor options: they belong to 'inductor'"
-                )
-            for knob in KNOBS:
-                if getattr(self, knob) is not None:
-                    raise ValueError(f"{key}.{knob} belongs to 'inductor', not to {key}.backend={self.backend!r}")
-        for knob, option in KNOBS.items():
-            if getattr(self, knob) is not None and option in self.options:
-                raise ValueError(f"{key}.{knob} and {key}.options name the same Inductor option {option!r}; set one")
+        if self.backend != "inductor" and (self.options or self.mode != "default"):
+            raise ValueError(
+                f"{key}.backend={self.backend!r} takes neither mode nor options: they belong to 'inductor'"
+            )
 
     def check_machine(self, key: str) -> None:
         """Check backend and options against this torch. Raises ValueError with near matches."""
@@ -78,8 +64,7 @@ class CompilerRequest:
             return
         if missing := missing_for_inductor():
             raise ValueError(f"{key}: {missing}")
-        options = self.inductor_options()
-        if options:
+        if options := self.options:
             from torch._inductor import config as inductor_config
 
             names = list(inductor_config.get_config_copy())
@@ -100,11 +85,6 @@ class CompilerRequest:
         """Whether the preset or an option asks Inductor for CUDA graphs; an option wins over the preset."""
         return bool(self.options.get("triton.cudagraphs", self.mode in CUDA_GRAPH_MODES))
 
-    def inductor_options(self) -> dict[str, Any]:
-        """Options and the fields that stand for one, without the preset."""
-        knobs = {option: getattr(self, knob) for knob, option in KNOBS.items()}
-        return {**{option: value for option, value in knobs.items() if value is not None}, **self.options}
-
     def compile_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
         arguments: dict[str, Any] = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
@@ -113,43 +93,14 @@ class CompilerRequest:
             from torch._inductor import list_mode_options
 
             preset = {} if self.mode == "default" else list_mode_options()[self.mode]
-            arguments["options"] = {**preset, **self.inductor_options()}
+            arguments["options"] = {**preset, **self.options}
         return arguments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetedBackend:
-    """``backend`` of ``torch.compile`` that compiles under a budget.
-
-    Equal by value: blocks share compiled code only where their backends compare equal.
-    """
-
-    backend: str
-    """``inductor`` or the name of another backend that is built on AOTAutograd."""
-    budget: float
-    """Share of the activations to keep, 0 to 1; 1 is torch's default."""
-
-    def __call__(
-        self, graph: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
-    ) -> Callable[..., Any]:
-        """Compile one graph; forward and backward are split here, even where the backward is lowered later."""
-        import torch._functorch.config as functorch_config
-        from torch._dynamo.backends.registry import lookup_backend
-
-        compiler: Callable[..., Any] = lookup_backend(self.backend)
-        # What torch.compile itself hands to Inductor as options is called config_patches there.
-        patches = {"config_patches": options} if options else {}
-        with functorch_config.patch(activation_memory_budget=self.budget):
-            compiled: Callable[..., Any] = compiler(graph, example_inputs, **patches)
-        return compiled
 
 
 @dataclass(kw_only=True, slots=True)
 class ModuleRequest(CompilerRequest):
     """Arguments for modules, which have a forward and a backward."""
 
-    activation_memory_budget: float | None = None
-    """Share of activations kept for the backward, 0 to 1; the rest is computed again. null = torch's own (1)."""
     embedding_gradient: str = "eager"
     """Who computes the gradient of an embedding. ``eager`` = eager's kernel, which adds in a fixed order, so that runs
     of one program repeat; ``inductor`` = Inductor's, which adds with atomics in any order. One part that asks for
@@ -166,27 +117,6 @@ class ModuleRequest(CompilerRequest):
             raise ValueError(
                 f"{key}.embedding_gradient={self.embedding_gradient!r} is not one of {EMBEDDING_GRADIENTS}"
             )
-        budget = self.activation_memory_budget
-        if budget is None:
-            return
-        if not 0 <= budget <= 1:
-            raise ValueError(f"{key}.activation_memory_budget={budget} must be between 0 and 1")
-        if self.backend != "inductor" and not self.backend.startswith("aot_"):
-            raise ValueError(
-                f"{key}.activation_memory_budget needs a backend that splits forward and backward itself "
-                f"('inductor' or 'aot_...'), not {key}.backend={self.backend!r}"
-            )
-
-    def budget_option(self, key: str) -> str | None:
-        """The budget as it is typed after ``key``; None where nothing is computed again because of it."""
-        budget = self.activation_memory_budget
-        return None if budget is None or budget == 1 else f"{key}.activation_memory_budget={budget}"
-
-    def compile_arguments(self) -> dict[str, Any]:
-        arguments = CompilerRequest.compile_arguments(self)
-        if self.activation_memory_budget is not None:
-            arguments["backend"] = BudgetedBackend(backend=self.backend, budget=self.activation_memory_budget)
-        return arguments
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,10 +141,6 @@ class CompileOptions(CompilerRequest, Strategy):
 @dataclass(kw_only=True, slots=True)
 class ModuleOptions(ModuleRequest, CompileOptions):
     """Base of the strategies that hand modules to ``torch.compile`` with one set of options."""
-
-    @property
-    def recomputes(self) -> str | None:
-        return self.budget_option(f"compile.{self.name}")
 
 
 def near(given: str, known: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.process import present_handlers
-from trainer.sweep.hosts import followed, launched, speaking
+from trainer.sweep.environment import followed, launched, speaking
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

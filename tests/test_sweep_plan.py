@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.sweep.ledger import Ledger, alone, expanded
 from trainer.sweep.plan import (
+    Ledger,
     PlannedCell,
     SweepOptions,
+    alone,
     directory_name,
+    expanded,
     in_order,
     name_by_difference,
     queues,

@@ -22,7 +22,7 @@ from trainer.report import tables
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
 from trainer.sweep.environment import described
-from trainer.sweep.ledger import Ledger
+from trainer.sweep.plan import Ledger
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.tensorboard import strategies_table
 

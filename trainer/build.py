@@ -33,7 +33,7 @@ from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.private import on_start
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep import early
-from trainer.sweep.hosts import launched
+from trainer.sweep.environment import launched
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 

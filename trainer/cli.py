@@ -72,7 +72,7 @@ GROUPS = {
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
     from trainer.process import keep_streams, uncollected
-    from trainer.sweep import early, environment, ledger
+    from trainer.sweep import early, environment, plan
 
     keep_streams()
     if early.PIPE in os.environ:
@@ -81,7 +81,7 @@ def main() -> None:
             import trainer.run  # noqa: F401
     environment.end_with_parent()
     try:
-        sys.argv[1:] = ledger.expanded(sys.argv[1:])
+        sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
         errors.report(error)
         sys.exit(REFUSED)
@@ -148,19 +148,19 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
     say otherwise.
     """
     from trainer.config import refuse_written_credentials
-    from trainer.sweep import hosts
+    from trainer.sweep import environment
 
     cfg = _COMPOSE(self, *args, **options)
     refuse_written_credentials(cfg)
     if "trainer" not in cfg:  # an option of a group, composed to be compared with another
         return cfg
-    launch = hosts.launched(os.environ)
+    launch = environment.launched(os.environ)
     if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
         raise ValueError(
             f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
             "start it alone, in one job"
         )
-    follow = hosts.followed(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
+    follow = environment.followed(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
     with read_write(cfg):
         cfg.trainer.devices, cfg.trainer.num_nodes = follow
     return cfg
@@ -248,9 +248,8 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     from trainer.config import to_config
     from trainer.process import importing
     from trainer.sweep import early
-    from trainer.sweep.environment import current, starting_caches
+    from trainer.sweep.environment import current, launched, starting_caches
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
-    from trainer.sweep.hosts import launched
     from trainer.sweep.launcher import flags
 
     settings = HydraConfig.get()

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
-from trainer.sweep import hosts
+from trainer.sweep import environment
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
@@ -153,7 +153,7 @@ def report(error: BaseException) -> None:
     """Print what ``explain`` says on the standard error, without credentials."""
     from strategies.credentials import hidden  # not above, as in _not_for_this_task
 
-    who = hosts.speaking(os.environ, alike="torch" not in sys.modules)
+    who = environment.speaking(os.environ, alike="torch" not in sys.modules)
     if who is not None:
         print(hidden("\n".join(f"{who}{line}" for line in explain(error))), file=sys.stderr, flush=True)
 

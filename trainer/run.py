@@ -34,9 +34,8 @@ from trainer.loops.watch import RankFailed
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.script import conclude
 from trainer.settings import Config, Inference, Peer
-from trainer.sweep.environment import described
+from trainer.sweep.environment import Launch, described, launched
 from trainer.sweep.folders import claim, release
-from trainer.sweep.hosts import Launch, launched
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 

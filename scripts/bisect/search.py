@@ -29,8 +29,8 @@ MAX_CULPRITS = 8
 """Different ones that are looked for before the search gives the rest up as more of the same."""
 CLEARLY = 0.5
 """Share of the time that the whole loses, from which on a part is held to lose it."""
-INDUCTOR_DEFAULTS: dict[str, Any] = {"mode": "default", "combo_kernels": None, "coordinate_descent": None}
-DEFAULTS: dict[str, Any] = {**INDUCTOR_DEFAULTS, "dynamic": None, "activation_memory_budget": None, "options": {}}
+INDUCTOR_DEFAULTS: dict[str, Any] = {"mode": "default", "options": {}}
+DEFAULTS: dict[str, Any] = {**INDUCTOR_DEFAULTS, "dynamic": None}
 """Options that are tried at their default."""
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",
@@ -364,9 +364,7 @@ def options(site: Site, symptom: str) -> Iterator[OptionTried]:
         if backend in used:
             break
         option = typed("backend", backend, backend=True)
-        option.changes |= {**INDUCTOR_DEFAULTS, "options": {}}
-        if backend == "eager":
-            option.changes["activation_memory_budget"] = None
+        option.changes |= INDUCTOR_DEFAULTS
         yield option
 
 

@@ -25,7 +25,6 @@ from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
 from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
-from strategies.options import KNOBS
 from trainer.auto.rule import refuse_choice
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
@@ -135,9 +134,7 @@ def _changes(options: Any, backend: str) -> dict[str, Any]:
     if backend != "configured" and "backend" in names and options.backend != backend:
         changes["backend"] = backend
         if backend != "inductor":  # mode and options are Inductor's
-            changes |= {"mode": "default", "options": {}, **dict.fromkeys(KNOBS)}
-        if backend == "eager":
-            changes["activation_memory_budget"] = None
+            changes |= {"mode": "default", "options": {}}
     return {name: value for name, value in changes.items() if name in names}
 
 

@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 SCHEMA = 3
 NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{64})\.bundle")
@@ -35,15 +35,14 @@ MAX_MANIFEST_BYTES = 4 << 20
 """Bytes; a manifest is read before anything vouches for it."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A bundle in the store, as far as a listing tells."""
 
+    used: float
+    """When it was written or, in a local folder, last served, in seconds since the epoch."""
     name: str
     size: int
     """Bytes."""
-    used: float
-    """When it was written or, in a local folder, last served, in seconds since the epoch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,48 +80,29 @@ class ArtifactStore:
 
     def bundles(self) -> list[Stored]:
         """All bundles, the one used longest ago first; empty where the folder does not exist."""
-        bundles = [
-            Stored(name=match[1], size=info["size"] or 0, used=_modified(info))
+        return sorted(
+            Stored(_modified(info), match[1], info["size"] or 0)
             for info in self._files()
-            if (match := NAME.fullmatch(_base(info["name"])))
-        ]
-        return sorted(bundles, key=lambda stored: (stored.used, stored.name))
+            if (match := NAME.fullmatch(info["name"].rpartition("/")[2]))
+        )
 
     def names(self, fingerprint: str) -> list[str]:
         """Bundles that were written for ``fingerprint``, oldest use first."""
         return [stored.name for stored in self.bundles() if stored.name.startswith(fingerprint[:32])]
 
-    def manifest(self, name: str) -> dict[str, Any]:
-        """The manifest of a bundle, once it is known to be genuine. Raises Refused."""
-        return self._parsed(name, self._read(name, MAX_MANIFEST_BYTES))[0]
-
     def load(self, name: str, *, fingerprint: str | None = None) -> Loaded:
         """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
-        manifest, data = self._parsed(name, self._read(name))
-        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
-            raise Refused("it was made for another program or machine")
-        if len(data) != manifest["bytes"]:
-            raise Refused(f"it is truncated or was changed: {len(data)} bytes instead of {manifest['bytes']}")
-        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-            raise Refused("it is corrupt: its SHA-256 is not the one in its manifest")
-        return Loaded(name=name, manifest=manifest, data=data)
-
-    def _read(self, name: str, most: int | None = None) -> bytes:
         try:
-            data: bytes = self.fs.cat_file(self._path(name), start=0, end=most)
+            content = self.fs.cat_file(self._path(name))
         except FileNotFoundError:
             raise Refused("its file is missing") from None
-        return data
-
-    def _parsed(self, name: str, content: bytes) -> tuple[dict[str, Any], bytes]:
-        """The manifest at the beginning of ``content``, once it is known to be genuine, and what follows it."""
         line, _, data = content.partition(b"\n")
         if len(line) >= MAX_MANIFEST_BYTES:
             raise Refused("its manifest is too large to be one")
         try:
             manifest = json.loads(line)
             sha256, size = manifest["sha256"], manifest["bytes"]
-            fingerprint, schema, _ = manifest["fingerprint"], manifest["schema"], manifest["signature"]
+            own, schema, _ = manifest["fingerprint"], manifest["schema"], manifest["signature"]
             artifacts = [str(entry) for entry in manifest["artifacts"]]
             findings = dict(manifest.get("findings") or {})
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -131,9 +111,15 @@ class ArtifactStore:
             raise Refused(reason)
         if schema != SCHEMA:
             raise Refused(f"its format is {schema}, this version reads {SCHEMA}")
-        if name != _name(fingerprint, sha256) or not isinstance(size, int):
+        if name != _name(own, sha256):
             raise Refused("its manifest belongs to another bundle")
-        return {**manifest, "artifacts": artifacts, "findings": findings}, data
+        if fingerprint is not None and own != fingerprint:
+            raise Refused("it was made for another program or machine")
+        if len(data) != size:
+            raise Refused(f"it is truncated or was changed: {len(data)} bytes instead of {size}")
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise Refused("it is corrupt: its SHA-256 is not the one in its manifest")
+        return Loaded(name=name, manifest={**manifest, "artifacts": artifacts, "findings": findings}, data=data)
 
     def _distrust(self, name: str) -> str | None:
         """Why the place vouches for nothing; None for a local folder and files that only this user can write."""
@@ -193,14 +179,13 @@ class ArtifactStore:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self._path(name))
 
-    def evict(self, *, max_bytes: float, before: float = 0.0, keep: Iterable[str] = ()) -> list[Stored]:
-        """Remove bundles used before ``before`` (seconds since the epoch), then the ones used longest ago until the
-        rest fits ``max_bytes``; never one in ``keep``. Returns what was removed."""
+    def evict(self, *, max_bytes: float, keep: Iterable[str] = ()) -> list[Stored]:
+        """Remove what was used longest ago until the rest fits ``max_bytes``, never one in ``keep``; returns it."""
         removed, kept = [], set(keep)
         bundles = self.bundles()
         total = sum(stored.size for stored in bundles)
         for stored in bundles:
-            if (stored.used < before or total > max_bytes) and stored.name not in kept:
+            if total > max_bytes and stored.name not in kept:
                 self.remove(stored.name)
                 removed.append(stored)
                 total -= stored.size
@@ -237,10 +222,6 @@ class ArtifactStore:
 
 def _name(fingerprint: str, sha256: str) -> str:
     return f"{str(fingerprint)[:32]}-{sha256}"
-
-
-def _base(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _modified(info: dict[str, Any]) -> float:

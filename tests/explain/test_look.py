@@ -148,11 +148,10 @@ def test_an_error_in_the_users_code_is_not_swallowed() -> None:
 @pytest.mark.parametrize(
     ("strategy", "backend", "expected"),
     [
-        (Whole(mode="max-autotune", combo_kernels=True), "aot_eager", Whole(backend="aot_eager")),
+        (Whole(mode="max-autotune", options={"combo_kernels": True}), "aot_eager", Whole(backend="aot_eager")),
         (Whole(options={"max_autotune": True}), "eager", Whole(backend="eager")),
         (Whole(mode="max-autotune"), "configured", Whole(mode="max-autotune")),
         (Regional(fullgraph=True), "inductor", Regional(fullgraph=False)),
-        (Whole(activation_memory_budget=0.5), "eager", Whole(backend="eager")),
         (Optimizer(), "eager", Optimizer(backend="eager")),
         (
             Modular(parts={"a": Part(mode="reduce-overhead"), "b": Part(how="off")}),

@@ -15,7 +15,7 @@ import pytest
 from scripts import compare
 from tests.report.records import record
 from trainer.report.runs import find
-from trainer.sweep.ledger import Ledger
+from trainer.sweep.plan import Ledger
 from trainer.telemetry.record import RunRecord
 
 

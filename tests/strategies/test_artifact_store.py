@@ -255,13 +255,6 @@ def test_eviction_touches_nothing_that_is_not_ours(local: ArtifactStore) -> None
     assert sorted(os.listdir(local.root)) == ["folder", "notes.json"]
 
 
-def test_bundles_not_used_since_a_day_are_removed(local: ArtifactStore) -> None:
-    old, new = save(local, b"old"), save(local, b"new")
-    age(local, old, 2 * 86400)
-    assert [stored.name for stored in local.evict(max_bytes=1 << 30, before=time.time() - 86400)] == [old]
-    assert local.names(PROGRAM) == [new]
-
-
 # ---- what a bundle holds -------------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ def test_eviction_removes_what_was_written_first(store: ArtifactStore) -> None:
     removed = store.evict(max_bytes=sum(sizes.values()) - 1, keep=[names[1]])
     assert [stored.name for stored in removed] == [names[0]]
     assert store.names(PROGRAM) == [names[1]]
-    assert store.evict(max_bytes=1 << 30, before=0.0) == []
+    assert store.evict(max_bytes=1 << 30) == []
 
 
 def test_a_bucket_that_does_not_exist_is_never_made(endpoint: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from strategies import Checkpointing, Modular, Program, Regional, Whole
-from strategies.compose import apply, begin, end, ordered
+from strategies import Checkpointing, Program, Regional, Whole
+from strategies.compose import apply, begin, end
 from strategies.cuda_graph.capture import Observation, StepGraphs
 from strategies.cuda_graph.state import HostState
 from tasks import Declaration
@@ -162,22 +162,6 @@ def test_a_captured_step_computes_again_too() -> None:
         return [float(loss) for loss in found]
 
     assert losses(captured=True) == pytest.approx(losses(captured=False), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("other", "option"),
-    [
-        (Regional(activation_memory_budget=0.5), r"compile\.regional\.activation_memory_budget=0\.5"),
-        (
-            Modular(parts={"net": {"how": "whole", "activation_memory_budget": 0.2}}),
-            r"compile\.modular\.parts\.net\.activation_memory_budget=0\.2",
-        ),
-    ],
-)
-def test_two_ways_of_computing_again_are_an_error_that_names_both(other: Any, option: str) -> None:
-    with pytest.raises(ValueError, match=f"compile=checkpointing and {option} both compute activations again"):
-        ordered([other, Checkpointing()])
-    assert ordered([Regional(activation_memory_budget=1.0), Checkpointing()])
 
 
 def test_what_cannot_be_used_is_said_in_one_line() -> None:

@@ -58,8 +58,10 @@ def test_an_inductor_option_of_the_wrong_type_is_refused(kind: Kind) -> None:
 
 
 @KINDS
-def test_fields_that_stand_for_an_inductor_option_are_added_to_the_preset(kind: Kind) -> None:
-    strategy = kind(mode="max-autotune-no-cudagraphs", combo_kernels=True, coordinate_descent=False)
+def test_options_are_added_to_the_preset(kind: Kind) -> None:
+    strategy = kind(
+        mode="max-autotune-no-cudagraphs", options={"combo_kernels": True, "coordinate_descent_tuning": False}
+    )
     strategy.check()
     assert strategy.compile_arguments()["options"] == {
         "max_autotune": True,
@@ -67,37 +69,6 @@ def test_fields_that_stand_for_an_inductor_option_are_added_to_the_preset(kind: 
         "combo_kernels": True,
     }
     assert kind().compile_arguments()["options"] == {}
-
-
-@KINDS
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        (
-            {"coordinate_descent": True, "options": {"coordinate_descent_tuning": True}},
-            r"\.coordinate_descent and .*\.options name the same Inductor option 'coordinate_descent_tuning'",
-        ),
-        (
-            {"backend": "aot_eager", "combo_kernels": False},
-            r"\.combo_kernels belongs to 'inductor', not to .*aot_eager",
-        ),
-        ({"activation_memory_budget": 1.5}, r"\.activation_memory_budget=1\.5 must be between 0 and 1"),
-        (
-            {"activation_memory_budget": 0.5, "backend": "eager"},
-            r"\.activation_memory_budget needs a backend .* splits",
-        ),
-    ],
-)
-def test_fields_that_contradict_each_other_are_refused(kind: Kind, given: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=rf"compile\.{kind.name}{complaint}"):
-        kind(**given)
-
-
-def test_regions_under_one_memory_budget_have_equal_backends_so_that_they_share_code() -> None:
-    first, second, other = (
-        Regional(activation_memory_budget=budget).compile_arguments()["backend"] for budget in (0.5, 0.5, 0.6)
-    )
-    assert first == second != other
 
 
 def test_an_option_may_take_the_cuda_graphs_out_of_a_mode() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from strategies import Modular, Part, Program
@@ -55,7 +55,7 @@ def test_parts_have_settings_of_their_own(module: nn.Module, declared: Declarati
     )
     strategy = Modular(
         parts={
-            "encoder": Part(mode="max-autotune-no-cudagraphs", fullgraph=False, combo_kernels=True),
+            "encoder": Part(mode="max-autotune-no-cudagraphs", fullgraph=False, options={"combo_kernels": True}),
             "tail": Part(backend="aot_eager", dynamic=True),
         }
     )
@@ -154,7 +154,6 @@ def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
         ({"dynamic": 1}, r"parts\.encoder\.dynamic=1 is not bool or null"),
         ({"options": [1]}, r"parts\.encoder\.options=\[1\] is not dict"),
         ({"blocks": {"how": "whole"}}, r"for the path encoder\.blocks write '\+compile\.modular\.parts=\{encoder\.blo"),
-        ({"activation_memory_budget": 2}, r"parts\.encoder\.activation_memory_budget=2 must be between 0 and 1"),
         ("whole", r"parts\.encoder='whole' is not a mapping of options: write compile\.modular.*\.encoder\.how=whole"),
     ],
 )  # fmt: skip
@@ -202,65 +201,3 @@ def test_a_module_that_declares_nothing_is_addressed_by_paths(graphs: list[Graph
     assert any("found repeated blocks in layers" in note for note in program.notes)
     with pytest.raises(ValueError, match=r"parts\.linear: .*near: layers\.0\.linear.*; the module declares no names"):
         modular(linear="whole").apply(Program(module=module))
-
-
-def saved_bytes(module: nn.Module, x: Tensor) -> int:
-    """Bytes that one forward keeps for the backward, parameters apart."""
-    parameters = {parameter.data_ptr() for parameter in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x).sum().backward()
-    return sum(kept.values())
-
-
-class Deep(nn.Module):
-    """Two towers of the same class that keep many activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))) for _ in "lr"
-        )
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return self.right(self.left(x_BD))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_each_part_keeps_its_own_activation_memory_budget(backend: str) -> None:
-    import torch._functorch.config as functorch_config
-
-    before = functorch_config.activation_memory_budget
-    x_BD = torch.randn(32, 16, requires_grad=True)
-    kept: dict[tuple[float, float], int] = {}
-    for budgets in ((1.0, 1.0), (0.0, 1.0), (0.0, 0.0)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        module = Deep()
-        eager = module(x_BD).detach()
-        parts = {
-            name: Part(backend=backend, activation_memory_budget=budget)
-            for name, budget in zip(("left", "right"), budgets, strict=True)
-        }
-        strategy = Modular(parts=parts)
-        strategy.check()
-        strategy.apply(Program(module=module))
-        torch.testing.assert_close(module(x_BD).detach(), eager)
-        kept[budgets] = saved_bytes(module, x_BD)
-    assert kept[0.0, 0.0] < kept[0.0, 1.0] < kept[1.0, 1.0]
-    assert functorch_config.activation_memory_budget == before
-
-
-def test_blocks_under_one_budget_share_their_graph(graphs: list[GraphModule]) -> None:
-    module = Stack(nn.ModuleList([Block(), Block(), Block()]))
-    seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    part = Part(how="regional", backend="aot_eager", activation_memory_budget=0.5)
-    Modular(parts={"layers": part}).apply(Program(module=module))
-    module(torch.randn(2, 8)).sum().backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - seen == 1

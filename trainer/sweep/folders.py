@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from trainer.sweep import hosts
+from trainer.sweep import environment
 from trainer.sweep.processes import CHECKPOINT
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
@@ -31,7 +31,7 @@ class OwnFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Claim the folder before Hydra writes into it; keep Hydra out of a folder that is another's."""
-        first, launch = is_first_process(), hosts.launched(os.environ)
+        first, launch = is_first_process(), environment.launched(os.environ)
         if launch is not None and launch.job is not None:
             _name_after_job(config.hydra.run, launch.job)
         elif first:

@@ -34,10 +34,11 @@ from trainer.config import strategy_names, task_name, to_config
 from trainer.report.sweep import summarize, write_summary
 from trainer.settings import Peer
 from trainer.sweep.environment import CACHES_DIRECTORY, described
-from trainer.sweep.ledger import Ledger, alone
 from trainer.sweep.plan import (
+    Ledger,
     PlannedCell,
     SweepOptions,
+    alone,
     directory_name,
     in_order,
     name_by_difference,

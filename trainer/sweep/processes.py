@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainer.process import present_handlers
 from trainer.sweep.environment import CELL_VARIABLE, CellEnvironment, cache_variables
-from trainer.sweep.ledger import Entry
-from trainer.sweep.plan import PlannedCell, quoted
+from trainer.sweep.plan import Entry, PlannedCell, quoted
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:

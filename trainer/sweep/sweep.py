@@ -9,8 +9,7 @@ from rich.console import Console
 
 from trainer.report.sweep import Cell
 from trainer.sweep.environment import code_version
-from trainer.sweep.ledger import Ledger
-from trainer.sweep.plan import PlannedCell, SweepOptions
+from trainer.sweep.plan import Ledger, PlannedCell, SweepOptions
 from trainer.sweep.processes import CellEnd, CellProcess, goes_on, host, wait_for
 from trainer.telemetry.record import RunRecord
 
