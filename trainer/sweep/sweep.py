@@ -183,8 +183,9 @@ class SweepView:
 
 
 def _figures(record: RunRecord | None) -> list[str]:
-    speed = None if record is None else record.steady_steps_per_second
-    return [f"{speed:.2f} steps/s"] if speed else []
+    if record is None or not record.steady_steps_per_second:
+        return []
+    return [f"{record.steady_steps_per_second:.2f} {'batches' if record.run == 'inference' else 'steps'}/s"]
 
 
 def _span(seconds: float) -> str:
