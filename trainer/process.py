@@ -262,7 +262,13 @@ def _holds_back(one: Any) -> bool:
     return False
 
 
-LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+LIGHTNING_LOGGERS = {
+    "lightning.pytorch": logging.WARNING,
+    "lightning.fabric": logging.WARNING,
+    "lightning.fabric.strategies.launchers.subprocess_script": logging.INFO,
+}
+"""How quiet they are in a run: its heading says more than banners and tips, but only the last one says which process
+died before ``trainer.loops.watch`` begins."""
 
 
 @contextlib.contextmanager
@@ -274,8 +280,8 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
     matmul = torch.get_float32_matmul_precision()
     levels = {name: logging.getLogger(name).level for name in LIGHTNING_LOGGERS}
     torch.set_float32_matmul_precision(config.matmul_precision)
-    for name in LIGHTNING_LOGGERS:  # its device banner and tips; the run's own heading says what matters
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, level in LIGHTNING_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)
     try:
         with warnings.catch_warnings():
             # Lightning's advice (more workers, a smaller logging interval) concerns choices made here on purpose.

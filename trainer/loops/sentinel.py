@@ -1,7 +1,7 @@
 """Sentinel: a small process that ends a training that stands still with Python's lock while another process has died.
 
 ``Watch`` ends its process from a thread, which needs that lock. Some calls into a CUDA driver keep it and wait for the
-device, and the device for a collective of the dead process: seen where Inductor loads a kernel. The sentinel holds the
+device, and the device for a collective of the dead process: seen on GPUs while Inductor compiled. The sentinel holds the
 same connections, and a pipe on which the thread shows that it runs. Run as a script: the standard library alone.
 """
 
