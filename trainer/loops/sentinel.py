@@ -1,8 +1,8 @@
 """Sentinel: a small process that ends a training that stands still with Python's lock while another process has died.
 
 ``Watch`` ends its process from a thread, which needs that lock. Some calls into a CUDA driver keep it and wait for the
-device, and the device for a collective of the dead process: seen on GPUs while Inductor compiled. The sentinel holds the
-same connections, and a pipe on which the thread shows that it runs. Run as a script: the standard library alone.
+device, and the device for a collective of the dead process. That was seen while Inductor compiled. The sentinel holds
+the same connections, and a pipe on which the thread shows that it runs. Run as a script: the standard library alone.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def main(parent: int, patience_seconds: float, *places: str) -> None:
                 (left.discard if line[:1] == b"+" else left.add)(line[1:].decode())
         dead = [name for rank, name in lost.items() if rank not in left]
         if dead and time.monotonic() - heard > patience_seconds:
-            line = f"failed: rank {dead[0]}: ended without a word; this process stood still, and is ended with it\n"
+            reason = f"rank {dead[0]}: ended without a word; this process stood still, and is ended with it"
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())
+                os.write(2, f"failed: {reason}\n".encode())
             os.kill(parent, signal.SIGKILL)
             return
 
