@@ -87,7 +87,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 MODULAR_PARTS: dict[str, dict[str, str]] = {
     "captioning": {"encoder": "whole", "decoder": "regional", "tail": "whole"},
-    "image_classification": {"stem": "whole", "patch_embed": "whole", "blocks": "regional", "tail": "whole"},
+    "image_classification": {"stem": "whole", "blocks": "regional", "tail": "whole"},
     "language_modelling": {"blocks": "regional", "tail": "whole"},
     "masked_lm": {"embed": "whole", "blocks": "regional", "tail": "whole"},
     "micro": {"blocks": "regional", "tail": "whole"},
