@@ -23,6 +23,7 @@ YAMLS = sorted(Path(CONF).rglob("*.yaml"))
 LANGUAGE = "task=language_modelling"
 IMAGES = "task=image_classification"
 NEEDS = {
+    "run/peer": ["trainer.val_every_n_steps=0"],
     "task/data/coco": ["task.data.root=."],
     "task/data/labelled_shapes": [IMAGES],
     "task/data/torchvision": [IMAGES, "task.data.root=."],
