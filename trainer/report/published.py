@@ -216,13 +216,14 @@ def conditions_of(records: Sequence[RunRecord]) -> str:
 
     throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
     on_gpu = any(each.gpu_clock_mhz is not None for each in facts)
+    commits = (commit[:10] + commit[40:] for commit in (record.git_commit or "" for record in records))  # or "+dirty"
     versions = {name: joined(record.versions.get(name) for record in records) for name in PACKAGES}
     parts = [
         joined(record.device for record in records),
         joined(record.processor for record in records if record.processor != record.device),
         span("processors", "{} processors"),
         *(f"{name} {version}" for name, version in versions.items() if version),
-        f"commit {joined((record.git_commit or '')[:10] for record in records) or 'unknown'}",
+        f"commit {joined(commits) or 'unknown'}",
         joined((record.started or "")[:10] for record in records),
         span("load_average", "load average {}"),
         span("gpu_clock_mhz", "GPU clock {} MHz"),
