@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer.report.run_verdict import run_verdict, verdict_lines
+from trainer.sweep.plan import with_arms
 from trainer.telemetry.record import Event, RunRecord
 
 
@@ -118,6 +121,20 @@ ADVICE: list[tuple[str, RunRecord, str | None]] = [
 def test_what_to_try_next_follows_from_the_records_fields(one: RunRecord, command: str | None) -> None:
     found = run_verdict(one).next_command
     assert found is None if command is None else (found or "").startswith(command)
+
+
+def test_options_of_a_strategy_go_where_it_goes() -> None:
+    options = ["compile.regional.mode=default", 'compile.regional.options={"trace.enabled":true}']
+    given = ["task=toy", *options]
+    one = record(SLOWER, names=("regional", "cuda_graph"), command=given)
+    assert run_verdict(one).next_command == "python -m trainer task=toy compile=eager"
+    repeated = shlex.split(
+        run_verdict(record(NOISY, names=("regional", "cuda_graph"), command=given)).next_command or ""
+    )
+    assert repeated[:5] == ["python", "-m", "trainer", "-m", "task=toy"]
+    arms = OverridesParser.create().parse_override(repeated[5]).value()
+    chosen = [arm for _, arm in with_arms(["task=toy"], [str(arm) for arm in arms])]
+    assert chosen == [("compile=eager",), ("compile=[regional,cuda_graph]", *options)]
 
 
 def test_an_eager_run_and_one_without_pairs_claim_nothing() -> None:

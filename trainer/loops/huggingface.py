@@ -12,7 +12,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -52,7 +52,7 @@ class HuggingFaceLoop(OneProcess):
     def __init__(
         self, trainer: transformers.Trainer, begins: Callable[[Any], None], resumed: str | None, padding: Padding | None
     ) -> None:
-        self._trainer: Any = trainer
+        self._trainer = cast(Any, trainer)
         self._resumed, self._padding = resumed, padding
         self._accelerator, self._begins = self._trainer.accelerator, begins
         args, state = self._trainer.args, self._trainer.state

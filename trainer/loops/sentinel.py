@@ -45,7 +45,7 @@ class Sentinel:
         self._pipe = self._process.stdin
         os.set_blocking(self._pipe.fileno(), False)
 
-    def tell(self, what: str = "") -> None:
+    def send(self, what: str = "") -> None:
         """The thread runs. ``-RANK``: that process may go; ``+RANK``: it trains again."""
         with contextlib.suppress(OSError, ValueError):
             self._pipe.write(f"{what}\n".encode())

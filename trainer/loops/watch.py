@@ -174,7 +174,7 @@ class Watch:
                     self._found(Fault(**said["fault"]), heard_from=other)
                 elif "inside" in said:
                     self._inside[other] = said["inside"]
-                    self._sentinel.tell(f"{'+' if said['inside'] else '-'}{other}")
+                    self._sentinel.send(f"{'+' if said['inside'] else '-'}{other}")
                 else:
                     self._places[other] = said["place"]
         if self._inside[other]:
@@ -204,7 +204,7 @@ class Watch:
     def _tick(self) -> None:
         for count in itertools.count(1):
             time.sleep(1)
-            self._sentinel.tell()
+            self._sentinel.send()
             if self._open:
                 self._look(report=count % REPORT_SECONDS == 0)
 
