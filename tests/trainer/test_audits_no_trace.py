@@ -99,7 +99,6 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam": lambda given: torch.optim.NAdam(given, weight_decay=0.1),
     "Rprop": torch.optim.Rprop,
     "ASGD": lambda given: torch.optim.ASGD(given, t0=2),
-    "Adafactor": torch.optim.Adafactor,
 }
 EVERY_OPTIMIZER = {**OPTIMIZERS, **OTHERS}
 

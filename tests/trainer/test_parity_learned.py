@@ -32,6 +32,7 @@ class Learned(nn.Module):
         self.tail = Tail()
         with torch.no_grad():
             self.tail.head.weight.copy_(margin * torch.eye(16))
+            self.tail.head.bias.zero_()
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         loss: Tensor = self.tail(*batch)

@@ -253,6 +253,7 @@ class Sparse(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 8, sparse=True)
+        nn.init.ones_(self.embedding.weight)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         embedded_BD = self.embedding((batch[0][:, 0] > 0).long())
@@ -298,7 +299,7 @@ def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (chooser.Candidate, "_apply"),
+        (chooser.Candidate, "outline"),
         (chooser.Candidate, "put_on"),
         (Preflight, "run"),
         (Preflight, "_compare"),

@@ -62,7 +62,8 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: in
         if cell.outcome != "finished":
             reason = (cell.record.reason if cell.record is not None else None) or str(cell.directory)
             name = " ".join(cell.overrides) or cell.directory.name
-            lines.append(f"{name}: {cell.outcome}: {reason.splitlines()[0]}")
+            outcome = "" if reason.startswith(cell.outcome) else f"{cell.outcome}: "
+            lines.append(f"{name}: {outcome}{reason.splitlines()[0]}")
     if len(cells) < planned:
         lines.append(f"stopped after {len(cells)} of {planned} cells")
     folder = shlex.quote(str(sweep_dir))
