@@ -42,7 +42,7 @@ MORE = f"""\
 examples:
   crucible verify --list                                     # the rows
   crucible verify cpu-micro/regional                         # one row, three rounds
-  crucible verify h200-captioning/whole --smoke              # its arm on a small model, on a CPU: does it work here?
+  crucible verify h200-gpt2/whole --smoke                    # its arm on a small model, on a CPU: does it work here?
   crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl, and the tables made anew
   crucible verify --tables                                   # the tables of docs/results made anew from their records
   crucible verify --same outputs/sweeps/<time>               # one arm as two: how often is a difference called?
@@ -106,6 +106,8 @@ def verify(options: argparse.Namespace) -> int:
         given = f"{' '.join(options.what)!r} is not a row" if options.what else "name a row"
         raise ValueError(f"{given}; there are {', '.join(rows)}")
     row = rows[name]
+    if row.records[0].device_type == "cuda" and not options.smoke and not has_gpu():
+        raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here: --smoke trains its arm in small")
     base = rows[next(each for each in rows if each.startswith(f"{name.partition('/')[0]}/"))]
     out = options.out or Path("outputs/verify", f"{name.replace('/', '-')}-{datetime.datetime.now():%F_%H-%M-%S}")
     arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
@@ -121,6 +123,13 @@ def verify(options: argparse.Namespace) -> int:
     text, holds = report(name, row, found, command=shlex.join(["python", *command]), eager=eager)
     print(text)
     return int(not holds or code != 0)
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke: bool, out: Path) -> list[str]:

@@ -37,6 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch, records: Path, here: list[RunRecord], *
         return subprocess.CompletedProcess(command, int(any(one.status == "failed" for one in here)))
 
     monkeypatch.setattr(verify.subprocess, "run", sweep_process)
+    monkeypatch.setattr(verify, "has_gpu", lambda: True)
     code = verify.main(["row/regional", "--records", str(records), "--out", str(out), *more])
     return code, started[0][3:]
 
@@ -52,6 +53,15 @@ def test_the_published_command_is_run_again_in_rounds(monkeypatch: pytest.Monkey
         "hydra.launcher.rounds=2",
         "hydra.launcher.caches=shared",
     ]
+
+
+def test_a_row_of_a_gpu_is_not_trained_without_one(
+    monkeypatch: pytest.MonkeyPatch, records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "has_gpu", lambda: False)
+    monkeypatch.setattr(verify.subprocess, "run", None)
+    assert verify.main(["row/regional", "--records", str(records)]) == 2
+    assert "row/regional is from NVIDIA H200, and no GPU is here: --smoke" in capsys.readouterr().err
 
 
 def test_what_holds_and_what_does_not_is_said(
