@@ -34,7 +34,7 @@ class Auto(Strategy):
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""
     background: bool | None = None
-    """Whether a helper process compiles what is tried while the training goes on, as ``background`` does; null = on
+    """Whether a helper process compiles what is tried while the training continues, as ``background`` does; null = on
     machines of four cores or more, false = the training stands still for each compile."""
     margin: float = 0.02
     """Share of a step's time that a candidate must save: less is not worth a surprise."""

@@ -144,7 +144,7 @@ def fresh_function(formula: Formula, flags: Group, which: tuple[int, ...], *, na
     """What updates the tensors of one kind of chunk, the i-th with the scalars of clock ``which[i]``.
 
     It has a code object of its own, by which Dynamo keeps compiled code: the kinds of chunks would be recompiles of
-    each other, count against its limit and be told apart by guards (``isolate_recompiles`` of torch 2.13 does the same
+    each other, count against its limit, and guards would part them (``isolate_recompiles`` of torch 2.13 does so
     for wrappers).
     """
 

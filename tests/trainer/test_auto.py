@@ -543,7 +543,7 @@ def test_a_helper_that_fails_leaves_auto_in_eager(
     choice = compile_.record.report["auto"]
     assert (choice["chosen"], tried(compile_), compile_.record.status) == ("eager", ["eager"], "finished")
     assert reason in choice["table"]["regional"]["failed"]
-    assert sum("goes on without regional" in note for note in compile_.record.notes) == 1
+    assert sum("continues without regional" in note for note in compile_.record.notes) == 1
     assert losses == fit(Blocks(), tmp_path, [], max_steps=20)
 
 

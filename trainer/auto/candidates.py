@@ -1,4 +1,4 @@
-"""Candidates of ``compile=auto``, and the helper process that compiles them while the training goes on."""
+"""Candidates of ``compile=auto``, and the helper process that compiles them while the training continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Candidate:
 
     strategy: Strategy
     helper: Background | None = None
-    """Compiles it while the training goes on; None where the training itself does."""
+    """Compiles it while the training continues; None where the training itself does."""
     _outline: Program | None = field(default=None, init=False)
     _regions: list[Region] | None = field(default=None, init=False)
 
@@ -127,7 +127,7 @@ class Candidates:
             arm.helper_seconds = helper.seconds
             arm.not_ready = f"not compiled by the helper: {reason}" if failed else None
         if failed:
-            self._program.notes.append(f"auto: the training goes on without {self.compiling}: {reason}")
+            self._program.notes.append(f"auto: the training continues without {self.compiling}: {reason}")
         for region in outermost(self.named[self.compiling].outline(self._program)):
             if self._loop.anywhere(region.path in helper.refused):
                 helper.refused.setdefault(region.path, "it stays eager on another process")

@@ -1,4 +1,4 @@
-"""Background: a helper process that compiles the regions of a program while the training goes on without them.
+"""Background: a helper process that compiles the regions of a program while the training continues without them.
 
 The training side: records what each region is called with, starts the helper, asks without waiting what is ready.
 """
