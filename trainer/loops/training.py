@@ -159,8 +159,6 @@ class CompiledTraining:
             print_line: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
-        if sharded:
-            self._taking_over = None  # which says so itself
         if trains and self._own is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
             self._own.prepare(print_line, lambda: self.telemetry)
@@ -173,7 +171,7 @@ class CompiledTraining:
                 device=device,
                 precision=precision,
                 sharded=sharded,
-                outlined=self._taking_over is not None,
+                outlined=self._taking_over is not None and not sharded,
                 **self._declared,
             )
             apply(self.strategies, self.program)
@@ -184,7 +182,7 @@ class CompiledTraining:
                 self.record.preparation_seconds = self._preparation.cost_seconds
         self.record.regions = len(self.program.regions) if self.strategies else None
         self._cuda_graphs = self.program.uses_cuda_graphs
-        if self._taking_over is None:  # else once Inductor is imported
+        if self._taking_over is None or self.program.sharded:  # else once Inductor is imported
             self._settings.enter_context(
                 compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
             )
@@ -215,7 +213,7 @@ class CompiledTraining:
         begin(self.strategies, self.program)
         if self._own is not None:
             self._own.begin(self.record, self.program.module, loop, logs)
-        if self._taking_over is not None and self.program.regions:
+        if self._taking_over is not None and not self.program.sharded and self.program.regions:
             make: Any = pkgutil.resolve_name(str(self._taking_over.takeover))
             parity = self._guarding.parity
             self._takeover = make(self._taking_over, loop, self.program, self.telemetry, self._settings, parity)
