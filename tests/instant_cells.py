@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
+from trainer.report.sweep import Cell
 from trainer.sweep import launcher
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.plan import PlannedCell
-from trainer.sweep.processes import CellEnd
 
 SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
 """Steps per second by label."""
@@ -25,7 +25,7 @@ class InstantCells:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []
         self.places: list[dict[str, str]] = []
-        self.options: list[dict[str, Any]] = []
+        self.timeouts: list[float | None] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
         self.code = "commit 0000000000"
         monkeypatch.setattr(sweep_module, "code_version", lambda: self.code)
@@ -38,33 +38,34 @@ class InstantCells:
     def titles(self) -> list[str]:
         return [cell.title for cell in self.ran]
 
-    def _process(self, *, cell: PlannedCell, variables: dict[str, str], **options: Any) -> _Instant:
-        self.options.append(options)
-        return _Instant(self, cell, variables)
+    def _process(
+        self, cell: PlannedCell, variables: dict[str, str], timeout_seconds: float | None, signals: list[int]
+    ) -> _Instant:
+        self.timeouts.append(timeout_seconds)
+        self.ran.append(cell)
+        self.places.append(variables)
+        return _Instant(self, cell)
 
 
 class _Instant:
-    def __init__(self, cells: InstantCells, cell: PlannedCell, variables: dict[str, str]) -> None:
-        self._cells, self.cell, self._variables = cells, cell, variables
+    seconds = 1.0
 
-    def start(self) -> int:
-        self._cells.ran.append(self.cell)
-        self._cells.places.append(self._variables)
-        if self.cell.caches is not None:
-            self.cell.caches.mkdir(parents=True, exist_ok=True)
-        return 0
+    def __init__(self, cells: InstantCells, cell: PlannedCell) -> None:
+        self._cells, self._cell = cells, cell
 
-    def poll(self) -> CellEnd:
-        record, failed = self.cell.described, self._cells.fails(self.cell)
+    def run(self, started: Callable[..., None]) -> Generator[bool, None, Cell]:
+        cell = self._cell
+        started(pid=0)
+        if cell.caches is not None:
+            cell.caches.mkdir(parents=True, exist_ok=True)
+        yield True
+        record, failed = cell.described, self._cells.fails(cell)
         record.status, record.reason = ("failed", "RuntimeError: no") if failed else ("finished", None)
         record.steady_steps_per_second = speed = SPEEDS[record.label]
         record.final_loss, record.useful_tokens_per_second = 1.0 / speed, 100.0 * speed
         record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, 105
-        record.save(self.cell.directory)
-        return CellEnd(exit_code=int(failed), record=record, seconds=1.0)
-
-    def send(self, number: int) -> None:
-        raise AssertionError("nothing signals an instant cell")
+        record.save(cell.directory)
+        return Cell(overrides=cell.chosen, directory=cell.directory, exit_code=int(failed), record=record)
 
 
 def ledger_of(sweep: Path) -> dict[str, Any]:

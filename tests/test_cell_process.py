@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.report.sweep import Cell
 from trainer.sweep import processes as cell_process
-from trainer.sweep.plan import PlannedCell
-from trainer.sweep.processes import CellEnd, CellProcess
+from trainer.sweep.plan import Entry, PlannedCell
+from trainer.sweep.processes import CellProcess
 from trainer.telemetry.record import RunRecord
 
 CELL = """
@@ -23,26 +24,35 @@ time.sleep(100)
 """
 
 
-def started(directory: Path, manner: str) -> CellProcess:
+class Started:
     """A cell that has ten seconds, 30 more to stop, and does nothing but to wait."""
-    cell = PlannedCell(overrides=("seed=1",), arm=(), job=0, start=None, described=RunRecord(task="toy"))
-    cell.directory = directory / "cell"
-    cell.command = [sys.executable, "-S", "-c", CELL, str(directory / "waits"), manner]
-    process = CellProcess(cell=cell, timeout_seconds=10.0)
-    process.start()
-    deadline = time.monotonic() + 200
-    while not (directory / "waits").exists():
-        assert time.monotonic() < deadline, "it never began"
-        time.sleep(0.01)
-    return process
 
+    def __init__(self, directory: Path, manner: str) -> None:
+        cell = PlannedCell(entry=Entry(overrides=["seed=1"]), arm=(), job=0, described=RunRecord(task="toy"))
+        cell.directory = directory / "cell"
+        cell.command = [sys.executable, "-S", "-c", CELL, str(directory / "waits"), manner]
+        self.process = CellProcess(cell, {}, 10.0, [])
+        self._running = self.process.run(lambda **_: None)
+        self.end: Cell | None = None
+        deadline = time.monotonic() + 200
+        while not (directory / "waits").exists():
+            self.look()
+            assert time.monotonic() < deadline, "it never began"
 
-def ended(process: CellProcess) -> CellEnd:
-    deadline = time.monotonic() + 200
-    while (end := process.poll()) is None:
-        assert time.monotonic() < deadline, "it never ended"
+    def look(self) -> None:
         time.sleep(0.01)
-    return end
+        try:
+            next(self._running)
+        except StopIteration as ended:
+            self.end = ended.value
+
+    def wait(self) -> RunRecord:
+        deadline = time.monotonic() + 200
+        while self.end is None:
+            assert time.monotonic() < deadline, "it never ended"
+            self.look()
+        assert self.end.record is not None
+        return self.end.record
 
 
 @pytest.fixture
@@ -53,27 +63,28 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return watch
 
 
+GIVEN_UP = ("failed", "given up after 10 s, the longest that a cell was to take")
+
+
 def test_a_cell_whose_time_is_up_is_asked_to_stop(watch: SimpleNamespace, tmp_path: Path) -> None:
-    process = started(tmp_path, "hearing")
+    cell = Started(tmp_path, "hearing")
     watch.seconds = 9.9
-    assert process.poll() is None
+    cell.look()
+    assert cell.end is None
     watch.seconds = 10.0
-    end = ended(process)
-    assert (end.exit_code, end.seconds) == (-15, 10.0)
-    assert (end.record.status, end.record.reason) == (
-        "failed",
-        "given up after 10 s, the longest that a cell was to take",
-    )
+    record = cell.wait()
+    assert (record.status, record.reason) == GIVEN_UP
+    assert cell.end is not None
+    assert (cell.end.exit_code, cell.process.seconds) == (-15, 10.0)
 
 
 def test_one_that_does_not_hear_is_killed_after_a_grace(watch: SimpleNamespace, tmp_path: Path) -> None:
-    process = started(tmp_path, "deaf")
+    cell = Started(tmp_path, "deaf")
     for watch.seconds in (10.0, 40.0):
-        assert process.poll() is None
+        cell.look()
+        assert cell.end is None
     watch.seconds = 40.1
-    end = ended(process)
-    assert end.exit_code == -9
-    assert (end.record.status, end.record.reason) == (
-        "failed",
-        "given up after 10 s, the longest that a cell was to take",
-    )
+    record = cell.wait()
+    assert (record.status, record.reason) == GIVEN_UP
+    assert cell.end is not None
+    assert cell.end.exit_code == -9

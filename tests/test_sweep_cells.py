@@ -57,17 +57,17 @@ def test_every_cell_starts_from_empty_caches_of_its_own_but_for_the_store_of_cac
 ) -> None:
     assert command_line(*SWEEP, "compile=eager,regional,cached", "seed=0,1") == 0
     assert len({cell.caches for cell in cells.ran}) == 6
-    assert [(cell.described.label, cell.start) for cell in cells.ran[:3]] == [
+    assert [(cell.described.label, cell.entry.start) for cell in cells.ran[:3]] == [
         ("eager", "cold"),
         ("regional", "cold"),
         ("cached", None),
     ]
     for cell in cells.ran:
-        assert ("repeat=cold" in cell.command) == (cell.start == "cold"), "so that its record says how it started"
+        assert ("repeat=cold" in cell.command) == (cell.entry.start == "cold"), "so that its record says how it started"
     assert not list(Path("sweep/caches").iterdir())
     cells.ran.clear()
     assert command_line("-m", "sweep=shared", "compile=regional", "hydra.launcher.caches=shared") == 0
-    assert [(cell.caches, cell.start) for cell in cells.ran] == [(None, None)]
+    assert [(cell.caches, cell.entry.start) for cell in cells.ran] == [(None, None)]
 
 
 def test_caches_of_a_failed_cell_without_a_twin_are_removed(command_line: Any, cells: InstantCells) -> None:
@@ -89,7 +89,7 @@ def test_arms_take_turns_within_a_seed_unless_cells_run_side_by_side(
 
 
 def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: cell.start == "cold" and cell.described.label == "whole"
+    cells.fails = lambda cell: cell.entry.start == "cold" and cell.described.label == "whole"
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
     assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
     record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
@@ -100,7 +100,7 @@ def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line:
 def test_a_sweep_gone_on_with_runs_what_is_not_finished(
     command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cells.fails = lambda cell: "seed=1" in cell.overrides
+    cells.fails = lambda cell: "seed=1" in cell.entry.overrides
     assert command_line(*SWEEP, "seed=0,1,2") == 1
     said = capfd.readouterr()
     assert said.out.splitlines()[-1] == "run what failed again with: python -m trainer -m seed=0,1,2 sweep=sweep"
@@ -138,7 +138,7 @@ def test_finished_cells_of_other_code_run_again_and_are_named(
 def test_a_cold_cell_runs_again_for_its_warm_twin_when_the_caches_are_gone(
     command_line: Any, cells: InstantCells
 ) -> None:
-    cells.fails = lambda cell: cell.start == "warm"
+    cells.fails = lambda cell: cell.entry.start == "warm"
     assert command_line(*SWEEP, "repeat=cold,warm") == 1
     Path("sweep/caches/0-repeat=cold").rmdir()
     cells.ran.clear()
@@ -153,7 +153,7 @@ def test_cells_that_run_at_once_keep_twins_on_one_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert command_line(*SWEEP, "hydra.launcher.parallel=-1", "compile=eager,whole", "repeat=cold,warm") == 0
     places = [place["CUDA_VISIBLE_DEVICES"] for place in cells.places]
-    gpus = dict(zip([(cell.arm, cell.start) for cell in cells.ran], places, strict=True))
+    gpus = dict(zip([(cell.arm, cell.entry.start) for cell in cells.ran], places, strict=True))
     for arm in ("eager", "whole"):
         assert gpus[(f"compile={arm}",), "cold"] == gpus[(f"compile={arm}",), "warm"]
     assert set(gpus.values()) == {"4", "6"}
@@ -170,7 +170,7 @@ def test_cells_that_share_processors_are_no_measure(
 
 def test_every_cell_gets_the_limit_of_time_that_was_asked_for(command_line: Any, cells: InstantCells) -> None:
     assert command_line(*SWEEP, "hydra.launcher.timeout_seconds=60", "seed=0,1") == 0
-    assert cells.options == [{"timeout_seconds": 60}] * 2
+    assert cells.timeouts == [60, 60]
 
 
 def test_a_sweep_directory_used_again_shows_no_figures_of_the_sweep_before(

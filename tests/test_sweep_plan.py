@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 
 import pytest
 
 from trainer.sweep.plan import (
+    Entry,
     Ledger,
     PlannedCell,
     SweepOptions,
@@ -18,7 +20,6 @@ from trainer.sweep.plan import (
     name_by_difference,
     queues,
     quoted,
-    value_of,
     with_arms,
 )
 from trainer.sweep.processes import places
@@ -28,11 +29,12 @@ from trainer.telemetry.record import RunRecord
 def planned(text: str) -> PlannedCell:
     ((overrides, arm),) = with_arms(text.split(), [])
     start = next((word.partition("=")[2] for word in overrides if word.startswith("repeat=")), None)
-    return PlannedCell(overrides=overrides, arm=arm, job=0, start=start, described=RunRecord(task="toy"))
+    entry = Entry(overrides=list(overrides), start=start)
+    return PlannedCell(entry=entry, arm=arm, job=0, described=RunRecord(task="toy"))
 
 
 def texts(cells: list[PlannedCell]) -> list[str]:
-    return [" ".join(cell.overrides) for cell in cells]
+    return [" ".join(cell.entry.overrides) for cell in cells]
 
 
 SEEDS = [planned(f"compile={arm} seed={seed}") for arm in ("a", "b") for seed in (0, 1)]
@@ -41,7 +43,7 @@ SEEDS = [planned(f"compile={arm} seed={seed}") for arm in ("a", "b") for seed in
 def test_a_cold_cell_comes_right_before_its_warm_twin_however_they_were_asked_for() -> None:
     cells = [planned(f"repeat={start} compile={arm}") for start in ("warm", "cold") for arm in ("a", "b")]
     ordered = in_order(cells, rounds=1, interleaved=False)
-    assert [(cell.arm, cell.start) for cell in ordered] == [
+    assert [(cell.arm, cell.entry.start) for cell in ordered] == [
         ((f"compile={arm}",), start) for arm in ("a", "b") for start in ("cold", "warm")
     ]
     assert [len(lane) for lane in queues(ordered, interleaved=False)] == [2, 2]
@@ -56,12 +58,12 @@ def test_arms_take_turns_within_each_seed_when_asked_to() -> None:
 
 def test_every_cell_has_a_turn_in_each_round() -> None:
     ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3, interleaved=True)
-    assert [(cell.arm[0][-1], cell.round, cell.described.round) for cell in ordered] == [
+    assert [(cell.arm[0][-1], cell.entry.round, cell.described.round) for cell in ordered] == [
         (arm, number, number) for number in (1, 2, 3) for arm in "ab"
     ]
     name_by_difference(ordered)
     assert ordered[-1].title == "compile=b round=3"
-    assert len({cell.key for cell in ordered}) == 6
+    assert not any(one.entry.is_same(two.entry) for one, two in itertools.combinations(ordered, 2))
     assert len(queues(ordered, interleaved=True)) == 3
 
 
@@ -118,25 +120,18 @@ def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_al
     assert passed == ["-m", "compile=eager,whole", "--config-dir", "mine", f"hydra.sweep.dir='{sweep}'"]
     with pytest.raises(ValueError, match=r"no sweep\.json in it, and nothing else to run$"):
         expanded(["-m", f"sweep={sweep}"])
-    ledger = Ledger(directory=sweep, arguments=passed, working_directory="/work")
-    ledger.save()
-    assert shlex.split(ledger.go_on_with()) == ["python", "-m", "trainer", *typed]
+    ledger = Ledger(arguments=passed, working_directory="/work")
+    ledger.save(sweep)
+    assert shlex.split(ledger.go_on_with(sweep)) == ["python", "-m", "trainer", *typed]
     with pytest.raises(ValueError, match="give its whole command again, in /work: ") as refused:
         expanded(["-m", f"sweep={sweep}"])
-    assert str(refused.value).endswith(ledger.go_on_with())
+    assert str(refused.value).endswith(ledger.go_on_with(sweep))
     assert expanded(["seed=1"]) == ["seed=1"]
     (sweep / "sweep.json").write_text("{}")
     with pytest.raises(ValueError, match="not a sweep of ours"):
         expanded([f"sweep={sweep}"])
 
 
-def test_a_sweeper_gets_a_figure_of_the_record() -> None:
-    record = RunRecord(task="toy", useful_tokens_per_second=7.0, steps=9)
-    assert [value_of(record, name) for name in ("useful_tokens_per_second", "steps", "final_loss", "task")] == [
-        7.0,
-        9.0,
-        None,
-        None,
-    ]
+def test_what_a_sweeper_is_to_get_is_a_figure_of_the_record() -> None:
     with pytest.raises(ValueError, match=r"^hydra\.launcher\.objective='loss' is not a figure of a record$"):
         SweepOptions(objective="loss")

@@ -157,7 +157,7 @@ def test_a_foreign_record_cannot_speak_to_the_terminal(tmp_path: Path, capfd: py
 
 
 def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_path: Path) -> None:
-    Ledger(directory=tmp_path, arguments=[f"seed={ESCAPES}"], working_directory=f"/x{ESCAPES}").save()
+    Ledger(arguments=[f"seed={ESCAPES}"], working_directory=f"/x{ESCAPES}").save(tmp_path)
     ledger = Ledger.load(tmp_path)
     assert ledger is not None
     assert (ledger.arguments, ledger.working_directory) == (["seed=]0;title[2J31m"], "/x]0;title[2J31m")

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,23 +45,30 @@ def present_handlers() -> dict[int, Any]:
 
 
 @contextlib.contextmanager
+def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Set handlers of signals, by signal, and put the former ones back; a handler that is not Python's stays, and
+    Python lets no thread but the main one set any."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {signum: former for signum in handlers if (former := signal.getsignal(signum)) is not None}
+    for signum in before:
+        signal.signal(signum, handlers[signum])
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Let these signals wait while torch is imported, a second one excepted; they then do what they did before.
 
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
     ends the process by SIGABRT (seen at ``torch.distributed``).
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        signum: handler for signum, handler in present_handlers().items() if handler is not None
-    }  # None: not ours
+    before = present_handlers()
     waiting: list[int] = []
-
-    def restored() -> None:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
     def wait(signum: int, _: FrameType | None) -> None:
         if not waiting:
@@ -72,16 +79,14 @@ def importing() -> Iterator[None]:
                 os.write(2, line.encode())
             return
         waiting.clear()
-        restored()
+        for each, handler in before.items():
+            signal.signal(each, handler)
         signal.raise_signal(signum)
 
-    for signum in before:
-        signal.signal(signum, wait)
     try:
-        with uncollected():
+        with handled(dict.fromkeys(before, wait)), uncollected():
             yield
     finally:
-        restored()
         for each in waiting:
             signal.raise_signal(each)
 
@@ -101,19 +106,10 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> contextlib.AbstractContextManager[None]:
     """Inside, nothing is raised when a data worker dies: torch does that from a signal handler, wherever the main
     thread is. For what must be written at the end of a run whose whole process group was told to stop."""
-    before = signal.getsignal(signal.SIGCHLD)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+    return handled({signal.SIGCHLD: signal.SIG_DFL})
 
 
 class StopRequest:
@@ -131,22 +127,22 @@ class StopRequest:
         """What that loop will do then."""
         self._say = say
         self._process = os.getpid()
-        self._before: dict[int, Any] = {}
+        self._signals: tuple[int, ...] = ()
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-            self._before = present_handlers()
-            self.install()
+        self._signals = tuple(present_handlers())
+        self._stack.enter_context(handled(dict.fromkeys(self._signals, self._handle)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+        self._stack.close()
 
     def install(self) -> None:
-        """Set the handlers, again after Lightning has set its own."""
-        for signum in self._before:
-            signal.signal(signum, self._handle)
+        """Set the handlers again, after Lightning has set its own."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in self._signals:
+                signal.signal(signum, self._handle)
 
     def agreed(self, world_size: int) -> bool:
         """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""

@@ -107,8 +107,9 @@ def test_a_file_that_is_no_text_or_nested_without_end_is_named(
 
 @pytest.mark.parametrize("wrong", [{"cells": None}, {"cells": [{"number": "x"}]}, {"arguments": [1]}, {"state": 5}])
 def test_a_sweep_of_wrong_types_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
-    Ledger(directory=tmp_path, arguments=["seed=1,2"], working_directory="/").save()
-    assert Ledger.load(tmp_path) == Ledger(directory=tmp_path, arguments=["seed=1,2"], working_directory="/")
+    ledger = Ledger(arguments=["seed=1,2"], working_directory="/")
+    ledger.save(tmp_path)
+    assert Ledger.load(tmp_path) == ledger
     file = tmp_path / "sweep.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
     with pytest.raises(ValueError, match=r"sweep\.json: not a sweep of ours \("):

@@ -19,7 +19,6 @@ import gc
 import io
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
-from trainer.process import process_settings
+from trainer.process import handled, process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
@@ -247,8 +246,9 @@ class _Turns:
             versions=hardware.versions(),
         )
         began = time.perf_counter()
+        sigint_kept = handled({signal.SIGINT: signal.getsignal(signal.SIGINT)})  # Lightning ignores it after the first
         variables = {"PL_GLOBAL_SEED": str(self.seed), "PL_SEED_WORKERS": "0"}  # as they were, afterwards
-        with environment(variables), _rewound(self.data), _sigint_kept(), contextlib.ExitStack() as stack:
+        with environment(variables), _rewound(self.data), sigint_kept, contextlib.ExitStack() as stack:
             if strategies:
                 stack.enter_context(compiling_in(Path(folder)))
             L.seed_everything(self.seed, verbose=False)
@@ -341,16 +341,3 @@ def _rewound(data: Any) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-@contextlib.contextmanager
-def _sigint_kept() -> Iterator[None]:
-    """Lightning ignores SIGINT once it has met one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

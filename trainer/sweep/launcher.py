@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -35,6 +34,7 @@ from trainer.report.sweep import summarize, write_summary
 from trainer.settings import Peer
 from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.plan import (
+    Entry,
     Ledger,
     PlannedCell,
     SweepOptions,
@@ -42,13 +42,11 @@ from trainer.sweep.plan import (
     directory_name,
     in_order,
     name_by_difference,
-    queues,
     quoted,
-    value_of,
     with_arms,
 )
-from trainer.sweep.processes import Signals, places, run_queues, visible_gpus
-from trainer.sweep.sweep import Sweep, SweepView
+from trainer.sweep.processes import places, stopping_signals, visible_gpus
+from trainer.sweep.sweep import Sweep
 from trainer.telemetry.record import RunRecord
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
@@ -62,12 +60,12 @@ class CellFailed(RuntimeError):
 
 
 class CellReturn(JobReturn):
-    """What a sweeper gets of a cell; of a failed one without Hydra's line on stderr: the table has it."""
+    """What a sweeper gets of a cell: a figure, or CellFailed without Hydra's line on stderr, since the table has it."""
 
     @property
     def return_value(self) -> Any:
         """The objective. Raises CellFailed."""
-        if self.status is JobStatus.FAILED:
+        if isinstance(self._return_value, CellFailed):
             raise self._return_value
         return self._return_value
 
@@ -99,166 +97,131 @@ class IsolatedLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what Hydra hands over; the task function is left to the processes. Raises ValueError for bad options."""
-        options = self.options = _options(self._given)
-        self._composer = Composer(hydra_context.config_loader, config)
+        self._loader, self._config = hydra_context.config_loader, config
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        try:
+            options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepOptions), self._given))
+        except OmegaConfBaseException as error:
+            raise ValueError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
+        assert isinstance(options, SweepOptions)
+        self.options = options
         gpus = visible_gpus() if options.parallel != 1 else []
         self._places = places(options.parallel, options.gpus_per_cell, gpus)
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
         if len(self._places) > 1 and not self._places[0]:
-            self._print("cells that run at once share this machine's processors: their times are no measure")
+            self._console.print("cells that run at once share this machine's processors: their times are no measure")
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
-        directory = self._composer.sweep_dir
-        signals = Signals()
-        with alone(directory), signals.watch():
-            ledger = Ledger.load(directory) or Ledger(directory=directory)
+        directory = Path(str(self._config.hydra.sweep.dir))
+        with alone(directory), stopping_signals() as signals:
+            ledger = Ledger.load(directory) or Ledger()
             ledger.arguments, ledger.working_directory = sys.argv[1:], str(Path.cwd())
             ledger.state = "running"
-            cells = self._composer.cells(job_overrides, self.options, ledger)
-            ledger.save()
-            view = SweepView(cells)
-            sweep = Sweep(cells, ledger, self.options, view)
-            for entry in ledger.unplanned(cells):
-                view.print(f"left alone, not part of this command: {entry.directory} ({entry.state})")
-            try:
-                groups = queues(cells, interleaved=self.options.interleaved)
-                run_queues(groups, sweep, signals, places=self._places)
-            finally:
-                sweep.close(stopped=signals.received is not None)
+            cells = self._cells(job_overrides, ledger, directory)
+            ledger.save(directory)
+            sweep = Sweep(directory, cells, ledger, self.options, self._console)
+            sweep.run(self._places, signals)
         width = shutil.get_terminal_size().columns
-        self._print(summarize(sweep.results, planned=len(cells), sweep_dir=directory, width=width))
+        self._console.print(summarize(sweep.results, planned=len(cells), sweep_dir=directory, width=width))
         if missing := write_summary(directory):
-            self._print(missing)
-        if signals.received is not None:
-            self._print(f"continue with: {ledger.go_on_with()}")
-            sys.exit(128 + signals.received)
+            self._console.print(missing)
+        if signals:
+            self._console.print(f"continue with: {ledger.go_on_with(directory)}")
+            sys.exit(128 + signals[-1])
         if any(result.exit_code != 0 for result in sweep.results):
-            self._print(f"run what failed again with: {ledger.go_on_with()}")
-        return [self._job_return(job, cells, sweep) for job in range(len(job_overrides))]
+            self._console.print(f"run what failed again with: {ledger.go_on_with(directory)}")
+        return [self._returned([cell for cell in cells if cell.job == job], sweep) for job in range(len(job_overrides))]
 
-    def _print(self, text: str) -> None:
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _job_return(self, job: int, cells: Sequence[PlannedCell], sweep: Sweep) -> JobReturn:
-        """What a sweeper gets: the objective (of several cells, the median), or the failure."""
-        mine = [cell for cell in cells if cell.job == job]
-        config = self._composer.config_of(mine[0])
-        result = CellReturn(
-            overrides=list(mine[0].overrides),
-            cfg=config,
-            hydra_cfg=config,
-            working_dir=str(mine[0].directory),
-            task_name="trainer",
-        )
-        ends = [end for cell in mine if (end := sweep.result_of(cell)) is not None]
+    def _returned(self, cells: Sequence[PlannedCell], sweep: Sweep) -> JobReturn:
+        """What a sweeper gets of a job: the objective (of several cells, the median), or the failure."""
+        config = self._config_of(cells[0])
+        result = CellReturn(overrides=cells[0].entry.overrides, cfg=config, hydra_cfg=config, task_name="trainer")
+        result.working_dir, result.status = str(cells[0].directory), JobStatus.COMPLETED
+        ends = [end for cell in cells if (end := sweep.result_of(cell)) is not None]
         if failed := [end for end in ends if end.exit_code != 0]:
             result.status = JobStatus.FAILED
-            result.return_value = CellFailed(f"{shlex.join(failed[0].overrides)}: {failed[0].outcome}")
+            result.return_value = CellFailed(f"{shlex.join(cells[0].entry.overrides)}: {failed[0].outcome}")
             return result
-        values = [value_of(end.record, self.options.objective) for end in ends if end.record is not None]
-        known = [value for value in values if value is not None]
-        result.status = JobStatus.COMPLETED
+        figures = [getattr(end.record, self.options.objective) for end in ends]
+        known = [float(figure) for figure in figures if isinstance(figure, int | float)]
         result.return_value = statistics.median(known) if known else None
         return result
 
-
-def _options(given: dict[str, object]) -> SweepOptions:
-    """The launcher's options with their types. Raises ValueError for a wrong one, a line each."""
-    try:
-        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepOptions), given))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
-    assert isinstance(options, SweepOptions)
-    return options
-
-
-class Composer:
-    """Makes cells of the overrides that a sweeper hands over."""
-
-    def __init__(self, loader: ConfigLoader, config: DictConfig) -> None:
-        self._loader, self._config = loader, config
-        self._composed: dict[tuple[str, ...], DictConfig] = {}
-        self.sweep_dir = Path(str(config.hydra.sweep.dir))
-
-    def cells(self, job_overrides: Sequence[Sequence[str]], options: SweepOptions, ledger: Ledger) -> list[PlannedCell]:
+    def _cells(self, job_overrides: Sequence[Sequence[str]], ledger: Ledger, directory: Path) -> list[PlannedCell]:
         """All cells in the order in which they run, entered into the ledger, each with directory and command.
 
         Raises ValueError, or Hydra's own errors, for what cannot be planned or composed.
         """
+        options = self.options
+        own = options.caches == "own"
         drafts = [
-            self._draft(overrides, arm, job, own_caches=options.caches == "own")
+            self._draft(overrides, arm, job)
             for job, given in enumerate(job_overrides)
             for overrides, arm in with_arms(given, options.arms)
         ]
         cells = in_order(drafts, rounds=options.rounds, interleaved=options.interleaved)
         name_by_difference(cells)
+        named: dict[tuple[object, ...], Path] = {}
         for cell in cells:
-            cell.number = ledger.next_number()
-            cell.directory = self.sweep_dir / str(self.config_of(cell).hydra.sweep.subdir)
-            ledger.enter(cell)
+            cell.entry.number = max((entry.number for entry in ledger.cells), default=-1) + 1
+            cell.entry.directory = str(self._config_of(cell).hydra.sweep.subdir)
+            cell.entry = ledger.enter(cell.entry)
+            cell.directory = directory / cell.entry.directory
             cell.command = self._command(cell)
-        self._place_caches(cells, own=options.caches == "own")
+            if own or cell.entry.start is not None:  # the cold and the warm one of a pair share them
+                cell.caches = named.setdefault(cell.pair, directory / CACHES_DIRECTORY / cell.directory.name)
         return cells
 
-    def config_of(self, cell: PlannedCell) -> DictConfig:
-        config = self._composed[cell.overrides]
+    def _config_of(self, cell: PlannedCell) -> DictConfig:
+        config = self._composed[tuple(cell.entry.overrides)]
         with open_dict(config):
-            config.hydra.job.id = str(cell.number)
-            config.hydra.job.num = cell.number
+            config.hydra.job.id = str(cell.entry.number)
+            config.hydra.job.num = cell.entry.number
             config.hydra.job.override_dirname = directory_name(cell.chosen)
         return config
 
-    def _draft(self, overrides: tuple[str, ...], arm: tuple[str, ...], job: int, *, own_caches: bool) -> PlannedCell:
-        config = self._loader.load_sweep_config(self._config, list(overrides))
-        self._composed[overrides] = config
-        described = self._describe(config, overrides)
-        if (
-            config.repeat is None and own_caches and "cached" not in (config.compile or {})
-        ):  # whose store may make it warm
-            described.start = "cold"
-        return PlannedCell(overrides=overrides, arm=arm, job=job, start=described.start, described=described)
+    def _draft(self, overrides: tuple[str, ...], arm: tuple[str, ...], job: int) -> PlannedCell:
+        config = self._composed[overrides] = self._loader.load_sweep_config(self._config, list(overrides))
+        record = self._described(config, [*flags(sys.argv[1:]), *overrides])
+        own = self.options.caches == "own"
+        if config.repeat is None and own and "cached" not in (config.compile or {}):  # whose store may make it warm
+            record.start = "cold"
+        entry = Entry(overrides=list(overrides), start=record.start)
+        return PlannedCell(entry=entry, arm=arm, job=job, described=record)
 
-    def _describe(self, config: DictConfig, overrides: Sequence[str]) -> RunRecord:
+    def _described(self, config: DictConfig, command: list[str]) -> RunRecord:
         """The record of a cell that leaves none: as a run would begin it, or as much as a bad configuration tells."""
-        command = [*flags(sys.argv[1:]), *overrides]
         bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
             return described(to_config(bare), command)
         except ValueError:
-            values = OmegaConf.to_container(bare, resolve=False, enum_to_str=True)
-            assert isinstance(values, dict)
+            values: Any = OmegaConf.to_container(bare, resolve=False, enum_to_str=True)
             return RunRecord(
                 task=task_name(config.task),
                 label=strategy_names(config.compile),
                 strategies=[{"name": str(name)} for name in config.compile],
-                config={str(key): value for key, value in values.items()},
+                config=values,
                 command=command,
                 start=config.repeat,
             )
 
-    def _place_caches(self, cells: Sequence[PlannedCell], *, own: bool) -> None:
-        """A directory of compile caches for each cell, the same for the cold and the warm one of a pair, named after
-        the cold one."""
-        named: dict[tuple[object, ...], Path] = {}
-        for cell in cells:
-            if own or cell.start is not None:
-                cell.caches = named.setdefault(cell.pair, self.sweep_dir / CACHES_DIRECTORY / cell.directory.name)
-
     def _command(self, cell: PlannedCell) -> list[str]:
         """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
-        config = self._composed[cell.overrides]
+        config = self._composed[tuple(cell.entry.overrides)]
         devices = config.trainer.devices or 1
         by_torchrun = OmegaConf.get_type(config.run) is Peer and devices != 1  # ours start the others themselves
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]
+        start = cell.entry.start
         return [
             *([sys.executable, *torchrun] if by_torchrun else own_command()),
             *flags(sys.argv[1:]),
             *(override for override in self._config.hydra.overrides.hydra if not OURS.match(override)),
-            *cell.overrides,
-            *([f"repeat={cell.start}"] if config.repeat != cell.start else []),
+            *cell.entry.overrides,
+            *([f"repeat={start}"] if config.repeat != start else []),
             # An experiment may ask for a sweep by itself; a cell never starts another one.
             "hydra.mode=RUN",
-            f"hydra.job.num={cell.number}",
+            f"hydra.job.num={cell.entry.number}",
             f"hydra.run.dir={quoted(cell.directory.resolve())}",
         ]
 
@@ -275,11 +238,6 @@ def own_command() -> list[str]:
 def flags(arguments: Sequence[str]) -> list[str]:
     """Hydra's flags that say where configuration comes from, as absolute paths."""
     given = get_args_parser().parse_known_args(list(arguments))[0]
-    flags: list[str] = []
-    if given.config_dir is not None:
-        flags += ["--config-dir", os.path.abspath(given.config_dir)]
-    if given.config_path is not None:
-        flags += ["--config-path", given.config_path]
-    if given.config_name is not None:
-        flags += ["--config-name", given.config_name]
-    return flags
+    folder = None if given.config_dir is None else os.path.abspath(given.config_dir)
+    found = {"--config-dir": folder, "--config-path": given.config_path, "--config-name": given.config_name}
+    return [word for flag, value in found.items() if value is not None for word in (flag, value)]

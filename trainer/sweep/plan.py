@@ -13,13 +13,18 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from trainer.telemetry.files import build, read_json, write_json
 from trainer.telemetry.record import RunRecord
 
+FILE_NAME = "sweep.json"
+LOCK_NAME = ".sweep.lock"
+SCHEMA = 2
+OPTION = "sweep="
+SWEEP_DIRECTORY = "hydra.sweep.dir"
+"""What the option is to Hydra."""
 MAX_NAME = 120
 """Characters of a cell's directory name; file systems take 255 bytes."""
 STARTS = (None, "cold", "warm")
@@ -27,39 +32,55 @@ STARTS = (None, "cold", "warm")
 COMPILE = re.compile(r"^[+~]*compile\b")
 REPEAT = re.compile(r"^[+~]*repeat\b")
 CACHES = ("own", "shared")
-Key = tuple[tuple[str, ...], int | None, int]
-"""What makes a cell the same one when a sweep continues: overrides, round, and how many of its kind came before it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Entry:
+    """One cell as it stands in the ledger: what it is, and how far it got."""
+
+    number: int = -1
+    overrides: list[str]
+    """All that its command line says."""
+    round: int | None = None
+    copy: int = 0
+    """Cells with the same overrides and round before this one."""
+    start: str | None = None
+    """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
+    directory: str = ""
+    """Relative to the sweep's."""
+    state: str = "planned"
+    """``planned``, ``running``, ``finished``, ``failed`` or ``interrupted``."""
+    exit_code: int | None = None
+    reason: str | None = None
+    seconds: float | None = None
+    code: str = ""
+    """Version of the code that ran it."""
+    host: str | None = None
+    pid: int | None = None
+    """Of the cell's process, while it runs."""
+
+    def is_same(self, other: Entry) -> bool:
+        """Whether both are one cell of a sweep that continues."""
+        return (self.overrides, self.round, self.copy) == (other.overrides, other.round, other.copy)
 
 
 @dataclass(kw_only=True, slots=True)
 class PlannedCell:
     """One process of a sweep."""
 
-    overrides: tuple[str, ...]
-    """All that its command line says."""
+    entry: Entry
     arm: tuple[str, ...]
-    """Those of them that choose strategies and their options."""
+    """Those of its overrides that choose strategies and their options."""
     job: int
     """Index of the sweeper's job that it belongs to; arms and rounds make several cells of one job."""
-    start: str | None
-    """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
     described: RunRecord
     """The record as far as the configuration tells it, for a process that leaves none."""
-    round: int | None = None
-    copy: int = 0
-    """Cells with the same overrides and round before this one."""
     chosen: list[str] = field(default_factory=list)
     """What sets it apart from the other cells."""
-    number: int = -1
     directory: Path = field(default_factory=Path)
     caches: Path | None = None
     """Compile caches of its own, or shared with the other cell of its pair; None for the machine's."""
     command: list[str] = field(default_factory=list)
-
-    @property
-    def key(self) -> Key:
-        """The same for the same cell of a sweep that continues."""
-        return (self.overrides, self.round, self.copy)
 
     @property
     def title(self) -> str:
@@ -68,12 +89,12 @@ class PlannedCell:
     @property
     def shared(self) -> tuple[str, ...]:
         """The overrides that a cell has in common with the other arms of its workload and seed."""
-        return tuple(each for each in self.overrides if each not in self.arm and not REPEAT.match(each))
+        return tuple(each for each in self.entry.overrides if each not in self.arm and not REPEAT.match(each))
 
     @property
     def pair(self) -> tuple[object, ...]:
         """What a cold cell and the warm one after it have in common, and no other cell."""
-        return (self.shared, self.arm, self.round, self.copy)
+        return (self.shared, self.arm, self.entry.round, self.entry.copy)
 
 
 def quoted(value: object) -> str:
@@ -97,22 +118,19 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int, interleaved: bool) ->
     round. Raises ValueError for a warm cell without a cold one."""
     seen: Counter[tuple[str, ...]] = Counter()
     for cell in cells:
-        cell.copy = seen[cell.overrides]
-        seen[cell.overrides] += 1
-    cold = {cell.pair for cell in cells if cell.start == "cold"}
+        cell.entry.copy = seen[tuple(cell.entry.overrides)]
+        seen[tuple(cell.entry.overrides)] += 1
+    cold = {cell.pair for cell in cells if cell.entry.start == "cold"}
     for cell in cells:
-        if cell.start == "warm" and cell.pair not in cold:
+        if cell.entry.start == "warm" and cell.pair not in cold:
             what = " ".join((*cell.shared, *cell.arm)) or "this cell"
             raise ValueError(f"repeat='warm' of {what} has no cold cell in this sweep; use repeat=cold,warm")
     workloads = list(dict.fromkeys(cell.shared for cell in cells))
     pairs = list(dict.fromkeys(cell.pair for cell in cells))
 
     def place(cell: PlannedCell) -> tuple[int, int, int]:
-        return (
-            workloads.index(cell.shared) if interleaved else 0,
-            pairs.index(cell.pair),
-            STARTS.index(cell.start),
-        )
+        workload = workloads.index(cell.shared) if interleaved else 0
+        return workload, pairs.index(cell.pair), STARTS.index(cell.entry.start)
 
     ordered = sorted(cells, key=place)
     if rounds == 1:
@@ -121,38 +139,33 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int, interleaved: bool) ->
 
 
 def _in_round(cell: PlannedCell, number: int) -> PlannedCell:
-    return dataclasses.replace(cell, round=number, described=dataclasses.replace(cell.described, round=number))
+    described = dataclasses.replace(cell.described, round=number)
+    return dataclasses.replace(cell, entry=dataclasses.replace(cell.entry, round=number), described=described)
 
 
 def queues(cells: Sequence[PlannedCell], *, interleaved: bool) -> list[list[PlannedCell]]:
     """Groups of cells that must run one after the other, on one device: pairs, and arms that are interleaved."""
     found: dict[tuple[object, ...], list[PlannedCell]] = {}
     for cell in cells:
-        found.setdefault((cell.shared, cell.round) if interleaved else cell.pair, []).append(cell)
+        found.setdefault((cell.shared, cell.entry.round) if interleaved else cell.pair, []).append(cell)
     return list(found.values())
 
 
 def name_by_difference(cells: Sequence[PlannedCell]) -> None:
     """Set ``chosen`` of each cell: the overrides that not all share (all where there is one kind of cell only) and the
     round."""
-    kinds = {cell.overrides for cell in cells}
-    shared = set() if len(kinds) == 1 else set(cells[0].overrides).intersection(*kinds)
+    kinds = {tuple(cell.entry.overrides) for cell in cells}
+    shared = set() if len(kinds) == 1 else set(cells[0].entry.overrides).intersection(*kinds)
     for cell in cells:
-        cell.chosen = [override for override in cell.overrides if override not in shared]
-        if cell.round is not None:
-            cell.chosen.append(f"round={cell.round}")
+        cell.chosen = [override for override in cell.entry.overrides if override not in shared]
+        if cell.entry.round is not None:
+            cell.chosen.append(f"round={cell.entry.round}")
 
 
 def directory_name(chosen: Sequence[str]) -> str:
     """A readable, short file name from overrides: ``compile=[regional,mine]`` becomes ``compile=regional+mine``."""
     text = ",".join(re.sub(r"[\[\]{}'\"]", "", override).replace(",", "+") for override in chosen)
     return re.sub(r"[^\w.=+,-]+", "_", text)[:MAX_NAME] or "run"
-
-
-def value_of(record: RunRecord, figure: str) -> float | None:
-    """The record's ``figure``; None where the run has not measured it, and where it is not a number."""
-    value = getattr(record, figure)
-    return float(value) if isinstance(value, int | float) else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,68 +219,18 @@ class SweepOptions:
         return self.rounds > 1 or self.parallel == 1
 
 
-# ---- the ledger ------------------------------------------------------------------------------------------------------
-
-FILE_NAME = "sweep.json"
-LOCK_NAME = ".sweep.lock"
-SCHEMA = 2
-OPTION = "sweep="
-SWEEP_DIRECTORY = "hydra.sweep.dir"
-"""What the option is to Hydra."""
-MULTIRUN = ("-m", "--multirun")
-
-
-@dataclass(kw_only=True, slots=True)
-class Entry:
-    """One cell, as far as it got."""
-
-    number: int
-    overrides: list[str]
-    round: int | None = None
-    copy: int = 0
-    start: str | None = None
-    directory: str
-    """Relative to the sweep's."""
-    state: str = "planned"
-    """``planned``, ``running``, ``finished``, ``failed`` or ``interrupted``."""
-    exit_code: int | None = None
-    reason: str | None = None
-    seconds: float | None = None
-    code: str = ""
-    """Version of the code that ran it."""
-    host: str | None = None
-    pid: int | None = None
-    """Of the cell's process, while it runs."""
-
-    @property
-    def key(self) -> Key:
-        return (tuple(self.overrides), self.round, self.copy)
-
-
-@dataclass(kw_only=True, slots=True)
-class Contents:
-    """What ``sweep.json`` holds; see ``Ledger``."""
-
-    schema: int = SCHEMA
-    go_on_with: str = ""
-    working_directory: str
-    arguments: list[str]
-    state: str
-    cells: list[Entry]
-
-
 @dataclass(kw_only=True, slots=True)
 class Ledger:
     """The contents of ``sweep.json``, written whole at every change."""
 
-    directory: Path
+    schema: int = SCHEMA
     arguments: list[str] = field(default_factory=list)
     """The command line of the sweep, without the program."""
     working_directory: str = ""
     """Where it was given; relative paths in it begin there."""
     state: str = "running"
     """``running``, ``finished`` (all cells did), ``failed`` (some did not) or ``stopped`` (by a signal)."""
-    entries: dict[Key, Entry] = field(default_factory=dict)
+    cells: list[Entry] = field(default_factory=list)
 
     @classmethod
     def load(cls, directory: Path) -> Ledger | None:
@@ -275,70 +238,36 @@ class Ledger:
         file = directory / FILE_NAME
         if not file.is_file():
             return None
-        values = read_json(file, "a sweep of ours")
         try:
+            values = read_json(file, "a sweep of ours")
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
-            contents = build(Contents, values)
-            for entry in contents.cells:  # what lies in a cell's folder is moved and removed
-                if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
-                    raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
+            ledger = build(cls, values)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a sweep of ours ({error})") from error
-        return cls(
-            directory=directory,
-            arguments=contents.arguments,
-            working_directory=contents.working_directory,
-            state=contents.state,
-            entries={entry.key: entry for entry in contents.cells},
-        )
+        for entry in ledger.cells:  # what lies in a cell's folder is moved and removed
+            if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
+                raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
+        return ledger
 
-    def save(self) -> None:
+    def save(self, directory: Path) -> None:
         """Write the file so that a reader sees the old one or the new one whole."""
-        contents = Contents(
-            go_on_with=self.go_on_with(),
-            working_directory=self.working_directory,
-            arguments=self.arguments,
-            state=self.state,
-            cells=list(self.entries.values()),
-        )
-        write_json(self.directory / FILE_NAME, asdict(contents))
+        values = {"go_on_with": self.go_on_with(directory), **dataclasses.asdict(self)}
+        write_json(directory / FILE_NAME, values)
 
-    def go_on_with(self) -> str:
+    def go_on_with(self, directory: Path) -> str:
         """The shell's line that continues these runs."""
         given = [word for word in self.arguments if not word.startswith(f"{SWEEP_DIRECTORY}=")]
-        return shlex.join(["python", "-m", "trainer", *given, f"{OPTION}{self.directory}"])
+        return shlex.join(["python", "-m", "trainer", *given, f"{OPTION}{directory}"])
 
-    def enter(self, cell: PlannedCell) -> Entry:
-        """The entry of a planned cell, made when the sweep has none yet; gives the cell its number and directory."""
-        entry = self.entries.get(cell.key)
-        if entry is None:
-            entry = self.entries[cell.key] = Entry(
-                number=cell.number,
-                overrides=list(cell.overrides),
-                round=cell.round,
-                copy=cell.copy,
-                start=cell.start,
-                directory=str(cell.directory.relative_to(self.directory)),
-            )
-        cell.number, cell.directory = entry.number, self.directory / entry.directory
+    def enter(self, entry: Entry) -> Entry:
+        """The entry of this cell from before, or ``entry``, which becomes one."""
+        for known in self.cells:
+            if known.is_same(entry):
+                known.start = entry.start  # another ``hydra.launcher.caches`` changes it
+                return known
+        self.cells.append(entry)
         return entry
-
-    def next_number(self) -> int:
-        """The first number that no cell has."""
-        return max((entry.number for entry in self.entries.values()), default=-1) + 1
-
-    def note(self, cell: PlannedCell, **changes: Any) -> None:
-        """Change a cell's entry and write the file."""
-        entry = self.entries[cell.key]
-        for name, value in changes.items():
-            setattr(entry, name, value)
-        self.save()
-
-    def unplanned(self, cells: Sequence[PlannedCell]) -> list[Entry]:
-        """Entries that ``cells`` do not ask for: the command has changed since."""
-        keys = {cell.key for cell in cells}
-        return [entry for key, entry in self.entries.items() if key not in keys]
 
 
 @contextlib.contextmanager
@@ -368,12 +297,11 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     if not chosen:
         return list(arguments)
     directory = Path(chosen[-1].removeprefix(OPTION)).expanduser()
-    others = [argument for argument in arguments if argument not in (*chosen, *MULTIRUN)]
+    others = [argument for argument in arguments if argument not in (*chosen, "-m", "--multirun")]
     ledger = Ledger.load(directory)
-    if not others:
-        if ledger is None:
-            raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
-        raise ValueError(
-            f"{chosen[-1]}: give its whole command again, in {ledger.working_directory}: {ledger.go_on_with()}"
-        )
-    return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]
+    if others:
+        return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]
+    if ledger is None:
+        raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
+    again = f"in {ledger.working_directory}: {ledger.go_on_with(directory)}"
+    raise ValueError(f"{chosen[-1]}: give its whole command again, {again}")

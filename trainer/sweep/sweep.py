@@ -1,191 +1,174 @@
-"""Sweep: the state of a running sweep: which cells are left to do, and what became of the others."""
+"""Sweep: runs what is left of its cells, several at once if need be, and keeps what became of each."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+import socket
+import time
+from collections.abc import Generator, Sequence
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
 from trainer.report.sweep import Cell
 from trainer.sweep.environment import code_version
-from trainer.sweep.plan import Ledger, PlannedCell, SweepOptions
-from trainer.sweep.processes import CellEnd, CellProcess, goes_on, host, wait_for
-from trainer.telemetry.record import RunRecord
+from trainer.sweep.plan import Ledger, PlannedCell, SweepOptions, queues
+from trainer.sweep.processes import CellProcess, goes_on, is_cell, loaded
+
+POLL_SECONDS = 0.05
 
 
 class Sweep:
-    """Cells of one launch and the ledger that they are written to.
+    """Cells of one launch and the ledger that they are written to. Finds those that finished before, and says so.
 
     Args:
-        cells: In the order in which they run, with number and directory.
-        ledger: What was done before; every cell of ``cells`` is entered.
+        directory: The sweep's.
+        cells: In the order in which they run, each with its entry in ``ledger``, its directory and its command.
+        ledger: What was done before.
         options: Of the launcher.
-        view: Where progress is shown.
     """
 
-    def __init__(self, cells: Sequence[PlannedCell], ledger: Ledger, options: SweepOptions, view: SweepView) -> None:
-        self.cells, self.view = list(cells), view
-        self._ledger, self._options = ledger, options
+    def __init__(
+        self, directory: Path, cells: Sequence[PlannedCell], ledger: Ledger, options: SweepOptions, console: Console
+    ) -> None:
+        self._directory, self._cells, self._ledger, self._options = directory, list(cells), ledger, options
+        self._console = console
         self._code = code_version()
         self._ends: dict[int, Cell] = {}
-        self._done: set[int] = set()
         self._look_back()
 
     @property
     def results(self) -> list[Cell]:
         """Cells that ended, now or before, in order."""
-        return [self._ends[cell.number] for cell in self.cells if cell.number in self._ends]
+        return [self._ends[cell.entry.number] for cell in self._cells if cell.entry.number in self._ends]
 
     def result_of(self, cell: PlannedCell) -> Cell | None:
         """How a cell ended; None when it did not run."""
-        return self._ends.get(cell.number)
+        return self._ends.get(cell.entry.number)
 
-    def is_done(self, cell: PlannedCell) -> bool:
-        return cell.number in self._done
+    def run(self, places: Sequence[dict[str, str]], signals: list[int]) -> None:
+        """Run what is left, as many cells at once as there are ``places``, which are environment variables; with the
+        first of ``signals`` no further one starts."""
+        waiting = queues(self._cells, interleaved=self._options.interleaved)
+        workers = [self._work(waiting, place, signals) for place in places]
+        try:
+            while workers:
+                workers = [worker for worker in workers if next(worker, False)]
+                time.sleep(POLL_SECONDS if workers else 0)
+        finally:
+            for worker in workers:
+                worker.close()
+            failed = any(result.exit_code != 0 for result in self.results)
+            self._ledger.state = "stopped" if signals else "failed" if failed else "finished"
+            self._ledger.save(self._directory)
 
-    def wants(self, cell: PlannedCell) -> bool:
+    def _work(
+        self, waiting: list[list[PlannedCell]], place: dict[str, str], signals: list[int]
+    ) -> Generator[bool, None, None]:
+        """Run queues in one place, each from its first cell to its last; yields while a process runs."""
+        while waiting:
+            for cell in waiting.pop(0):
+                if signals:
+                    return
+                if not self._wants(cell):
+                    continue
+                self._note(
+                    cell, state="running", host=socket.gethostname(), code=self._code, exit_code=None, reason=None
+                )
+                self._print(cell, f"-> {cell.directory}")
+                process = CellProcess(cell, place, self._options.timeout_seconds, signals)
+                result = yield from process.run(partial(self._note, cell))
+                self._ended(cell, result, process.seconds)
+
+    def _wants(self, cell: PlannedCell) -> bool:
         """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
-        if self.is_done(cell):
+        if cell.entry.number in self._ends:
             return False
-        if cell.start != "warm":
-            return True
-        cold = self._ends.get(self._cold(cell).number)
-        if cold is not None and cold.exit_code == 0:
+        cold = self._ends.get(self._cold(cell).entry.number) if cell.entry.start == "warm" else None
+        if cell.entry.start != "warm" or (cold is not None and cold.exit_code == 0):
             return True
         record = cell.described
-        record.status, record.command = "failed", list(cell.overrides)
+        record.status, record.command = "failed", list(cell.entry.overrides)
         record.reason = f"not run: its cold cell {cold.outcome if cold is not None else 'did not run'}"
         record.save(cell.directory)
-        self.ended(cell, CellEnd(exit_code=1, record=record, seconds=0.0))
+        self._ended(cell, Cell(overrides=cell.chosen, directory=cell.directory, exit_code=1, record=record), 0.0)
         return False
 
-    def process_of(self, cell: PlannedCell, *, variables: dict[str, str]) -> CellProcess:
-        return CellProcess(cell=cell, timeout_seconds=self._options.timeout_seconds, variables=variables)
-
-    def starts(self, cell: PlannedCell) -> None:
-        self.note(cell, state="running", host=host(), code=self._code, exit_code=None, reason=None)
-        self.view.started(cell)
-
-    def note(self, cell: PlannedCell, **changes: object) -> None:
-        self._ledger.note(cell, **changes)
-
-    def ended(self, cell: PlannedCell, end: CellEnd) -> None:
-        """Note how a cell ended, and remove caches that nobody needs any more."""
-        state = "finished" if end.exit_code == 0 else end.record.status
-        self.note(
-            cell,
-            state=state,
-            exit_code=end.exit_code,
-            reason=end.record.reason,
-            seconds=round(end.seconds, 3),
-            pid=None,
+    def _ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
+        """Note and print how a cell ended, and remove caches that nobody needs any more."""
+        record = result.record
+        assert record is not None
+        state = "finished" if result.exit_code == 0 else record.status
+        self._note(
+            cell, state=state, exit_code=result.exit_code, reason=record.reason, seconds=round(seconds, 3), pid=None
         )
-        result = self._ends[cell.number] = _result(cell, end.exit_code, end.record)
-        self.view.ended(cell, result, end.seconds)
-        if cell.caches is not None:
-            ends = [self._ends.get(each.number) for each in self.cells if each.pair == cell.pair]
-            if len(ends) == 1 or all(each is not None and each.exit_code == 0 for each in ends):
-                shutil.rmtree(cell.caches, ignore_errors=True)
-
-    def close(self, *, stopped: bool) -> None:
-        failed = any(result.exit_code != 0 for result in self.results)
-        self._ledger.state = "stopped" if stopped else "failed" if failed else "finished"
-        self._ledger.save()
+        self._ends[cell.entry.number] = result
+        parts = [result.outcome]
+        if record.steady_steps_per_second:
+            unit = "batches" if record.run == "inference" else "steps"
+            parts.append(f"{record.steady_steps_per_second:.2f} {unit}/s")
+        parts.append(_span(seconds))
+        if result.exit_code != 0 and record.reason:
+            parts.append(record.reason.splitlines()[0])
+        left = len(self._cells) - len(self._ends)
+        self._print(cell, f": {' · '.join(parts)} ({left} left)")
+        pair = [self._ends.get(each.entry.number) for each in self._cells if each.pair == cell.pair]
+        over = len(pair) == 1 or all(each is not None and each.exit_code == 0 for each in pair)
+        if over and cell.caches is not None:
+            shutil.rmtree(cell.caches, ignore_errors=True)
 
     def _look_back(self) -> None:
         """Find the cells that are finished and need not run again; say why others do."""
-        for cell in self.cells:
-            entry = self._ledger.entries[cell.key]
-            if entry.state == "running":
-                wait_for(entry, self.view.print)
-            record = _finished(cell)
-            changed = entry.code != self._code
+        for entry in self._ledger.cells:
+            if all(entry is not cell.entry for cell in self._cells):
+                self._say(f"left alone, not part of this command: {entry.directory} ({entry.state})")
+        for cell in self._cells:
+            entry = cell.entry
+            if entry.state == "running" and entry.pid and entry.host == socket.gethostname() and is_cell(entry.pid):
+                self._say(f"waiting for process {entry.pid}, which still runs cell {entry.number} of this sweep")
+                while is_cell(entry.pid):
+                    time.sleep(0.2)
+            record = loaded(cell.directory)
+            finished = record is not None and record.status == "finished"
             versions = f"{cell.title} ({entry.code}; now {self._code})"
-            if changed and record is None and goes_on(cell):
-                self.view.print(f"continues from a checkpoint of other code: {versions}")
-            if record is None or entry.state == "planned":
-                continue
-            if changed:
-                self.view.print(f"runs again, because the code has changed since: {versions}")
-                continue
-            self._done.add(cell.number)
-            self._ends[cell.number] = _result(cell, 0, record)
-        self._repeat_cold()
-        for cell in self.cells:
-            if cell.number in self._done:
-                self.note(cell, state="finished", exit_code=0, reason=None, pid=None)
-        self.view.skipped(self._ends)
-
-    def _repeat_cold(self) -> None:
-        """A warm cell that has to run needs the caches of the cold one; where they are gone that one runs again."""
-        for cell in self.cells:
-            if cell.start == "warm" and cell.number not in self._done and not (cell.caches and cell.caches.is_dir()):
+            if finished and entry.state != "planned":
+                if entry.code == self._code:
+                    self._ends[entry.number] = Cell(
+                        overrides=cell.chosen, directory=cell.directory, exit_code=0, record=record
+                    )
+                else:
+                    self._say(f"runs again, because the code has changed since: {versions}")
+            elif entry.code != self._code and goes_on(cell.directory):
+                self._say(f"continues from a checkpoint of other code: {versions}")
+        for cell in self._cells:  # a warm cell that has to run needs the caches of the cold one
+            needs = cell.entry.start == "warm" and cell.entry.number not in self._ends
+            if needs and not (cell.caches and cell.caches.is_dir()):
                 cold = self._cold(cell)
-                if cold.number in self._done:
-                    self._done.discard(cold.number)
-                    del self._ends[cold.number]
-                    self.view.print(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
+                if self._ends.pop(cold.entry.number, None) is not None:
+                    self._say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
+        for cell in self._cells:
+            if cell.entry.number in self._ends:
+                self._note(cell, state="finished", exit_code=0, reason=None, pid=None)
+        if self._ends:
+            self._say(f"finished before, not run again: {len(self._ends)} of {len(self._cells)} cells")
+            for result in self._ends.values():
+                self._say(f"  {' '.join(result.overrides) or 'one cell'}")
 
     def _cold(self, cell: PlannedCell) -> PlannedCell:
-        return next(each for each in self.cells if each.pair == cell.pair and each.start == "cold")
+        return next(each for each in self._cells if each.pair == cell.pair and each.entry.start == "cold")
 
+    def _note(self, cell: PlannedCell, **changes: object) -> None:
+        for name, value in changes.items():
+            setattr(cell.entry, name, value)
+        self._ledger.save(self._directory)
 
-def _finished(cell: PlannedCell) -> RunRecord | None:
-    """The record of a cell that finished."""
-    try:
-        record = RunRecord.load(cell.directory)
-    except ValueError:
-        return None
-    return record if record.status == "finished" else None
+    def _print(self, cell: PlannedCell, text: str) -> None:
+        blank = "" if text.startswith(":") else " "
+        self._say(f"[{self._cells.index(cell) + 1}/{len(self._cells)}] {cell.title}{blank}{text}")
 
-
-def _result(cell: PlannedCell, exit_code: int, record: RunRecord) -> Cell:
-    return Cell(overrides=cell.chosen, directory=cell.directory, exit_code=exit_code, record=record)
-
-
-class SweepView:
-    """Progress over all cells of a sweep.
-
-    Args:
-        cells: All that are planned.
-    """
-
-    def __init__(self, cells: Sequence[PlannedCell]) -> None:
-        self._console = Console(highlight=False)
-        self._cells = {cell.number: cell for cell in cells}
-        self._over: dict[int, Cell] = {}
-
-    def print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def skipped(self, results: Mapping[int, Cell]) -> None:
-        """Cells that had finished before, by number."""
-        self._over.update(results)
-        if results:
-            self.print(f"finished before, not run again: {len(results)} of {len(self._cells)} cells")
-            for result in results.values():
-                self.print(f"  {' '.join(result.overrides) or 'one cell'}")
-
-    def started(self, cell: PlannedCell) -> None:
-        self.print(f"{self._place(cell)} {cell.title} -> {cell.directory}")
-
-    def ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
-        """A cell has ended: its figures, or why it has none."""
-        self._over[cell.number] = result
-        parts = [result.outcome, *_figures(result.record), _span(seconds)]
-        if result.exit_code != 0 and result.record is not None and result.record.reason:
-            parts.append(result.record.reason.splitlines()[0])
-        self.print(f"{self._place(cell)} {cell.title}: {' · '.join(parts)} ({len(self._cells) - len(self._over)} left)")
-
-    def _place(self, cell: PlannedCell) -> str:
-        return f"[{list(self._cells).index(cell.number) + 1}/{len(self._cells)}]"
-
-
-def _figures(record: RunRecord | None) -> list[str]:
-    if record is None or not record.steady_steps_per_second:
-        return []
-    return [f"{record.steady_steps_per_second:.2f} {'batches' if record.run == 'inference' else 'steps'}/s"]
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _span(seconds: float) -> str:
