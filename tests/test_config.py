@@ -23,12 +23,6 @@ YAMLS = sorted(Path(CONF).rglob("*.yaml"))
 LANGUAGE = "task=language_modelling"
 IMAGES = "task=image_classification"
 NEEDS = {
-    "run/peer": ["trainer.val_every_n_steps=0"],
-    "task/data/coco": ["task.data.root=."],
-    "task/data/labelled_shapes": [IMAGES],
-    "task/data/torchvision": [IMAGES, "task.data.root=."],
-    "task/data/stdlib": [LANGUAGE],
-    "task/data/text": [LANGUAGE, "task.data.path=x.txt"],
     **{f"task/network/{name}": [LANGUAGE] for name in ("gpt2", "gpt2_tiny", "llama_tiny", "llama_small")},
     **{f"task/network/{name}": [LANGUAGE] for name in ("llama_7b", "llama_3_8b")},
     **{f"task/network/{name}": ["task=masked_lm"] for name in ("bert_base", "bert_tiny")},
@@ -76,6 +70,27 @@ def test_every_option_composes_into_dataclasses(subtests: pytest.Subtests) -> No
             assert all(isinstance(strategy, Strategy) for strategy in config.compile.values())
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["run=train"],
+        ["run=inference"],
+        ["run=peer", "trainer.val_every_n_steps=0"],
+        ["task=micro"],
+        ["task/data=shapes"],
+        ["task/data=lognormal"],
+        ["task/data=coco", "task.data.root=."],
+        [IMAGES, "task/data=labelled_shapes"],
+        [IMAGES, "task/data=torchvision", "task.data.root=."],
+        [LANGUAGE, "task/data=stdlib"],
+        [LANGUAGE, "task/data=text", "task.data.path=x.txt"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_is_a_class_alone_composes(overrides: list[str]) -> None:
+    assert isinstance(build(*overrides), Config)
+
+
 def test_every_arm_that_ships_composes(subtests: pytest.Subtests) -> None:
     for file in sorted((Path(CONF) / "arms").glob("*.yaml")):
         arms = yaml.safe_load(file.read_text())["hydra"]["launcher"]["arms"]
@@ -91,7 +106,7 @@ def test_no_option_has_a_name_that_yaml_reads_as_a_boolean() -> None:
     assert [file for file in YAMLS if not isinstance(yaml.safe_load(file.stem), str)] == []
 
 
-def test_a_strategys_yaml_gives_every_field_its_default(subtests: pytest.Subtests) -> None:
+def test_a_strategy_alone_has_every_field_s_default(subtests: pytest.Subtests) -> None:
     for name, kind in STRATEGIES.items():
         with subtests.test(name=name):
             assert build(f"compile={name}").compile == {name: kind()}

@@ -34,19 +34,22 @@ from trainer.sweep.plan import SweepOptions
 
 
 def register() -> None:
-    """Make schemas and resolvers known to Hydra, once; must come before composition."""
+    """Make schemas, options and resolvers known to Hydra, once; must come before composition.
+
+    A class without parts to choose from is an option by itself; the other options are the files of ``conf``.
+    """
     if "config.yaml" in ConfigStore.instance().repo.get("schema", {}):
         return
     # Schemas live in a group of their own: beside the options they would be offered to users as options.
     root = OmegaConf.structured(Config)
     root.run = MISSING  # left open as in register_schema: the defaults list says which
     ConfigStore.instance().store(group="schema", name="config", node=root, package="_global_")
-    for name, mode in RUN_MODES.items():
-        register_schema(f"run/{name}", mode)
     for name, strategy in STRATEGIES.items():
-        register_schema(f"compile/{name}", strategy)
-    for path, schema in SCHEMAS.items():
-        register_schema(path, schema)
+        register_schema(f"compile/{name}", strategy, package=f"compile.{name}")
+    for path, schema in {**{f"run/{name}": mode for name, mode in RUN_MODES.items()}, **SCHEMAS}.items():
+        group = path.rpartition("/")[0]
+        alone = group in ("run", "task/data") or path == "task/micro"
+        register_schema(path, schema, package=group.replace("/", ".") if alone else None)
     # As plain values: the launcher checks them, with messages of its own.
     node = {"_target_": MISSING} | dataclasses.asdict(SweepOptions())
     ConfigStore.instance().store(group="schema/hydra/launcher", name="isolated", node=node)
@@ -54,8 +57,9 @@ def register() -> None:
     OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
 
 
-def register_schema(path: str, schema: type) -> None:
-    """Register a dataclass as ``schema/<path>``, for a YAML's ``defaults: [/schema/<path>@_here_, _self_]``."""
+def register_schema(path: str, schema: type, package: str | None = None) -> None:
+    """Register a dataclass as ``schema/<path>``, for a YAML's ``defaults: [/schema/<path>@_here_, _self_]``, and with
+    ``package`` as the option ``<path>`` itself."""
     group, _, name = path.rpartition("/")
     node = OmegaConf.structured(schema)
     for key, declared in get_type_hints(schema).items():
@@ -64,6 +68,22 @@ def register_schema(path: str, schema: type) -> None:
             # that default. Left open, every kind of the base class fits; the defaults list of the YAML says which.
             node[key] = MISSING
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node)
+    if package is not None:
+        ConfigStore.instance().store(group=group, name=name, node=schema, package=package)
+
+
+def known_options(group: str) -> list[str]:
+    """Names of the options of ``group`` that ship or that a plug-in has registered."""
+    files = [*_registered(group), *(file.name for file in (CONF / group).glob("*.yaml"))]
+    return sorted({name.removesuffix(".yaml") for name in files if name.endswith(".yaml")})
+
+
+def _registered(group: str) -> dict[str, Any]:
+    """The options of ``group`` that are classes, by file name, with the groups below it."""
+    found: Any = ConfigStore.instance().repo
+    for name in group.split("/"):
+        found = found.get(name, {})
+    return found  # type: ignore[no-any-return]
 
 
 def refuse_written_credentials(cfg: DictConfig) -> None:
@@ -217,9 +237,8 @@ def register_strategy(strategy: type[Strategy]) -> None:
         raise ValueError(f"{strategy.__name__}.stage must be a ClassVar[Stage]")
     if name in STRATEGIES or name == "eager":
         raise ValueError(f"{strategy.__name__}.name={name!r} is the name of a strategy that ships; choose another")
-    register_schema(f"compile/{name}", strategy)
     # The class alone is an option already; a YAML of the same name only changes its values.
-    ConfigStore.instance().store(group="compile", name=name, node=strategy, package=f"compile.{name}")
+    register_schema(f"compile/{name}", strategy, package=f"compile.{name}")
 
 
 def register_task(task: type[Task], *, schemas: Mapping[str, type] | None = None) -> None:
@@ -237,31 +256,29 @@ def register_task(task: type[Task], *, schemas: Mapping[str, type] | None = None
     for path, schema in (schemas or {}).items():
         _require_dataclass(f"register_task: schemas[{path!r}]", schema)
         register_schema(path, schema)
-    register_schema(f"task/{name}", task)
-    ConfigStore.instance().store(group="task", name=name, node=task)
+    register_schema(f"task/{name}", task, package="task")
 
 
 def load_from_command_line(arguments: Sequence[str]) -> None:
     """Run the ``plugin.py`` of ``--config-dir``, if there is one. Raises ValueError naming file and error."""
     chosen = config_dir(arguments)
-    file = Path(chosen or ".") / FILE_NAME
-    if chosen is None or not file.is_file():
+    if chosen is None:
         return
-    # A real module in a directory on the path: dataclasses look up their module, and worker processes import it.
-    sys.path.append(str(file.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
+    file = Path(chosen) / FILE_NAME
+    if file.is_file():
+        # A real module in a directory on the path: dataclasses look up their module, and worker processes import it.
+        sys.path.append(str(file.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+        assert spec is not None and spec.loader is not None  # noqa: PT018
+        module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
     # Hydra takes a registered option for the schema of a YAML of the same name; the YAML names its schema by itself.
-    for group in ("compile", "task"):
+    for group in ("compile", "run", "task", "task/data"):
         for option in (file.parent / group).glob("*.yaml"):
-            ConfigStore.instance().repo.get(group, {}).pop(option.name, None)
+            _registered(group).pop(option.name, None)
 
 
 def config_dir(arguments: Sequence[str]) -> str | None:
@@ -276,17 +293,16 @@ def _require_kind(function: str, kind: type, base: type) -> None:
 
 
 def _require_dataclass(where: str, kind: type) -> None:
-    """Raise ValueError unless ``kind`` is ``@dataclass(kw_only=True, slots=True)`` and not frozen.
-
-    Without slots a misspelt ``+compile.mine.typo=1`` would be dropped in silence; frozen ones refuse overrides.
-    """
     if not is_configuration(kind):
         name = getattr(kind, "__name__", repr(kind))
         raise ValueError(f"{where}: {name} must be decorated with @dataclass(kw_only=True, slots=True)")
 
 
 def is_configuration(kind: type) -> bool:
-    """Whether ``kind`` itself (not only a base) is a keyword-only, slotted dataclass that is not frozen."""
+    """Whether ``kind`` itself (not only a base) is a keyword-only, slotted dataclass that is not frozen.
+
+    Without slots a misspelt ``+compile.mine.typo=1`` would be dropped in silence; frozen ones refuse overrides.
+    """
     own = vars(kind)
     if "__dataclass_params__" not in own or "__slots__" not in own or own["__dataclass_params__"].frozen:
         return False

@@ -21,7 +21,7 @@ REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Config search path|provider=)")
 """Lines of Hydra's and OmegaConf's messages that speak of their insides."""
 FOREIGN = re.compile(
-    r"In 'schema/(?P<group>[\w/]+)/(?P<name>\w+)'.*Merge error: \w+ is not a subclass of (?P<base>\w+)", re.S
+    r"In '(?:schema/)?(?P<group>[\w/]+)/(?P<name>\w+)'.*Merge error: \w+ is not a subclass of (?P<base>\w+)", re.S
 )
 """What they say when an option belongs to another task: ``task=captioning task/data=torchvision``."""
 
@@ -32,26 +32,21 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {_in_file(error)}"]
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
-    if foreign := FOREIGN.search("\n".join(map(str, _causes(error)))):
-        return [f"error: {_not_for_this_task(**foreign.groupdict())}"]
-    if unknown := _unknown(error):
-        return [f"error: {unknown}"]
+    if known := _not_for_this_task(error) or _unknown(error):
+        return [f"error: {known}"]
     lines: list[str] = []
-    current: BaseException | None = error
-    while current is not None:
-        for line in str(current).splitlines():
+    for cause in _causes(error, hidden=False):
+        for line in str(cause).splitlines():
             text = line.rstrip()
-            if not text or NOISE.match(text) or text.strip() in (known.strip() for known in lines):
+            if not text or NOISE.match(text) or text.strip() in (one.strip() for one in lines):
                 continue
             # Adding a key with + helps in free-form mappings only; in a dataclass the option is misspelt.
-            if text.startswith("To append to your config") and "not in struct" not in str(current.__cause__):
+            if text.startswith("To append to your config") and "not in struct" not in str(cause.__cause__):
                 continue
-            if text.startswith("\t") and lines:
-                # Available options come one to a line.
+            if text.startswith("\t") and lines:  # available options come one to a line
                 lines[-1] += f" {text.strip()}" if lines[-1].endswith(":") else f", {text.strip()}"
             else:
                 lines.append(text)
-        current = current.__cause__
     if len(lines) == 2 and lines[0].startswith("Error merging override "):
         lines = [f"{lines[0].removeprefix('Error merging override ')}: {lines[1]}"]
     override = getattr(error, "override", None)
@@ -59,21 +54,23 @@ def explain(error: BaseException) -> list[str]:
     return [f"error: {first}", *(f"  {line}" for line in lines[1:])]
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None, *, hidden: bool = True) -> Iterator[BaseException]:
+    """The error and those behind it, with those that Hydra leaves out (``hidden``)."""
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__  # Hydra leaves some causes out
+        error = error.__cause__ or (error.__context__ if hidden else None)
 
 
-def _not_for_this_task(group: str, name: str, base: str) -> str:
-    """An option whose class does not derive from ``base``, and those of its group whose class does."""
+def _not_for_this_task(error: BaseException) -> str | None:
+    """An option whose class does not derive from the task's, and those of its group whose class does."""
     from tasks import SCHEMAS  # not above: the command line first makes sure that these are our tasks
 
-    fitting = [
-        path.rpartition("/")[2]
-        for path, kind in sorted(SCHEMAS.items())
-        if path.rpartition("/")[0] == group and base in (each.__name__ for each in kind.__mro__)
-    ]
+    found = FOREIGN.search("\n".join(map(str, _causes(error))))
+    if found is None:
+        return None
+    group, name, base = found["group"], found["name"], found["base"]
+    kinds = {path.rpartition("/")[2]: kind for path, kind in sorted(SCHEMAS.items()) if path.startswith(f"{group}/")}
+    fitting = [option for option, kind in kinds.items() if base in (each.__name__ for each in kind.__mro__)]
     return f"{group}={name} belongs to another task" + (f"; this one takes {', '.join(fitting)}" if fitting else "")
 
 
@@ -85,26 +82,23 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     from tasks import SCHEMAS  # not above, see _not_for_this_task
     from tasks.base import suggest
     from trainer.cli import CONF
+    from trainer.config import known_options
 
     file = re.match(r"In '([^']+)': ", str(error))
     # Of our own files a user has seen none: the option is on the command line.
-    where = (
-        f"{file[1]}: " if file and not (file[1].startswith("hydra/") or (CONF / f"{file[1]}.yaml").is_file()) else ""
-    )
+    ours = file is None or file[1].startswith("hydra/") or (CONF / f"{file[1]}.yaml").is_file()
+    where = "" if file is None or ours else f"{file[1]}: "
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-        known = list(error.options or sorted(option.stem for option in (CONF / group).glob("*.yaml")))
+        known = list(error.options or known_options(group))
         wrong = f"{where}{group}={name} is not an option"
         return wrong + (suggest(name, known) or f"; there are {', '.join(known)}") if group and known else None
     given = re.search(r"Could not override '(.+?)'", str(error))
     if given is not None and "/" in given[1]:
         groups = {path.rpartition("/")[0] for path in SCHEMAS} - {"task"}
-        return f"{given[1]} is not a group of options" + (
-            "; this task has none" if given[1] in groups else suggest(given[1], groups)
-        )
-    missing = next(
-        (cause for cause in _causes(error) if isinstance(cause, ConfigAttributeError | ConfigKeyError)), None
-    )
+        near = "; this task has none" if given[1] in groups else suggest(given[1], groups)
+        return f"{given[1]} is not a group of options{near}"
+    missing = next((one for one in _causes(error) if isinstance(one, ConfigAttributeError | ConfigKeyError)), None)
     if missing is None or missing.full_key is None:
         return None
     key, path, parent, kind = str(missing.key), missing.full_key, missing.parent_node, missing.object_type
@@ -115,11 +109,10 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
         known = [f"{place}{option.name}" for option in dataclasses.fields(kind)]
     else:
         return None
-    last = {option.rpartition(".")[2]: option for option in known}
     if place == "compile.":
-        return f"{where}{path}: the run has no strategy {key}" + (
-            suggest(key, map(str, parent)) or f"; compile={key} adds it"
-        )
+        near = suggest(key, map(str, parent)) or f"; compile={key} adds it"
+        return f"{where}{path}: the run has no strategy {key}{near}"
+    last = {option.rpartition(".")[2]: option for option in known}
     for name in (key, given[1].rpartition(".")[2] if given else key):
         if matches := difflib.get_close_matches(name, last):
             return f"{where}{path} is not an option; near: {', '.join(last[match] for match in matches)}"

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,6 @@ from strategies.buckets.loaders import (
 )
 from strategies.padding import Padding, length_of
 
-REPORT_SECONDS = 10.0
-"""Between two lines about a pass that takes long."""
 MEASURED_AT_ONCE = 64
 
 _measured: weakref.WeakKeyDictionary[Any, NDArray[np.int64]] = weakref.WeakKeyDictionary()
@@ -145,7 +143,7 @@ class LoaderPadder:
         lengths = self._lengths(loader)
         padding.edges = self._edges(lengths)
         split = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        try:
+        with self._naming():
             sizes = batch_sizes(padding.edges, rows=loader.batch_size, tokens_per_batch=padding.tokens_per_batch)
             batches = BucketBatchSampler(
                 lengths,
@@ -156,8 +154,6 @@ class LoaderPadder:
                 same_every_epoch=trainer.overfit_batches > 0,  # type: ignore[attr-defined]
                 drop_last=loader.drop_last,
             )
-        except ValueError as error:
-            raise ValueError(f"compile.{padding.name}: {error}") from error
         padding.batch_sizes = batches.rows_by_edge
         if self._batches is None:  # not for a loader that Lightning reloads later on
             self._resume(batches)
@@ -170,22 +166,31 @@ class LoaderPadder:
 
     def _edges(self, lengths: NDArray[np.int64]) -> tuple[int, ...]:
         assert self.padding.choose_edges is not None
-        try:
+        with self._naming():
             return self.padding.choose_edges(lengths)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
             raise ValueError(f"compile.{self.padding.name}: {error}") from error
 
     def _lengths(self, loader: DataLoader[Any]) -> NDArray[np.int64]:
+        """One of each example; where the data set does not know them, the first process measures, so that all plan the
+        same batches even where an example differs from one reading to the next."""
         require_map_style(loader, self.padding.name)
-        known = known_lengths(loader.dataset)
-        if known is not None:
-            return known
-        return measured_lengths(
-            loader,
-            self.padding.ragged,
-            broadcast=self._trainer.strategy.broadcast,
-            first_process=self._trainer.is_global_zero,
-        )
+        lengths = known_lengths(loader.dataset)
+        if lengths is not None:
+            return lengths
+        if self._trainer.is_global_zero:
+            with contextlib.suppress(TypeError):  # what cannot be hashed or referred to weakly is measured each time
+                lengths = _measured.get(loader.dataset)
+            if lengths is None:
+                lengths = measured_lengths(loader, self.padding.ragged)
+                with contextlib.suppress(TypeError):
+                    _measured[loader.dataset] = lengths
+        return self._trainer.strategy.broadcast(lengths)
 
     def _resume(self, batches: BucketBatchSampler) -> None:
         """Continue where the loop's restored progress says: it counts the batches it took, not those fetched ahead."""
@@ -236,51 +241,29 @@ def known_lengths(dataset: Any) -> NDArray[np.int64] | None:
     return values
 
 
-def measured_lengths(
-    loader: DataLoader[Any], ragged: Sequence[Ragged], *, broadcast: Callable[[Any], Any], first_process: bool
-) -> NDArray[np.int64]:
-    """Measure every example of ``loader``'s data set as a batch of its own, with the loader's workers and collate rule.
-
-    The first process measures and ``broadcast`` hands the result to the others, so that all of them plan the same
-    batches even where an example differs from one reading to the next.
-    """
-    lengths = None
-    if first_process:
-        with contextlib.suppress(TypeError):  # what cannot be hashed or referred to weakly is measured each time
-            lengths = _measured.get(loader.dataset)
-        if lengths is None:
-            lengths = _measure(loader, ragged)
-            with contextlib.suppress(TypeError):
-                _measured[loader.dataset] = lengths
-    return broadcast(lengths)
-
-
-def _lengths_of(items: Sequence[Any], *, collate: Callable[[Any], Any], ragged: Sequence[Ragged]) -> list[int]:
-    """Lengths of examples, each one as a batch of its own."""
-    return [length_of(collate([item]), ragged) for item in items]
-
-
-def _measure(loader: DataLoader[Any], ragged: Sequence[Ragged]) -> NDArray[np.int64]:
+def measured_lengths(loader: DataLoader[Any], ragged: Sequence[Ragged]) -> NDArray[np.int64]:
+    """Measure each example of ``loader``'s data set as a batch of its own, with its workers and collate rule."""
     dataset: Dataset[Any] = loader.dataset
     total = len(dataset)  # type: ignore[arg-type]
     rank_zero_info(
         f"compile: measuring the lengths of {total:,} examples once; an attribute `lengths` of {type(dataset).__name__}"
         " (positions of each example) would spare this"
     )
-    lengths: list[int] = []
-    began = reported = time.perf_counter()
+    began = time.perf_counter()
     with isolate_rng():  # reading an example may draw random numbers, which the training must not miss
-        for measured in DataLoader(
+        batches = DataLoader(
             dataset,
             batch_size=MEASURED_AT_ONCE,
             num_workers=loader.num_workers,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             collate_fn=partial(_lengths_of, collate=loader.collate_fn, ragged=ragged),
-        ):
-            lengths.extend(measured)
-            if time.perf_counter() - reported > REPORT_SECONDS:
-                reported = time.perf_counter()
-                rank_zero_info(f"compile: {len(lengths):,} of {total:,} examples measured")
+        )
+        lengths = [length for measured in batches for length in measured]
     rank_zero_info(f"compile: {total:,} examples measured in {time.perf_counter() - began:.1f} s")
     return np.array(lengths, dtype=np.int64)
+
+
+def _lengths_of(items: Sequence[Any], *, collate: Callable[[Any], Any], ragged: Sequence[Ragged]) -> list[int]:
+    """Lengths of examples, each one as a batch of its own."""
+    return [length_of(collate([item]), ragged) for item in items]

@@ -17,6 +17,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import signal
 import tempfile
 import time
@@ -91,11 +92,11 @@ class ModelComparison:
         for note in self.notes:
             console.print(f"note: {note}", markup=False)
 
-    def __str__(self) -> str:
-        return self.table
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.runs)} runs: {self.verdict}>"
+
+    def __str__(self) -> str:
+        return self.table
 
 
 def compare(
@@ -144,11 +145,11 @@ def compare(
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
     with isolate_rng(), process_settings(settings):
         arms, notes = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
-        turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, console=console, out=out)
+        turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, out=out)
         names = ", ".join(label(arm) for arm in arms)
         console.print(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
         try:
-            turns.all(arms, rounds, seconds / rounds)
+            turns.all(arms, rounds, seconds / rounds, console)
         except KeyboardInterrupt:
             notes.append("interrupted: what follows is what was measured until then")
             if not turns.runs:
@@ -202,49 +203,47 @@ class _Turns:
     seed: int
     options: dict[str, Any]
     declared: dict[str, Any]
-    console: Console
     out: str | Path | None
     runs: list[Run] = field(default_factory=list)
     first_batches: list[Any] = field(default_factory=list)
     preparation_seconds: float = 0.0
 
-    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float) -> None:
+    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float, console: Console) -> None:
         """Every arm once a round; who fails is left out from then on. Raises what eager raises."""
         with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
-            with self.console.status("getting ready"):
+            with console.status("getting ready"):
                 preparation = Preparation()
-                self._turn([], folder, limit=_Limit(steps=2), kept=False)  # what a process does once
+                self._turn(RunRecord(task=""), [], folder, _Limit(steps=2))  # what a process does once
                 preparation.wait_for_imports()
                 preparation.wait()
                 self.preparation_seconds = preparation.cost_seconds
             steps = None
-            places = list(range(len(arms)))
-            for number in range(1, rounds + 1):
-                for place in list(places):
-                    arm = arms[place]
-                    limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
-                    with self.console.status(f"{label(arm)}, round {number} of {rounds}"):
-                        record = self._turn(arm, str(Path(folder, str(place))), limit=limit, round=number)
-                    self.console.print(f"{label(arm)}, round {number} of {rounds}: {_said(record)}")
-                    steps = steps or record.steps
-                    if record.status != "finished":
-                        places.remove(place)
+            left = dict(enumerate(arms))
+            for number, place in itertools.product(range(1, rounds + 1), range(len(arms))):
+                if (arm := left.get(place)) is None:
+                    continue
+                strategies = copy.deepcopy(arm)
+                record = RunRecord(
+                    task="",
+                    strategies=[strategy.facts() for strategy in strategies],
+                    label=label(strategies),
+                    seed=self.seed,
+                    round=number,
+                    start="cold" if number == 1 else "warm",
+                    processor=processor_name(),
+                    versions=hardware.versions(),
+                )
+                limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
+                turn = f"{label(arm)}, round {number} of {rounds}"
+                with console.status(turn):
+                    self._turn(record, strategies, str(Path(folder, str(place))), limit)
+                console.print(f"{turn}: {_said(record)}")
+                steps = steps or record.steps
+                if record.status != "finished":
+                    del left[place]
 
-    def _turn(
-        self, arm: Sequence[Strategy], folder: str, *, limit: _Limit, round: int | None = None, kept: bool = True
-    ) -> RunRecord:
+    def _turn(self, record: RunRecord, strategies: Sequence[Strategy], folder: str, limit: _Limit) -> None:
         torch.compiler.reset()
-        strategies = copy.deepcopy(list(arm))
-        record = RunRecord(
-            task="",
-            strategies=[strategy.facts() for strategy in strategies],
-            label=label(strategies),
-            seed=self.seed,
-            round=round,
-            start="cold" if round == 1 else "warm",
-            processor=processor_name(),
-            versions=hardware.versions(),
-        )
         began = time.perf_counter()
         sigint_kept = handled({signal.SIGINT: signal.getsignal(signal.SIGINT)})  # Lightning ignores it after the first
         variables = {"PL_GLOBAL_SEED": str(self.seed), "PL_SEED_WORKERS": "0"}  # as they were, afterwards
@@ -257,9 +256,13 @@ class _Turns:
             compile_ = Compile(
                 strategies, record=record, measure_peak=False, warmup_steps=WARMUP_STEPS, **self.declared
             )
-            options = {**self.options, "callbacks": [*copy.deepcopy(self._callbacks), compile_, limit]}
-            trainer = throwaway_trainer(folder, options.pop("callbacks"), max_steps=MAX_STEPS, max_epochs=-1, **options)
+            given = self.options.get("callbacks") or []
+            theirs = copy.deepcopy(given if isinstance(given, list) else [given])
+            options = {**self.options, "max_steps": MAX_STEPS, "max_epochs": -1}
+            options.pop("callbacks", None)
+            trainer = throwaway_trainer(folder, [*theirs, compile_, limit], **options)
             note_machine(record, LightningLoop(trainer))
+            kept = record.round is not None
             if kept:
                 self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
             try:
@@ -285,12 +288,6 @@ class _Turns:
                 gc.collect()
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()
-        return record
-
-    @property
-    def _callbacks(self) -> list[L.Callback]:
-        given = self.options.get("callbacks") or []
-        return given if isinstance(given, list) else [given]
 
 
 class _Limit(L.Callback):

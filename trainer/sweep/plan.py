@@ -194,17 +194,14 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        found = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in ("rounds", "gpus_per_cell")
-            if getattr(self, name) < 1
-        ]
+        few = [name for name in ("rounds", "gpus_per_cell") if getattr(self, name) < 1]
+        found = [f"{name}={getattr(self, name)} must be at least 1" for name in few]
+        if self.caches not in CACHES:
+            found.append(f"caches={self.caches!r} is not one of {CACHES}")
         if self.parallel < 1 and self.parallel != -1:
             found.append(f"parallel={self.parallel} must be at least 1, or -1 for the number of GPUs")
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             found.append(f"timeout_seconds={self.timeout_seconds} must be above 0, or null for none")
-        if self.caches not in CACHES:
-            found.append(f"caches={self.caches!r} is not one of {CACHES}")
         if self.objective not in {each.name for each in fields(RunRecord)}:
             found.append(f"objective={self.objective!r} is not a figure of a record")
         if any(not arm.strip() for arm in self.arms):
