@@ -84,7 +84,7 @@ def compared(options: argparse.Namespace) -> int:
     scaled = scaling.scalings(runs)
     if not options.allow_unlike:
         refuse_unlike(comparisons, several_devices=bool(scaled))
-    texts = {"markdown": tables.markdown, "csv": tables.as_csv, "json": tables.as_json}
+    texts = {"markdown": tables.markdown, "json": tables.as_json}
     targets = {kind: target for kind in texts if (target := getattr(options, kind)) is not None}
     for kind, target in targets.items():
         write(target, texts[kind](comparisons) + "".join(one.markdown() for one in scaled if kind == "markdown"))
@@ -112,7 +112,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help=runs_help)
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
     add("--steps", nargs="+", default=[str(steps) for steps in AT_STEPS], metavar="N", help=steps_help)
-    for kind in ("markdown", "csv", "json"):
+    for kind in ("markdown", "json"):
         add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
     against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
     add("--against", type=Path, metavar="FILE", help=against_help)
@@ -124,8 +124,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     # ``--steps 500 outputs`` is what people write; argparse takes the folder for a number of steps.
     options.runs = [*options.runs, *(word for word in options.steps if not word.isdecimal())] or ["outputs"]
     options.steps = [int(word) for word in options.steps if word.isdecimal()] or list(AT_STEPS)
-    if [options.markdown, options.csv, options.json].count("-") > 1:
-        made.error("only one of --markdown, --csv and --json can be -")
+    if options.markdown == options.json == "-":
+        made.error("only one of --markdown and --json can be -")
     return options
 
 

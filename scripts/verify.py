@@ -43,8 +43,8 @@ examples:
   crucible verify --list                                     # the rows
   crucible verify cpu-micro/regional                         # one row, three rounds
   crucible verify h200-gpt2/whole --smoke                    # its arm on a small model, on a CPU: does it work here?
-  crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl, and the tables made anew
-  crucible verify --tables                                   # the tables of docs/results made anew from their records
+  crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl; tables, pictures anew
+  crucible verify --tables                                   # tables and pictures of docs made anew from their records
   crucible verify --same outputs/sweeps/<time>               # one arm as two: how often is a difference called?
 
 A figure holds where the median of the rounds here is within the published range, or beyond it by at most:
@@ -76,8 +76,8 @@ def work(options: argparse.Namespace) -> int:
         if options.publish:
             file = options.records / f"{options.publish}.jsonl"
             print(f"{file}: {publish(options.what, file)} records")
-        for page in refresh(options.records):
-            print(f"{page}: tables made anew")
+        for changed in refresh(options.records):
+            print(f"{changed}: made anew")
     else:
         return verify(options)
     return 0
@@ -233,8 +233,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--smoke", action="store_true", help="run does it work here? Compares the loss with eager's")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
-    add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make the tables anew")
-    add("--tables", action="store_true", help="make the tables of the pages anew from their records")
+    add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
+    add("--tables", action="store_true", help="make tables and pictures of the pages anew from their records")
     add("--same", action="store_true", help="an arm as two: how often does compare call a difference?")
     add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
     return made.parse_args(arguments)

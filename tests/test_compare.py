@@ -27,8 +27,7 @@ def test_a_sweep_comes_to_a_table_and_a_verdict(sweep: Path, capsys: pytest.Capt
     assert errors == ""
     assert "whole (mode=reduce-overhead)" in text
     assert "verdict: use cuda_graph for any number of steps (regional+cuda_graph from " in text
-    assert "700" in text
-    assert "20,000" not in text
+    assert len([line for line in text.splitlines() if "step ms" in line or line.split()[:1] == ["arm"]]) == 1
 
 
 def test_files_are_written_whole_and_one_format_can_go_to_the_output(
@@ -39,7 +38,7 @@ def test_files_are_written_whole_and_one_format_can_go_to_the_output(
     output = capsys.readouterr().out
     assert json.loads(output)[0]["workload"] == "captioning"
     assert target.read_text().startswith("## captioning\n")
-    assert main([str(sweep), "--csv", str(tmp_path)]) == 2
+    assert main([str(sweep), "--json", str(tmp_path)]) == 2
     assert "Is a directory" in capsys.readouterr().err
 
 

@@ -50,7 +50,8 @@ def test_single_runs_claim_no_gain_and_no_payback_in_any_line(tmp_path: Path) ->
 def test_the_comparison_and_the_commands_for_more(tmp_path: Path) -> None:
     records = [*turns("eager", 10.0, 10.0, 10.0), *turns("whole", 20.0, 20.0, 20.0, warmup_seconds=31.0)]
     lines = summary(named(records, tmp_path), tmp_path / "two words")
-    assert row_of(lines, "whole")[4:7] == ["2.00x", "2.00-2.00", "600"]
+    assert row_of(lines, "whole")[3:6] == ["2.00x", "2.00-2.00", "31.0"]
+    assert row_of(lines, "whole")[6] == "600"
     assert "  verdict: for fewer than 600 steps use eager; above, whole" in lines
     assert lines[-2:] == [
         f"{tool} '{tmp_path}/two words'" for tool in ("python -m scripts.compare", "tensorboard --logdir")

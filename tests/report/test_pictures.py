@@ -1,9 +1,11 @@
-"""Pictures: what they draw is what the comparison says, and nothing in them is cut off or covered."""
+"""Pictures: what they draw is what the comparison says, nothing is cut off, and colours can be told apart."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -12,14 +14,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from tests.report.records import figures, ragged, record, save, static
+from tests.report.records import ragged, record, static
 from trainer.report import pictures
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.page import svg
-from trainer.report.pictures import Bar, draw_bars, duration, lines, progress, step_times, throughput
-from trainer.report.runs import Run, find
+from trainer.report.pictures import ARMS, BASELINE, INK, MUTED, PAPER, Picture, arm_colours, lines
+from trainer.report.runs import Run
 from trainer.telemetry.record import RunRecord
+
+DRAW = {picture.name: picture.draw for picture in pictures.PICTURES}
 
 
 def compared(*records: RunRecord) -> WorkloadComparison:
@@ -27,9 +30,16 @@ def compared(*records: RunRecord) -> WorkloadComparison:
     return found
 
 
+def drawn(name: str, *records: RunRecord) -> Figure:
+    found = compared(*records)
+    figure = DRAW[name](found, arm_colours([found]))
+    assert figure is not None
+    return figure
+
+
 @pytest.fixture(scope="module")
-def comparisons(tmp_path_factory: pytest.TempPathFactory) -> list[WorkloadComparison]:
-    return compare(find([save([*static(rounds=3), *ragged()], tmp_path_factory.mktemp("runs"))]))
+def comparisons() -> list[WorkloadComparison]:
+    return compare([Run(Path(f"run{number}"), one) for number, one in enumerate([*static(rounds=3), *ragged()])])
 
 
 def texts(figure: Figure) -> list[str]:
@@ -61,88 +71,52 @@ def test_lines_meet_where_the_comparison_says_that_compiling_breaks_even() -> No
 
 
 def test_the_crossing_picture_marks_where_another_arm_takes_over(comparisons: list[WorkloadComparison]) -> None:
-    figure = pictures.crossing(comparisons[0])
+    figure = pictures.crossing(comparisons[0], arm_colours(comparisons))
     assert figure is not None
-    shown = texts(figure)
-    crossings = [one for one in comparisons[0].crossings if one.from_steps > 0]
+    crossings = {f"{one.from_steps:,}" for one in comparisons[0].crossings if one.from_steps > 0}
     assert crossings
-    for crossing in crossings:
-        assert f"{crossing.from_steps:,}" in shown
-    for row in comparisons[0].rows:
-        assert row.cell.arm in shown
+    assert crossings | {row.cell.arm for row in comparisons[0].rows} <= set(texts(figure))
 
 
 def test_without_a_baseline_there_are_times_and_no_ratios() -> None:
-    figure = pictures.crossing(compared(record("whole", warmup_seconds=9.0), record("regional", warmup_seconds=3.0)))
-    assert figure is not None
-    assert not [text for text in texts(figure) if "Times as fast" in text]
-    assert {"whole", "regional"} <= set(texts(figure))
-    assert not [text for text in texts(figure) if "warm start" in text], "what starts alike is drawn once"
+    shown = texts(drawn("crossing", record("whole", warmup_seconds=9.0), record("regional", warmup_seconds=3.0)))
+    assert not [text for text in shown if "Times as fast" in text]
+    assert {"whole", "regional"} <= set(shown)
+    assert not [text for text in shown if "warm start" in text], "what starts alike is drawn once"
 
 
 def test_what_has_no_figures_has_no_picture() -> None:
     found = compared(RunRecord(task="toy", status="failed", reason="out of memory"))
-    palette = pictures.arm_colours([found])
-    assert [picture.draw(found, palette=palette) for picture in pictures.PICTURES] == [None] * len(pictures.PICTURES)
+    assert {draw(found, arm_colours([found])) for draw in DRAW.values()} == {None}
 
 
-def test_nothing_is_cut_off_even_of_long_names() -> None:
-    step, records = 0.1, [record("eager", warmup_seconds=1.0)]
+@pytest.mark.parametrize("picture", pictures.PICTURES, ids=lambda picture: picture.name)
+def test_nothing_is_cut_off_even_of_long_names(picture: Picture) -> None:
+    curve, records = [[10.0, 3.0], [20.0, 2.0]], []
     for number in range(14):
-        name = f"cached+buckets+regional+optimizer+cuda_graph_of_the_{number}th"
-        records.append(record(name, step_seconds=step / (1.1 + number / 7), warmup_seconds=5.0 + number))
-    found = compared(*records)
-    palette = pictures.arm_colours([found])
-    for figure in [picture.draw(found, palette=palette) for picture in pictures.PICTURES]:
-        if figure is None:
-            continue
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        box, (width, height) = figure.get_tightbbox(canvas.get_renderer()), figure.get_size_inches()
-        assert box.x0 > -0.02
-        assert box.y0 > -0.02
-        assert box.x1 < width + 0.02
-        assert box.y1 < height + 0.02
+        name = f"cached+buckets+regional+optimizer+cuda_graph_of_the_{number}th" if number else "eager"
+        step = 0.1 / (1.1 + number / 7)
+        records.append(record(name, step_seconds=step, warmup_seconds=5.0 + number, losses=curve))
+    figure = drawn(picture.name, *records)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    box, (width, height) = figure.get_tightbbox(canvas.get_renderer()), figure.get_size_inches()
+    assert min(box.x0, box.y0) > -0.02
+    assert box.x1 < width + 0.02
+    assert box.y1 < height + 0.02
 
 
-def test_an_arm_has_one_colour_everywhere_and_no_neighbour_shares_it(comparisons: list[WorkloadComparison]) -> None:
-    palette = pictures.arm_colours(comparisons)
-    assert palette["eager"] == pictures.BASELINE[0]
-    for one in comparisons:
-        chosen = [palette[row.cell.arm] for row in one.rows]
-        assert len(set(chosen)) == len(chosen)
-
-
-def test_step_times_are_medians_over_runs_with_their_spread() -> None:
-    fast, slow = figures(0.1), figures(0.3)
-    runs = [record("eager", warmup_seconds=1.0, seed=seed, **values) for seed, values in enumerate((fast, slow))]
-    found = compared(*runs)
-    figure = step_times(found, palette=pictures.arm_colours([found]))
-    assert figure is not None
-    median = (fast["steady_step_seconds_median"] + slow["steady_step_seconds_median"]) / 2
-    p95 = (fast["steady_step_seconds_p95"] + slow["steady_step_seconds_p95"]) / 2
-    assert f"{median * 1e3:.0f} · p95 {p95 * 1e3:.0f}" in texts(figure)
-
-
-def test_single_runs_bear_no_mark() -> None:
-    found = compared(record("eager", warmup_seconds=1.0), record("whole", step_seconds=0.05, warmup_seconds=9.0))
-    figure = throughput(found, palette=pictures.arm_colours([found]))
-    assert figure is not None
+def test_bars_are_rates_and_single_runs_bear_no_mark() -> None:
+    figure = drawn("throughput", record("eager", warmup_seconds=1.0), record("whole", step_seconds=0.05))
     assert "640 · 2.00x, one run" in texts(figure)
     assert not [text for text in texts(figure) if "~" in text]
+    assert [patch.get_width() for patch in figure.axes[0].patches] == pytest.approx([320, 640])  # type: ignore[attr-defined]
 
 
-def test_a_dollar_is_no_formula() -> None:
-    figure = pictures.crossing(compared(record("eager", warmup_seconds=1.0), record("mine$x_1$", warmup_seconds=2.0)))
-    assert figure is not None
-    assert "mine$x_1$" in svg(figure, "p", "t", "d")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.0236, "23.6 ms"), (1.0, "1 s"), (90.0, "1.5 min"), (5400.0, "1.5 h"), (172800.0, "2 d")]
-)
-def test_durations_are_as_people_say_them(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_a_dollar_is_no_formula(tmp_path: Path) -> None:
+    figure = drawn("crossing", record("eager", warmup_seconds=1.0), record("mine$x_1$", warmup_seconds=2.0))
+    assert "mine$x_1$" in texts(figure)
+    pictures.save(figure, tmp_path / "picture.png")
 
 
 def test_progress_is_drawn_as_recorded_of_one_run_of_each_start() -> None:
@@ -150,18 +124,69 @@ def test_progress_is_drawn_as_recorded_of_one_run_of_each_start() -> None:
         return record(arm, start=start, round=round, warmup_seconds=1.0, progress=[[0, seconds], [200, 2 * seconds]])
 
     runs = [began("whole", "cold", seconds, turn) for turn, seconds in enumerate((30.0, 20.0, 25.0), start=1)]
-    found = compared(began("eager", "cold", 5.0, 1), *runs, began("whole", "warm", 7.0, 1))
-    figure = progress(found, palette=pictures.arm_colours([found]))
-    assert figure is not None
-    drawn = {(line.get_color(), *line.get_xdata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
-    eager, whole = pictures.BASELINE[0], pictures.ARMS[0][0]
-    assert drawn == {(eager, 5.0, 10.0), (whole, 25.0, 50.0), (whole, 7.0, 14.0)}
+    figure = drawn("progress", began("eager", "cold", 5.0, 1), *runs, began("whole", "warm", 7.0, 1))
+    found = {(line.get_color(), *line.get_xdata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
+    assert found == {(BASELINE, 5.0, 10.0), (ARMS[0], 25.0, 50.0), (ARMS[0], 7.0, 14.0)}
     assert {"eager", "whole", "Optimizer steps done"} <= set(texts(figure))
 
 
-def test_bars_are_as_long_as_their_values() -> None:
-    palette = {"a": "#1e6ff0", "b": "#d97214"}
-    figure = draw_bars("Speed", {"a": [Bar(2.0, "2")], "b": [Bar(1.0, "1")]}, palette)
-    assert figure is not None
-    first, second = (patch.get_width() for patch in figure.axes[0].patches)
-    assert first == pytest.approx(2 * second)
+def test_losses_are_medians_over_seeds_and_what_they_are_beyond_eagers() -> None:
+    seeds = {"eager": (1.0, 1.2, 1.1), "whole": (1.3, 1.1, 1.2)}
+    runs = [
+        record(arm, seed=seed, losses=[[10, 2 * loss], [20, loss]])
+        for arm, losses in seeds.items()
+        for seed, loss in enumerate(losses)
+    ]
+    figure = drawn("losses", *runs)
+    (above, below) = (
+        {line.get_color(): list(line.get_ydata()) for line in axes.get_lines()}  # type: ignore[arg-type,misc]
+        for axes in figure.axes
+    )
+    assert above == {BASELINE: [2.2, 1.1], ARMS[0]: [2.4, 1.2]}
+    assert below[ARMS[0]] == pytest.approx([0.2, 0.1])
+    assert any("3 seeds" in text for text in texts(figure))
+    bands = [band.get_paths()[0].get_extents() for band in figure.axes[1].collections]
+    assert [(band.y0, band.y1) for band in bands] == [pytest.approx((0.0, 0.4)), pytest.approx((-0.2, 0.2))]
+
+
+# ---- colours ----------------------------------------------------------------------------------------------------
+
+SEEN = {
+    # Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB
+    "all": np.eye(3),
+    "no red": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
+    "no green": np.array([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+    "no blue": np.array([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear RGB, white D65."""
+    xyz = TO_XYZ @ np.clip(rgb, 0, 1) / np.array([0.95047, 1.0, 1.08883])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_all_arms_can_be_told_apart_and_stand_out_from_the_paper() -> None:
+    for one, other in itertools.combinations((*ARMS, BASELINE), 2):
+        for who in SEEN.values():
+            apart = np.linalg.norm(lab(who @ linear(one)) - lab(who @ linear(other)))
+            assert apart >= 15, (one, other)  # about 2 can just be seen side by side
+    paper, *others = (float(TO_XYZ[1] @ linear(colour)) for colour in (PAPER, *ARMS, BASELINE, INK, MUTED))
+    contrasts = [(paper + 0.05) / (other + 0.05) for other in others]
+    assert min(contrasts) >= 3, "WCAG 2: graphics 3, text 4.5"
+    assert min(contrasts[-2:]) >= 4.5
+
+
+def test_an_arm_has_one_colour_everywhere_and_no_neighbour_shares_it(comparisons: list[WorkloadComparison]) -> None:
+    palette = arm_colours(comparisons)
+    assert palette["eager"] == BASELINE
+    for one in comparisons:
+        chosen = [palette[row.cell.arm] for row in one.rows]
+        assert len(set(chosen)) == len(chosen)

@@ -52,6 +52,7 @@ def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
     texts = {page.name: page.read_text(encoding="utf-8") for page in pages}
     stale = [name for name, text in texts.items() if refreshed(text) != text]
     assert stale == [], "python -m scripts.verify --tables makes them anew"
+    assert list(published.stale_pictures()) == [], "python -m scripts.verify --tables draws them anew"
     shown = {match[3] for text in texts.values() for match in published.MARK.finditer(text)}
     assert shown == {file.stem for file in published.RECORDS.glob("*.jsonl")}, "each record belongs to a table"
 
@@ -81,6 +82,29 @@ def test_a_line_holds_what_a_comparison_reads(tmp_path: Path) -> None:
         assert (then.graphs, then.parity, then.flags) == (now.graphs, now.parity, now.flags)
     assert "/home" not in file.read_text(encoding="utf-8")
     assert max(map(len, file.read_text(encoding="utf-8").splitlines())) < 2000
+
+
+def test_curves_are_kept_in_few_points(tmp_path: Path) -> None:
+    curve = [[float(step), 3.0 / step] for step in range(1, 257)]
+    file = tmp_path / "row.jsonl"
+    publish([on_disk(tmp_path / "runs", sweep(losses=curve, progress=curve))], file)
+    (kept,) = {tuple(map(tuple, run.record.losses)) for run in find([file])}
+    assert len(kept) <= published.MAX_POINTS + 1
+    assert (kept[0], kept[-1]) == ((1, 3.0), (256, round(3 / 256, 5)))
+    assert max(map(len, file.read_text(encoding="utf-8").splitlines())) < 6000
+
+
+def test_pictures_of_pages_are_drawn_from_their_records_and_others_are_left_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    docs = tmp_path / "docs"
+    records, target = docs / "results" / "records", docs / "pictures" / "row-throughput.png"
+    publish([on_disk(tmp_path / "runs", sweep())], records / "row.jsonl")
+    (tmp_path / "README.md").write_text("![](docs/pictures/row-throughput.png) ![](docs/pictures/old-crossing.png)")
+    assert refresh(records) == [target]
+    assert list(target.parent.iterdir()) == [target]
+    assert refresh(records) == [], "a picture is drawn once"
+    publish([on_disk(tmp_path / "more", sweep(seed=1))], records / "row.jsonl")
+    assert [stale for stale, *_ in published.stale_pictures(records)] == [target], "its records are others now"
 
 
 def test_a_file_of_records_that_is_not_one_is_named(tmp_path: Path) -> None:

