@@ -99,10 +99,7 @@ def exit_code(work: Callable[[StopRequest], int], *, place: object = "", interru
     except Exception as error:
         from trainer import errors  # Hydra's as well, which takes a while to import
 
-        if isinstance(error, errors.REFUSALS):
-            errors.report(error)
-        elif isinstance(error, OSError):
-            errors.report_system(error, place)
-        else:
+        if not isinstance(error, (*errors.REFUSALS, OSError)):
             raise
+        errors.report(error, str(place))
         return REFUSED

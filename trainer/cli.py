@@ -10,13 +10,14 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def main() -> None:
         return final_loss
 
     # Hydra would print its own report of any exception and exit with 1; errors.explain is shorter.
-    hydra._internal.utils.run_and_report = _call
+    hydra._internal.utils.run_and_report = lambda func: func()
     Hydra.compose_config = _compose  # type: ignore[method-assign]
     Hydra.app_help = _help  # type: ignore[method-assign]
     try:
@@ -121,24 +122,12 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except errors.REFUSALS as error:
-        if wants_traceback:
+    except (*errors.REFUSALS, OSError) as error:  # runs report their own OSErrors: this one made no folder
+        if wants_traceback or (not isinstance(error, errors.REFUSALS) and getattr(error, "errno", None) is None):
             raise
-        errors.report(error)
-        sys.exit(REFUSED)
-    except OSError as error:  # runs report their own, so this one comes from where the folder was to be made
-        if wants_traceback or error.errno is None:
-            raise
-        place = folders.OwnFolder.place
-        if error.filename is not None and place.endswith(str(error.filename)):
-            error.filename = place
-        errors.report_system(error, place)
+        errors.report(error, folders.OwnFolder.place)
         sys.exit(REFUSED)
     sys.exit(max(exit_codes, default=0))
-
-
-def _call(func: Callable[[], Any]) -> Any:
-    return func()
 
 
 def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
@@ -202,12 +191,12 @@ def _options(node: DictConfig, prefix: str) -> Iterator[tuple[str, str, str]]:
     kind = OmegaConf.get_type(node)
     meanings = _meanings(kind) if dataclasses.is_dataclass(kind) else {}
     for key in map(str, node):
-        name, value = f"{prefix}{key}", "???" if OmegaConf.is_missing(node, key) else node[key]
+        value = "???" if OmegaConf.is_missing(node, key) else node[key]
         if isinstance(value, DictConfig) and (len(value) or dataclasses.is_dataclass(OmegaConf.get_type(value))):
-            yield from _options(value, f"{name}.")
+            yield from _options(value, f"{prefix}{key}.")
         else:
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            yield name, text, meanings.get(key, "")
+            yield f"{prefix}{key}", text, meanings.get(key, "")
 
 
 def _meanings(kind: type) -> dict[str, str]:
@@ -215,13 +204,14 @@ def _meanings(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except (OSError, TypeError):  # a plug-in without a file
             continue
-        for field, doc in zip(body.body, body.body[1:], strict=False) if isinstance(body, ast.ClassDef) else ():
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                text = ast.get_docstring(ast.Module([doc], [])) if isinstance(doc, ast.Expr) else None
-                found[field.target.id] = _sentence(text or "", vars(sys.modules[base.__module__]))
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+                text = ast.get_docstring(ast.Module([doc], [])) or ""
+                found[field.target.id] = _sentence(text, vars(sys.modules[base.__module__]))
     return found
 
 

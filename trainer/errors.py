@@ -142,15 +142,15 @@ def _in_file(error: MarkedYAMLError) -> str:
     return f"{mark.name}:{mark.line + 1}: {what}" if mark is not None else what
 
 
-def report(error: BaseException) -> None:
-    """Print what ``explain`` says on the standard error, without credentials."""
+def report(error: BaseException, place: str = "") -> None:
+    """Print what ``explain`` says on the standard error, without credentials; of what the system has refused, the file,
+    or ``place``, which is an option that says where."""
     from strategies.credentials import hidden  # not above, as in _not_for_this_task
 
+    lines = explain(error)
+    if isinstance(error, OSError) and not isinstance(error, REFUSALS):  # some of Hydra's are both
+        file = str(error.filename or place)
+        lines = [f"error: {place if place.endswith(file) else file}: {error.strerror or error}"]
     who = environment.speaking(os.environ, alike="torch" not in sys.modules)
     if who is not None:
-        print(hidden("\n".join(f"{who}{line}" for line in explain(error))), file=sys.stderr, flush=True)
-
-
-def report_system(error: OSError, place: object = "") -> None:
-    """Print what the system has refused, and of which file; ``place`` is where, when it names none."""
-    print(f"error: {error.filename or place}: {error.strerror or error}", file=sys.stderr)
+        print(hidden("\n".join(f"{who}{line}" for line in lines)), file=sys.stderr, flush=True)

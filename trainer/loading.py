@@ -176,11 +176,11 @@ class LoaderPadder:
         except ValueError as error:
             raise ValueError(f"compile.{self.padding.name}: {error}") from error
 
-    def _lengths(self, loader: DataLoader[Any]) -> NDArray[np.int64]:
+    def _lengths(self, loader: DataLoader[Any]) -> Any:
         """One of each example; where the data set does not know them, the first process measures, so that all plan the
         same batches even where an example differs from one reading to the next."""
         require_map_style(loader, self.padding.name)
-        lengths = known_lengths(loader.dataset)
+        lengths: Any = known_lengths(loader.dataset)
         if lengths is not None:
             return lengths
         if self._trainer.is_global_zero:

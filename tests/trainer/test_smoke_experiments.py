@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.language.task import LanguageModelling
 from trainer.cli import CONF
 from trainer.config import compose
 from trainer.run import run
@@ -21,9 +22,24 @@ def test_it_finishes_and_validates_where_it_should(name: str, tmp_path: Path) ->
     assert (record.status, record.steps, record.reason) == ("finished", config.trainer.max_steps, None)
     assert config.trainer.max_steps < 20
     assert bool(config.trainer.val_every_n_steps) == ("val/loss" in record.final_metrics)
+    # A checkpoint of LLaMA-7B is 81 GB: the experiment leaves none.
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists() == (not name.startswith("llama"))
+    if isinstance(config.task, LanguageModelling) and "ragged" not in name:
+        assert record.padded_share == 0.0
+        full = compose([f"experiment={name.removesuffix('_smoke')}"]).task
+        assert isinstance(full, LanguageModelling)
+        assert type(config.task.network) is type(full.network)
+        assert (config.task.data.packing, config.task.loss_chunks) == (full.data.packing, full.loss_chunks)
 
 
 def test_every_experiment_has_one_in_small() -> None:
     rows = {file.stem for file in (Path(CONF) / "experiment").glob("*.yaml")} - set(SMOKE)
     # The default task has one without its name.
     assert {f"{row}_smoke" for row in rows - {"captioning_base"}} | {"smoke"} == set(SMOKE)
+
+
+@pytest.mark.parametrize(("name", "rows", "positions"), [("gpt2", 32, 1024), ("llama_7b", 4, 2048)])
+def test_a_full_experiment_has_the_batch_that_is_quoted(name: str, rows: int, positions: int) -> None:
+    task = compose([f"experiment={name}"]).task
+    assert isinstance(task, LanguageModelling)
+    assert (task.data.batch_size, task.network.limits()[1], task.data.max_tokens) == (rows, positions, None)
