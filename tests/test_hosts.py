@@ -65,6 +65,12 @@ def test_the_environment_says_who_started_how_many(
     assert followed(launch, "0,1", None) == ("0,1", launch.hosts)
 
 
+def test_one_host_is_no_other_configuration_under_torchrun() -> None:
+    launch = launched(TORCHRUN | {"WORLD_SIZE": "2"})
+    assert followed(launch, 2, None) == (2, None)
+    assert followed(launch, 2, 1) == (2, 1)
+
+
 @pytest.mark.parametrize(
     "environ",
     [

@@ -201,7 +201,9 @@ class Work:
             self.data.trainer = trainer
         self.data.prepare_data()
         self.data.setup("fit")
-        return self.data.train_dataloader()
+        loader = self.data.train_dataloader()
+        self.data.trainer = None
+        return loader
 
 
 class PeerLoop(PlainLoop):

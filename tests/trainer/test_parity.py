@@ -222,6 +222,14 @@ def test_the_unit_is_the_precisions() -> None:
     assert rounding_unit("64-true", host) == 2.0**-53
 
 
+def test_kinds_are_compared_in_the_order_in_which_they_were_kept_because_processes_add_up_norms_of_each() -> None:
+    comparison, one = Comparison(6.0), {"a": torch.ones(2)}
+    kinds = ["weights", "optimizer_state", "buffers", "outputs", "gradients"]
+    for kind in kinds:
+        comparison.keep(kind, one, sizes=torch.ones(1), least=1e-4)
+    assert list(comparison.distances({kind: one for kind in reversed(kinds)})) == kinds
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_number_is_beyond_every_tolerance(number: float) -> None:
     comparison, one = Comparison(6.0), torch.ones(2)

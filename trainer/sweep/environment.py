@@ -298,7 +298,7 @@ def followed(
             f"trainer.num_nodes={num_nodes}, and {launch.by} has started processes on {hosts}={launch.hosts}: leave "
             "trainer.num_nodes out, or start them on as many"
         )
-    return (devices if asked is not devices else launch.per_host), launch.hosts
+    return (devices if asked is not devices else launch.per_host), launch.hosts if launch.hosts > 1 else num_nodes
 
 
 def _numbers(environ: Mapping[str, str], names: tuple[str, ...], found: str, advice: str) -> list[int]:

@@ -139,8 +139,8 @@ class CellProcess:
             return "killed (SIGKILL), as a system does that runs out of memory"
         if exit_code < 0:
             return f"killed ({signal.Signals(-exit_code).name})"
-        if exit_code == REFUSED:
-            errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
+        errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
+        if exit_code == REFUSED or errors:  # torchrun has an exit code of its own
             return f"refused: {errors[0] if errors else 'see its output'}"
         return f"crashed (exit code {exit_code})" + (f": {printed[-1]}" if printed else "")
 
