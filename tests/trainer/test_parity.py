@@ -227,7 +227,7 @@ def test_kinds_are_compared_in_the_order_in_which_they_were_kept_because_process
     kinds = ["weights", "optimizer_state", "buffers", "outputs", "gradients"]
     for kind in kinds:
         comparison.keep(kind, one, sizes=torch.ones(1), least=1e-4)
-    assert list(comparison.distances({kind: one for kind in reversed(kinds)})) == kinds
+    assert list(comparison.distances(dict.fromkeys(reversed(kinds), one))) == kinds
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
