@@ -15,8 +15,8 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,8 @@ def compared(options: argparse.Namespace) -> int:
     if options.against is None:
         return 0
     moved = against(comparisons, options.against, options.tolerance)
-    for line in (*(line for each in moved for line in each.lines()), summary(moved)):
-        print(line, file=sys.stderr if alone else sys.stdout)
-    return int(any(each.worse for each in moved))
+    print("\n".join(drift_lines(moved)), file=sys.stderr if alone else sys.stdout)
+    return int(any(verdict(moves) == WORSE.lower() for moves in moved.values()))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -165,54 +164,17 @@ TOLERANCE, WARMUP_TOLERANCE = 0.03, 0.25
 """By how much a ratio or memory, and a warm-up, may differ, relatively, beyond their noise."""
 MIN_WARMUP_SECONDS = 1.0
 """Warm-ups that differ by less are taken for the same: processes start that much apart."""
-COUNTS = ("graphs", "graph_breaks", "recompiles")
-"""Figures that are the same in every run of the same code."""
-EITHER_WAY_WORSE = frozenset({"graphs"})
-"""Counts of which fewer is not better: less may have been compiled."""
 NO_WORKLOAD = frozenset({"task", "compile", "repeat", "resume", "peer"}) | LOOSE | SILENT
 """Overrides that do not tell one workload from another; the task is named by itself."""
+WORSE, BETTER, NOT_JUDGED, SINCE = "WORSE", "better", "not judged", "  since then"
+Moves = list[tuple[str, str]]
+"""What is to be said of an arm: its kind, and ``ratio 1.500x (1.480 to 1.520) -> 1.400x (1.390 to 1.410)``."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Drift:
-    """An arm of the file, and what it is now."""
+def against(comparisons: Sequence[WorkloadComparison], file: Path, tolerance: float) -> dict[str, Moves | None]:
+    """What moved of each arm of ``file``; None for one that ``comparisons`` lack.
 
-    name: str
-    measured: bool = True
-    """Whether it is among the runs of today."""
-    worse: list[str] = field(default_factory=list)
-    """What moved for the worse: ``ratio 1.500x (1.480 to 1.520) -> 1.400x (1.390 to 1.410)``."""
-    better: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    """Why a figure was not judged."""
-    since: str = ""
-    """Versions and commit that changed."""
-
-    @property
-    def verdict(self) -> str:
-        kinds = {"worse": self.worse, "better": self.better, "not judged": self.unknown}
-        found = next((kind for kind, lines in kinds.items() if lines), "same")
-        return found if self.measured else "not measured"
-
-    def lines(self) -> list[str]:
-        """What there is to say of it, whole lines for grep and mails."""
-        if not self.measured:
-            return [f"not measured: {self.name}"]
-        kinds = (("WORSE", self.worse), ("better", self.better), ("not judged", self.unknown))
-        lines = [f"{kind}: {self.name}: {line}" for kind, moved in kinds for line in moved]
-        return [*lines, f"  since then: {self.since}"] if self.worse or self.better else lines
-
-
-def against(comparisons: Sequence[WorkloadComparison], file: Path, tolerance: float) -> list[Drift]:
-    """What each arm of ``file`` is in ``comparisons``.
-
-    Args:
-        comparisons: Of today's runs, with the baseline that the file has.
-        file: What ``tables.as_json`` made of earlier runs.
-        tolerance: By how much a ratio, and memory, may differ, relatively, beyond the noise.
-
-    Raises:
-        ValueError: The file is not one of ours, is of another machine, or has no arm that was measured now.
+    Raises ValueError when the file is not one of ours, is of another machine, or has no arm that was measured now.
     """
     then, now = _arms(_loaded(file)), _arms(json.loads(tables.as_json(comparisons)))
     if not any(name in now for name in then):
@@ -221,15 +183,25 @@ def against(comparisons: Sequence[WorkloadComparison], file: Path, tolerance: fl
         for what in ("device", "processor"):
             if name in now and before[what] != now[name][what]:
                 raise ValueError(f"{file} was measured on {before[what]}, and these runs on {now[name][what]}")
-    return [drift(name, before, now.get(name), tolerance) for name, before in then.items()]
+    return {name: drift(before, now[name], tolerance) if name in now else None for name, before in then.items()}
 
 
-def summary(drifts: Sequence[Drift]) -> str:
-    """``2 arms: 1 worse``."""
-    verdicts = [each.verdict for each in drifts]
-    counts = {kind: verdicts.count(kind) for kind in ("worse", "better", "not judged", "not measured")}
-    counted = [f"{count} {kind}" for kind, count in counts.items() if count]
-    return f"{len(drifts)} arm{'' if len(drifts) == 1 else 's'}: {', '.join(counted) or 'none moved'}"
+def drift_lines(arms: Mapping[str, Moves | None]) -> list[str]:
+    """Whole lines for grep and mails, and last ``2 arms: 1 worse``."""
+    lines, counts = [], Counter[str]()
+    for name, moves in arms.items():
+        lines += [f"not measured: {name}"] if moves is None else []
+        lines += [f"{kind}: {name}: {text}" if kind != SINCE else f"{kind}: {text}" for kind, text in moves or []]
+        counts[verdict(moves)] += 1
+    counted = [f"{counts[kind]} {kind}" for kind in ("worse", BETTER, NOT_JUDGED, "not measured") if counts[kind]]
+    return [*lines, f"{len(arms)} arm{'' if len(arms) == 1 else 's'}: {', '.join(counted) or 'none moved'}"]
+
+
+def verdict(moves: Moves | None) -> str:
+    """Of an arm, in a word or two."""
+    kinds = {kind for kind, _ in moves or []}
+    found = next((kind.lower() for kind in (WORSE, BETTER, NOT_JUDGED) if kind in kinds), "same")
+    return "not measured" if moves is None else found
 
 
 def _loaded(file: Path) -> list[dict[str, Any]]:
@@ -251,82 +223,61 @@ def _arms(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         base = [row for row in one["rows"] if row["arm"] == one["baseline"]]
         for row in one["rows"]:
             if row not in base:
-                name = " ".join([one["task"], *_overrides(shlex.split(row["command"])), row["arm"]])
+                words = [word for word in shlex.split(row["command"]) if "=" in word]
+                names = {word: word.lstrip("+~").partition("=")[0] for word in words}
+                apart = ("compile.", "hydra", "-")
+                own = sorted(word for word in words if names[word] not in NO_WORKLOAD and not word.startswith(apart))
                 flags = [flag for each in (row, *base) for flag in each["flags"]]
-                found[name] = row | conditions | {"flags": flags}
+                found[" ".join([one["task"], *own, row["arm"]])] = row | conditions | {"flags": flags}
     return found
 
 
-def _overrides(command: Sequence[str]) -> list[str]:
-    """Overrides of a command that describe its workload: neither strategies nor where it runs and how often."""
-    named = {word: word.lstrip("+~").partition("=")[0] for word in command if "=" in word}
-    apart = ("compile.", "hydra", "-")
-    return sorted(word for word, name in named.items() if name not in NO_WORKLOAD and not name.startswith(apart))
-
-
-def drift(name: str, before: Mapping[str, Any], now: Mapping[str, Any] | None, tolerance: float = TOLERANCE) -> Drift:
+def drift(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float = TOLERANCE) -> Moves:
     """What moved between two rows of one arm."""
-    found = Drift(name=name, measured=now is not None)
-    if now is None:
-        return found
     if now["runs_failed"]:
-        found.worse.append(f"{now['runs_failed']} of its runs failed")
-        return found
+        return [(WORSE, f"{now['runs_failed']} of its runs failed")]
+    found: Moves = []
     if busy := next((flag for row in (now, before) for flag in row["flags"] if flag.startswith(BUSY)), None):
-        found.unknown.append(f"times: {busy}")
+        found.append((NOT_JUDGED, f"times: {busy}"))
     else:
-        _compare(found, "ratio", "{:.3f}x", before, now, tolerance)
-        _compare(found, "cold_warmup_seconds", "{:.1f} s", before, now, WARMUP_TOLERANCE)
-    _compare(found, "peak_device_memory_gib", "{:.2f} GiB", before, now, tolerance)
-    for count in COUNTS:
-        _compare(found, count, "{}", before, now, 0.0)
-    changed = [
-        f"{what} {old} -> {now['versions'].get(what)}"
-        for what, old in before["versions"].items()
-        if now["versions"].get(what) != old
-    ]
-    commits = [row["runs"][0].get("git_commit") for row in (before, now)]
-    if all(commits) and commits[0] != commits[1]:
-        changed.append(f"commit {commits[0][:12]} -> {commits[1][:12]}")
-    found.since = ", ".join(changed) or "neither versions nor commit changed"
+        found += _moved("ratio", "{:.3f}x", before, now, tolerance)
+        found += _moved("cold_warmup_seconds", "{:.1f} s", before, now, WARMUP_TOLERANCE)
+    found += _moved("peak_device_memory_gib", "{:.2f} GiB", before, now, tolerance)
+    for count in ("graphs", "graph_breaks", "recompiles"):  # the same in every run of the same code
+        found += _moved(count, "{}", before, now, 0.0)
+    if verdict(found) in (WORSE.lower(), BETTER):
+        old, new = (
+            {**row["versions"], "commit": (row["runs"][0].get("git_commit") or "")[:12]} for row in (before, now)
+        )
+        changed = [
+            f"{what} {value} -> {new.get(what)}" for what, value in old.items() if value and new.get(what) != value
+        ]
+        found.append((SINCE, ", ".join(changed) or "neither versions nor commit changed"))
     return found
 
 
-def _compare(
-    found: Drift, name: str, form: str, before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float
-) -> None:
+def _moved(name: str, form: str, before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> Moves:
     """A figure moved when it did by more than the tolerance, and the two intervals are apart."""
     old, new, what = before[name], now[name], name.replace("_", " ")
     if old is None:
-        return
+        return []
     if new is None:
-        (found.worse if name == "ratio" else found.unknown).append(
-            f"{what} was {form.format(old)}, and is not known now"
-        )
-        return
-    smallest = MIN_WARMUP_SECONDS if name == "cold_warmup_seconds" else 0.0
-    if abs(new - old) <= max(tolerance * old, smallest):
-        return
-    ends = [row.get(f"{name}_{end}") for row in (before, now) for end in ("low", "high")]
-    if name == "ratio" and None in ends:
-        found.unknown.append("ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")
-        return
-    low, high = (old if end is None else end for end in ends[:2])
-    new_low, new_high = (new if end is None else end for end in ends[2:])
-    move = f"{what} {_text(form, old, ends[:2])} -> {_text(form, new, ends[2:])}"
-    if new_low > high or new_high < low:
-        worse = name in EITHER_WAY_WORSE or (new < old) == (name == "ratio")
-        (found.worse if worse else found.better).append(move)
-    elif name == "ratio":
-        found.unknown.append(f"{move} is within the noise; more rounds or steps would show it")
-
-
-def _text(form: str, value: float, ends: Sequence[float | None]) -> str:
-    """``1.550x (1.530 to 1.570)``."""
-    middle = form.format(value)
-    if None in ends or ends[0] == ends[1]:
-        return middle
-    return f"{middle} ({' to '.join(form.format(end).rstrip(' sx') for end in ends)})"
+        return [(WORSE if name == "ratio" else NOT_JUDGED, f"{what} was {form.format(old)}, and is not known now")]
+    if abs(new - old) <= max(tolerance * old, MIN_WARMUP_SECONDS if name == "cold_warmup_seconds" else 0.0):
+        return []
+    spans = [[row.get(f"{name}_{end}") for end in ("low", "high")] for row in (before, now)]
+    if name == "ratio" and None in (*spans[0], *spans[1]):
+        return [(NOT_JUDGED, "ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")]
+    texts = []
+    for value, span in ((old, spans[0]), (new, spans[1])):
+        ends = [form.format(end).rstrip(" sx") for end in span if end is not None and end != value]
+        texts.append(form.format(value) + (f" ({' to '.join(ends)})" if len(ends) > 1 else ""))
+        span[:] = [value if end is None else end for end in span]
+    move = f"{what} {' -> '.join(texts)}"
+    if spans[1][0] > spans[0][1] or spans[1][1] < spans[0][0]:
+        # Fewer graphs are not better: less may have been compiled.
+        return [(WORSE if name == "graphs" or (new < old) == (name == "ratio") else BETTER, move)]
+    return [(NOT_JUDGED, f"{move} is within the noise; more rounds or steps would show it")] * (name == "ratio")
 
 
 if __name__ == "__main__":

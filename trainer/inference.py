@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ class Inferring(Job):
         ):
             data = config.task.build_data(seed=config.seed)
             module = config.task.build_module(max_steps=config.trainer.max_steps)
-            require_step(module, mode.step)
+            if not (is_overridden("predict_step", module) or is_overridden("forward", module)):
+                raise ValueError(f"run=inference: {type(module).__name__} defines no predict_step and no forward")
             require_memory_of(module, trainer, record.command, trains=False)
             loop = InferenceLoop(mode, trainer, compile_, stop)
             # Data modules open the set that the stage is for, and Lightning asks for a validation step where it
@@ -105,16 +106,6 @@ class Inferring(Job):
                         trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
             finally:
                 record.skipped_items = config.task.skipped_items(data)
-
-
-def require_step(module: L.LightningModule, step: str) -> None:
-    """Raise ValueError when ``module`` does not define what is to be run."""
-    name = f"{step}_step"
-    if is_overridden(name, module) or (step == "predict" and is_overridden("forward", module)):
-        return
-    other = "validation" if step == "predict" else "predict"
-    hint = f"; run.step={other} runs its {other}_step" if is_overridden(f"{other}_step", module) else ""
-    raise ValueError(f"run.step={step}: {type(module).__name__} defines no {name}{hint}")
 
 
 class CompileForInference(Compile):
@@ -171,15 +162,11 @@ class InferenceLoop:
         self._guards = self._compile.begin_inference(self._loop)
         assert self._compile.program is not None
         self._program = self._compile.program
-        step = f"{self._mode.step}_step"
-        takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-        call: Callable[..., Any] = getattr(trainer.strategy, step)
+        call = trainer.strategy.predict_step
+        takes_index = is_param_in_hook_signature(module.predict_step, "batch_idx", min_args=2)
         self._plain: Callable[[Any], Any] = (lambda batch: call(batch, 0)) if takes_index else call
-        inference = torch.inference_mode() if self._mode.grad_mode == "inference_mode" else contextlib.nullcontext()
         try:
-            with evaluating(module), self._loop.quiet(), inference:
-                if self._mode.step == "validation":
-                    module.on_validation_epoch_start()
+            with evaluating(module), self._loop.quiet(), torch.inference_mode():
                 self._measure()
         finally:
             self._stop.in_training = False
@@ -194,25 +181,27 @@ class InferenceLoop:
         if self._stop.agreed(self._loop.world_size):
             return
         self._check(first)
-        self._profile(batches)
+        if (steps := self._compile.profile_steps) is not None:  # a few batches, apart from the timed ones
+            self._telemetry.phase = "profiling"
+            directory = Path(self._loop.directory) if self._loop.is_first_process else None
+            self._telemetry.profiled = profile_calls(
+                lambda: self._run(next(batches)), steps, self._loop.device, directory
+            )
         del first
         hardware.reset_peaks(self._loop.device)  # what compiling and comparing with eager took is not the model's
         for _ in range(self._mode.repeats):
-            if self._stop.signum is not None:
-                break
-            with self._timed_run():
-                for _ in range(self._mode.batches):
-                    if self._stop.signum is not None:
-                        break
-                    self._timed(batches, self._run)
+            if self._stop.signum is None:
+                self._timed_run(batches)
 
-    @contextlib.contextmanager
-    def _timed_run(self) -> Iterator[None]:
-        """What runs inside is one timed run; the record takes its speed."""
+    def _timed_run(self, batches: Batches) -> None:
+        """One timed run; the record takes its speed."""
         telemetry, record = self._telemetry, self._compile.record
         steady, before = telemetry.meter.steady, dataclasses.replace(telemetry.meter.steady)
         try:
-            yield
+            for _ in range(self._mode.batches):
+                if self._stop.signum is not None:
+                    break
+                self._timed(batches, self._run)
         finally:
             telemetry.pause("measuring")
             telemetry.flush(everything=True)
@@ -293,14 +282,16 @@ class InferenceLoop:
         if parity != "off" and (compiled or captured):
             self._telemetry.phase = "comparing with eager"
             with self._within_memory("parity"):
-                try:
-                    facts = compare_outputs(
-                        parity, self._loop, program, lambda: self._run(batch), lambda: self._plain(batch)
+                run, plain = (lambda: self._run(batch)), (lambda: self._plain(batch))
+                program.report["parity"] = facts = compare_outputs(parity, self._loop, program, run, plain)
+                if facts["verdict"] == "failed":
+                    seen, tolerance = facts["outputs"]["difference"], facts["outputs"]["tolerance"]
+                    raise ParityError(
+                        f"parity={parity}: the compiled outputs are not eager's: {seen:.2e} of eager's largest away "
+                        f"from them, tolerance {tolerance:.2e}. Nothing was timed. Leave out strategies to find the "
+                        "one at fault; parity=off goes on in spite of it",
+                        facts,
                     )
-                except ParityError as error:
-                    program.report["parity"] = error.facts
-                    raise
-                program.report["parity"] = facts
         # A batch from its graph cannot be timed in turns with eager.
         if compiled and not captured and (parity != "off" or self._guarding.on_slower == "eager"):
             self._telemetry.phase = "timing eager"
@@ -308,27 +299,17 @@ class InferenceLoop:
                 sample = take_sample(self._loop, program, lambda: self._run(batch))
                 slower = self._loop.anywhere(sample.slower)
                 program.report["slowdown"] = {"before_the_first_step": sample.facts(), "slower": slower}
-                if slower:
-                    line = (
-                        f"slower than eager: a batch takes {number(sample.compiled_median * 1e3)} ms compiled against "
-                        f"{number(sample.eager_median * 1e3)} ms eager"
-                    )
-                    if self._guarding.on_slower == "eager":
-                        self._go_eager(f"{line}; on_slower=eager: all of it runs eager")
-                        self._run(batch)
-                    else:
-                        program.notes.append(line)
+                line = (
+                    f"slower than eager: a batch takes {number(sample.compiled_median * 1e3)} ms compiled against "
+                    f"{number(sample.eager_median * 1e3)} ms eager"
+                )
+                if slower and self._guarding.on_slower == "eager":
+                    self._go_eager(f"{line}; on_slower=eager: all of it runs eager")
+                    self._run(batch)
+                elif slower:
+                    program.notes.append(line)
         hardware.give_back(self._loop.device)
         self._compile._log_notes(self._program)
-
-    def _profile(self, batches: Batches) -> None:
-        """Record a few batches, apart from the timed ones."""
-        loop, count = self._loop, self._compile.profile_steps
-        if count is not None:
-            self._telemetry.phase = "profiling"
-            directory = Path(loop.directory) if loop.is_first_process else None
-            facts = profile_calls(lambda: self._run(next(batches)), count, loop.device, directory)
-            self._telemetry.profiled = facts
 
     def _go_eager(self, line: str) -> None:
         give_up(self._program, list(self._program.regions), line)
@@ -354,48 +335,43 @@ class Batches:
 
     def __init__(self, mode: Inference, trainer: L.Trainer, *, count: BatchCounter | None, wait: DataWait) -> None:
         self._loop, self._count, self._wait = LightningLoop(trainer), count, wait
-        self._rows = 0
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         loader = getattr(data, loader_name(data))()
         loader = loader[0] if isinstance(loader, list | tuple) else loader
-        self._loader: Any = trainer.strategy.process_dataloader(loader)
-        self._epoch = 0
+        loader = trainer.strategy.process_dataloader(loader)
         self.distinct: list[Any] = []
         """Batches kept on the device; empty for those of the loader."""
         if mode.source == "device":
-            self.distinct = list(itertools.islice(self._epoch_of_batches(), mode.distinct_batches))
+            once = self._from(loader, epochs=range(1))
+            self.distinct = list(itertools.islice(once, mode.distinct_batches))
+            once.close()  # its workers would go on loading ahead, and take the cores that launch the batches
             self._batches: Iterator[Any] = itertools.cycle(self.distinct)
-            # Its workers would go on loading ahead, and take the cores that launch the batches.
-            self._loader = None
         else:
-            self._batches = itertools.chain.from_iterable(self._epoch_of_batches() for _ in itertools.count())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+            self._batches = self._from(loader, epochs=itertools.count())
 
     def __next__(self) -> Any:
         return next(self._batches)
 
-    def _epoch_of_batches(self) -> Iterator[Any]:
-        sampler: Any = getattr(self._loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._epoch)
-        self._epoch += 1
-        iterator, taken = iter(self._loader), 0
-        while True:
-            self._wait.begin()
-            batch = next(iterator, None)
-            self._wait.end()
-            if batch is None:
-                break
-            rows = 0 if self._count is None else self._count(batch)[0]
-            self._rows = self._rows or rows
-            if rows < self._rows:
-                continue  # a smaller last one
-            taken += 1
-            yield self._loop.to_device(batch)
-        if not taken:
-            raise ValueError("run=inference: the loader of this task's data yields no batch")
+    def _from(self, loader: Any, *, epochs: Iterable[int]) -> Generator[Any, None, None]:
+        """Batches as large as the first one, epoch after epoch."""
+        rows = 0
+        for epoch in epochs:
+            if hasattr(sampler := getattr(loader, "sampler", None), "set_epoch"):
+                sampler.set_epoch(epoch)
+            iterator, empty = iter(loader), True
+            while True:
+                self._wait.begin()
+                batch = next(iterator, None)
+                self._wait.end()
+                if batch is None:
+                    break
+                found = 0 if self._count is None else self._count(batch)[0]
+                rows = rows or found
+                if found >= rows:
+                    empty = False
+                    yield self._loop.to_device(batch)
+            if empty:
+                raise ValueError("run=inference: the loader of this task's data yields no batch")
 
 
 def loader_name(data: L.LightningDataModule) -> str:
@@ -410,10 +386,8 @@ def loader_name(data: L.LightningDataModule) -> str:
 def compare_outputs(
     mode: str, loop: LightningLoop, program: Program, compiled: Callable[[], Any], plain: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Run ``compiled``, and ``plain`` eagerly, on one batch and compare; returns the facts for the record.
-
-    Raises ParityError, the same on all processes, with the facts as its second argument.
-    """
+    """Run ``compiled``, and ``plain`` eagerly, on one batch and compare; returns the facts for the record, of which the
+    verdict is the same on all processes."""
     began, unit = time.perf_counter(), rounding_unit(program.precision, loop.device)
     allowed: dict[str, Any] = {"least": TENSOR_FLOOR, "multiple": MULTIPLES[mode], "unit": unit, "seed": 2**31 - 1}
     runs = itertools.chain([plain, compiled], itertools.repeat(plain))
@@ -421,9 +395,8 @@ def compare_outputs(
     found = compare_forwards(loop, program, lambda: _outputs(next(runs)()), restore, **allowed)
     if "reason" in found:
         return {"mode": mode, "verdict": "skipped", "reason": found["reason"]}
-    seen, tolerance = found["difference"], found["tolerance"]
-    failed = loop.anywhere(not seen <= tolerance)
-    facts = {
+    failed = loop.anywhere(not found["difference"] <= found["tolerance"])
+    return {
         "mode": mode,
         "verdict": "failed" if failed else "passed",
         "outputs": {name: found[name] for name in ("difference", "tolerance", "noise", "tensors")},
@@ -432,14 +405,6 @@ def compare_outputs(
         "calibration_passes": found["passes"],
         "seconds": round(time.perf_counter() - began, 3),
     }
-    if failed:
-        raise ParityError(
-            f"parity={mode}: the compiled outputs are not eager's: {seen:.2e} of eager's largest away from them, "
-            f"tolerance {tolerance:.2e}. Nothing was timed. Leave out strategies to find the one at fault; parity=off "
-            "goes on in spite of it",
-            facts,
-        )
-    return facts
 
 
 def _outputs(results: Any) -> Outputs:

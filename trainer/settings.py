@@ -31,8 +31,6 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 ON_NONFINITE_LOSS = ("fail", "warn")
 REPEAT = ("cold", "warm")
 
-STEPS = ("predict", "validation")
-GRAD_MODES = ("inference_mode", "no_grad")
 SOURCES = ("device", "loader")
 
 AT_LEAST: dict[str, int] = {
@@ -152,10 +150,6 @@ class Inference(RunMode):
 
     name: ClassVar[str] = "inference"
 
-    step: str = "predict"
-    """One of ``STEPS``: the module's ``predict_step`` or its ``validation_step``."""
-    grad_mode: str = "inference_mode"
-    """One of ``GRAD_MODES``: the context of torch that switches gradients off."""
     source: str = "device"
     """One of ``SOURCES``: the first few batches, moved to the device once and taken in turns; or the loader, with the
     time that loading and copying take."""
@@ -171,7 +165,7 @@ class Inference(RunMode):
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
         least = dict.fromkeys(("batches", "repeats", "warmup_batches", "distinct_batches"), 1)
-        choices = {"step": STEPS, "grad_mode": GRAD_MODES, "source": SOURCES}
+        choices = {"source": SOURCES}
         if complaints := found_wrong(self, "run.", choices, least):
             raise ValueError("\n".join(complaints))
 
@@ -285,11 +279,6 @@ class Config:
         for name, strategy in self.compile.items():
             if strategy is not None and strategy.training_only is not None:
                 yield f"compile.{name}: {strategy.training_only}; leave it out of run=inference"
-            elif strategy is not None and strategy.captures_step and self.run.step != "predict":
-                yield (
-                    f"compile.{name}: captures predict steps alone, a validation step adds up on the host; use "
-                    "run.step=predict, or CUDA graphs of Inductor's with compile.whole.mode=reduce-overhead"
-                )
 
     def _of_peers(self) -> Iterator[str]:
         """What the loops of peers cannot do as ours does it."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from scripts.compare import TOLERANCE, drift, main
+from scripts import compare
+from scripts.compare import SINCE, TOLERANCE, drift, main
 from tests.report.records import record, save
 from trainer.telemetry.machine import MachineFacts
 
@@ -26,7 +27,7 @@ def span(name: str, value: float, low: float | None = None, high: float | None =
 
 
 def verdict(before: dict[str, Any], now: dict[str, Any], tolerance: float = TOLERANCE) -> str:
-    return drift("arm", before, now, tolerance).verdict
+    return compare.verdict(drift(before, now, tolerance))
 
 
 def night(directory: Path, rate: float, *, host: str = HOST, graphs: int = 8, arm: str = "regional") -> str:
@@ -124,9 +125,12 @@ def test_a_ratio_moved_when_it_did_by_more_than_tolerance_and_both_noises(now: A
 
 def test_warm_up_and_memory_are_worse_when_they_grow() -> None:
     before = row(**span("cold_warmup_seconds", 20.0, 19.0, 21.0), peak_device_memory_gib=8.0)
-    slow = drift("arm", before, row(**span("cold_warmup_seconds", 30.0, 29.0, 31.0), peak_device_memory_gib=7.0))
-    assert slow.worse == ["cold warmup seconds 20.0 s (19.0 to 21.0) -> 30.0 s (29.0 to 31.0)"]
-    assert slow.better == ["peak device memory gib 8.00 GiB -> 7.00 GiB"]
+    slow = drift(before, row(**span("cold_warmup_seconds", 30.0, 29.0, 31.0), peak_device_memory_gib=7.0))
+    assert slow == [
+        ("WORSE", "cold warmup seconds 20.0 s (19.0 to 21.0) -> 30.0 s (29.0 to 31.0)"),
+        ("better", "peak device memory gib 8.00 GiB -> 7.00 GiB"),
+        (SINCE, "neither versions nor commit changed"),
+    ]
     assert verdict(row(cold_warmup_seconds=0.5), row(cold_warmup_seconds=1.2)) == "same", "less than a second"
 
 
@@ -146,7 +150,7 @@ def test_counts_are_compared_exactly(name: str, before: Any, now: Any, expected:
 
 
 def test_an_arm_that_failed_is_worse() -> None:
-    assert drift("arm", row(), row(runs_failed=2)).worse == ["2 of its runs failed"]
+    assert drift(row(), row(runs_failed=2)) == [("WORSE", "2 of its runs failed")]
 
 
 def test_times_of_a_busy_machine_are_not_judged(

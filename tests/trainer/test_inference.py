@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -53,26 +54,13 @@ def test_a_strategy_that_only_concerns_training_is_refused(strategy: str, tmp_pa
         infer(tmp_path, strategy=strategy)
 
 
-def test_a_whole_step_is_captured_for_predictions_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"use run\.step=predict, or .*compile\.whole\.mode=reduce-overhead"):
-        infer(tmp_path, "run.step=validation", strategy="cuda_graph")
-
-
-@pytest.mark.parametrize("grad_mode", ["inference_mode", "no_grad"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_batch_runs_in_eval_mode_without_gradients_in_the_runs_precision(
-    grad_mode: str, precision: str, tmp_path: Path
-) -> None:
+def test_a_batch_runs_in_eval_mode_without_gradients_in_the_runs_precision(precision: str, tmp_path: Path) -> None:
     module = Plain().train()
-    infer_with(module, tmp_path, trainer={"precision": precision}, grad_mode=grad_mode)
+    infer_with(module, tmp_path, trainer={"precision": precision})
     assert len(module.seen) == 2 + BATCHES * REPEATS
-    expected = {
-        "rows": 4,
-        "training": False,
-        "gradients": False,
-        "inference_mode": grad_mode == "inference_mode",
-        "autocast": precision == "bf16-mixed",
-    }
+    expected = {"rows": 4, "training": False, "gradients": False, "inference_mode": True}
+    expected["autocast"] = precision == "bf16-mixed"
     assert all(seen == expected for seen in module.seen), "the last, smaller batch is left out"
     assert module.training, "as it was before"
 
@@ -92,14 +80,6 @@ def test_loaders_are_padded_as_in_training(strategy: str, tmp_path: Path) -> Non
     assert record.status == "finished"
     if strategy == "buckets":
         assert any("come from the data being evaluated" in note for note in record.notes)
-
-
-def test_a_validation_step_is_timed_too(tmp_path: Path) -> None:
-    record = infer(tmp_path, "run.step=validation", "parity=on", strategy="regional")
-    assert (record.status, record.steady_steps) == ("finished", BATCHES * REPEATS)
-    assert record.regions_compiled == record.regions
-    assert record.report["parity"]["reason"] == "the step returns no floating-point tensor"
-    assert record.final_metrics == {}
 
 
 @pytest.mark.parametrize("initialise", ["host", "device"])
@@ -141,13 +121,13 @@ def test_a_signal_ends_it_after_the_batch_with_what_was_measured(
 
 
 def test_a_module_without_the_step_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^run\.step=validation: Plain defines no validation_step$"):
-        infer_with(Plain(), tmp_path, step="validation")
+    with pytest.raises(ValueError, match=r"^run=inference: LightningModule defines no predict_step and no forward$"):
+        infer_with(L.LightningModule(), tmp_path)
 
 
 def test_bad_values_come_together() -> None:
-    with pytest.raises(ValueError, match=r"run\.step='x' is not one of") as refused:
-        Inference(step="x", batches=0, repeats=0)
+    with pytest.raises(ValueError, match=r"run\.source='x' is not one of") as refused:
+        Inference(source="x", batches=0, repeats=0)
     assert len(str(refused.value).splitlines()) == 3
 
 

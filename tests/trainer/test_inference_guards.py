@@ -103,7 +103,7 @@ def test_a_prediction_that_cannot_be_captured_runs_eager(tmp_path: Path) -> None
             results = super().forward(batch)
             return results if float(results.sum()) > -1e9 else -results
 
-    record = infer_with(ReadsBack(), tmp_path, Recorded(), grad_mode="no_grad")
+    record = infer_with(ReadsBack(), tmp_path, Recorded())
     assert (record.status, record.steady_steps) == ("finished", 8)
     (reason,) = record.report["cuda_graph"]["refused"]
     assert "operation not permitted when stream is capturing" in reason

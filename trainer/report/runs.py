@@ -24,16 +24,9 @@ SECTIONS = ("task", "run", "trainer")
 """Parts of the configuration that make up the workload; beside them there are strategies, guards and the seed."""
 LOOSE = frozenset(
     {
-        "trainer.max_steps",
-        "trainer.val_every_n_steps",
-        "trainer.val_batches",
-        "trainer.checkpoint_every_n_steps",
-        "trainer.log_every_n_steps",
-        "trainer.warmup_steps",
-        "trainer.measure_peak",
-        "run.batches",
-        "run.repeats",
-        "run.warmup_batches",
+        *("trainer.max_steps", "trainer.val_every_n_steps", "trainer.val_batches", "trainer.checkpoint_every_n_steps"),
+        *("trainer.log_every_n_steps", "trainer.warmup_steps", "trainer.measure_peak"),
+        *("run.batches", "run.repeats", "run.warmup_batches"),
     }
 )
 """Settings that a steady step does not depend on."""
@@ -150,13 +143,9 @@ def _record_files(path: str | Path) -> list[Path]:
     given = Path(path)
     # What exists by that name is not a pattern: Hydra writes brackets and equals signs into names of folders.
     matches = [given] if given.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    if not matches:
-        raise ValueError(f"{path}: no such file or folder")
-    files: list[Path] = []
-    for match in matches:
-        files += sorted(match.rglob(FILE_NAME)) if match.is_dir() else [match]
+    files = [file for match in matches for file in (sorted(match.rglob(FILE_NAME)) if match.is_dir() else [match])]
     if not files:
-        raise ValueError(f"{path}: no {FILE_NAME} in it or below")
+        raise ValueError(f"{path}: no {FILE_NAME} in it or below" if matches else f"{path}: no such file or folder")
     return files
 
 
@@ -205,34 +194,22 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
     """A short name for each of ``records``, one of each workload: the task, and few settings that tell them apart."""
     names: list[str] = []
     for record in records:
-        fellows = [other for other in records if (other.task, other.run) == (record.task, record.run)]
+        fellows = [fixed_settings(one) for one in records if (one.task, one.run) == (record.task, record.run)]
+        chosen: list[str] = []
+        apart = 1
+        for name in sorted({name for one in fellows for name in one}, key=lambda name: (name.count("."), name)):
+            found = len({tuple(one.get(each) for each in (*chosen, name)) for one in fellows})
+            if found > apart:
+                chosen, apart = [*chosen, name], found
         settings = fixed_settings(record)
-        chosen = [name for name in _distinguishing([dict(_settings(other)) for other in fellows]) if name in settings]
         lasts = [name.rpartition(".")[2] for name in chosen]
         words = [
             f"{name if lasts.count(last) > 1 else last}={settings[name]}"
             for name, last in zip(chosen, lasts, strict=True)
+            if name in settings
         ]
         _add_name(names, record.task if record.run == "train" else f"{record.task} {record.run}", words)
     return names
-
-
-def _distinguishing(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Few names that together have other values in each of ``settings``."""
-    candidates = sorted(
-        {name for each in settings for name in each if _is_fixed(name)}, key=lambda name: (name.count("."), name)
-    )
-    chosen: list[str] = []
-
-    def classes(names: Sequence[str]) -> int:
-        return len({tuple(each.get(name) for name in names) for each in settings})
-
-    while classes(chosen) < len(settings):
-        best = max(candidates, key=lambda name: classes([*chosen, name]))  # the first of the best
-        if classes([*chosen, best]) == classes(chosen):
-            break
-        chosen.append(best)
-    return chosen
 
 
 def _arm_names(records: Sequence[RunRecord]) -> list[str]:
@@ -241,14 +218,12 @@ def _arm_names(records: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     for record in records:
         fellows = [_parameters(other) for other in records if other.label == record.label]
-        parameters, defaults = _parameters(record), _defaults(record)
-        chosen = [
-            name
-            for name, value in parameters.items()
+        defaults, alone = _defaults(record), len(record.strategies) == 1
+        words = [
+            f"{name.partition('.')[2] if alone else name}={value}"
+            for name, value in _parameters(record).items()
             if _is_set(name, value, defaults) or len({fellow.get(name) for fellow in fellows}) > 1
         ]
-        alone = len(record.strategies) == 1
-        words = [f"{name.partition('.')[2] if alone else name}={parameters[name]}" for name in chosen]
         _add_name(names, record.label, words)
     return names
 

@@ -57,54 +57,52 @@ def scalings(runs: Sequence[Run]) -> list[Scaling]:
             continue
         settings = {name: value for name, value in fixed_settings(record).items() if name not in DEVICES}
         said = [f"{name}={value}" for name, value in settings.items() if not name.endswith("batch_size")]
-        options = [f"{name}={value}" for name, value in sorted(set_parameters(record).items())]
-        alike.setdefault((record.task, record.label, *options, *sorted(said)), []).append(run)
+        alike.setdefault((record.task, record.label, *_options(record), *sorted(said)), []).append(run)
     return [_scaling(members) for members in alike.values() if len({run.record.world_size for run in members}) > 1]
 
 
 def _scaling(members: Sequence[Run]) -> Scaling:
-    groups: dict[tuple[Any, ...], list[RunRecord]] = {}
-    for record in (run.record for run in members):
+    rows: dict[tuple[Any, ...], list[RunRecord]] = {}
+    first = members[0].record
+    for record in sorted((run.record for run in members), key=lambda record: (record.world_size, _how(record))):
         batch = [value for name, value in fixed_settings(record).items() if name.endswith("batch_size")]
-        groups.setdefault((record.world_size, _how(record), *batch), []).append(record)
-    rows = dict(sorted(groups.items(), key=lambda item: item[0][:2]))
-    devices = [int(key[0]) for key in rows]
+        rows.setdefault((record.world_size, _how(record), *batch), []).append(record)
     base = next((records for key, records in rows.items() if key[0] == 1), [])
-    batches = [
+    steps = [
         statistics.median((one.samples_per_second or 0.0) * (step_seconds(one) or 0.0) for one in records)
         for records in rows.values()
     ]
     rates = [estimate([one.samples_per_second for one in records]) for records in rows.values()]
     medians = [0.0 if rate is None else rate.median for rate in rates]
-    first = members[0].record
-    options = [f"{name}={value}" for name, value in set_parameters(first).items()]
+    efficiencies = [estimate([_efficiency(one, base) for one in records]) for records in rows.values()]
+    columns = {
+        "arm": [f"{key[0]} device{'s' if key[0] > 1 else ''} {key[1]}".strip() for key in rows],
+        "runs": [str(len(records)) for records in rows.values()],
+        "samples of a step": [number(samples) for samples in steps],
+        "samples/s": [estimated(rate) for rate in rates],
+        "times one device": [f"{rate / medians[0]:.2f}x" if base else ABSENT for rate in medians],
+        "efficiency": [estimated(efficiency) for efficiency in efficiencies],
+    }
     return Scaling(
-        name=" · ".join([first.task, " ".join([first.label, *options])]),
-        kind=_kind(devices, batches),
-        table=kept(
-            {
-                "arm": [f"{key[0]} device{'s' if key[0] > 1 else ''} {key[1]}".strip() for key in rows],
-                "runs": [str(len(records)) for records in rows.values()],
-                "samples of a step": [number(batch) for batch in batches],
-                "samples/s": [estimated(rate) for rate in rates],
-                "times one device": [f"{rate / medians[0]:.2f}x" if base else ABSENT for rate in medians],
-                "efficiency": [
-                    estimated(estimate([_efficiency(one, base) for one in records])) for records in rows.values()
-                ],
-            }
-        ),
+        name=f"{first.task} · {' '.join([first.label, *_options(first)])}",
+        kind=_kind([int(key[0]) for key in rows], steps),
+        table=kept(columns),
         unlike=[line for line in unlike_conditions(members) if not line.startswith("world size")],
     )
 
 
-def _kind(devices: Sequence[int], batches: Sequence[float]) -> str:
-    shares = {count: batch / count for count, batch in zip(devices, batches, strict=True)}
+def _kind(devices: Sequence[int], steps: Sequence[float]) -> str:
+    shares = {count: samples / count for count, samples in zip(devices, steps, strict=True)}
     if _alike(list(shares.values())):
-        return f"weak scaling: each device keeps its batch of {number(batches[0])} samples, a step has more of them"
-    if _alike(batches):
-        return f"strong scaling: a step keeps its {number(batches[0])} samples, each device has fewer"
+        return f"weak scaling: each device keeps its batch of {number(steps[0])} samples, a step has more of them"
+    if _alike(steps):
+        return f"strong scaling: a step keeps its {number(steps[0])} samples, each device has fewer"
     each = ", ".join(f"{number(share)} on {count}" for count, share in shares.items())
     return f"neither weak nor strong scaling: samples of a device in a step differ ({each})"
+
+
+def _alike(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= SAME * max(values)
 
 
 def _efficiency(record: RunRecord, base: Sequence[RunRecord]) -> float | None:
@@ -117,9 +115,8 @@ def _efficiency(record: RunRecord, base: Sequence[RunRecord]) -> float | None:
 
 
 def _how(record: RunRecord) -> str:
-    settings = record.config.get("trainer", {}) if isinstance(record.config.get("trainer"), dict) else {}
-    return "" if record.world_size == 1 else str(settings.get("strategy", ""))
+    return "" if record.world_size == 1 else fixed_settings(record).get("trainer.strategy", "")
 
 
-def _alike(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= SAME * max(values)
+def _options(record: RunRecord) -> list[str]:
+    return [f"{name}={value}" for name, value in sorted(set_parameters(record).items())]
