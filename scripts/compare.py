@@ -265,16 +265,18 @@ def _moved(name: str, form: str, before: Mapping[str, Any], now: Mapping[str, An
         return [(WORSE if name == "ratio" else NOT_JUDGED, f"{what} was {form.format(old)}, and is not known now")]
     if abs(new - old) <= max(tolerance * old, MIN_WARMUP_SECONDS if name == "cold_warmup_seconds" else 0.0):
         return []
-    spans = [[row.get(f"{name}_{end}") for end in ("low", "high")] for row in (before, now)]
+    spans = [tuple(row.get(f"{name}_{end}") for end in ("low", "high")) for row in (before, now)]
     if name == "ratio" and None in (*spans[0], *spans[1]):
         return [(NOT_JUDGED, "ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")]
     texts = []
-    for value, span in ((old, spans[0]), (new, spans[1])):
-        ends = [form.format(end).rstrip(" sx") for end in span if end is not None and end != value]
-        texts.append(form.format(value) + (f" ({' to '.join(ends)})" if len(ends) > 1 else ""))
-        span[:] = [value if end is None else end for end in span]
+    for value, ends in zip((old, new), spans, strict=True):
+        span = " to ".join(form.format(end).rstrip(" sx") for end in ends if end is not None)
+        texts.append(form.format(value) + (f" ({span})" if len(set(ends)) > 1 else ""))
+    (low, high), (new_low, new_high) = (
+        [value if end is None else end for end in ends] for value, ends in zip((old, new), spans, strict=True)
+    )
     move = f"{what} {' -> '.join(texts)}"
-    if spans[1][0] > spans[0][1] or spans[1][1] < spans[0][0]:
+    if new_low > high or new_high < low:
         # Fewer graphs are not better: less may have been compiled.
         return [(WORSE if name == "graphs" or (new < old) == (name == "ratio") else BETTER, move)]
     return [(NOT_JUDGED, f"{move} is within the noise; more rounds or steps would show it")] * (name == "ratio")

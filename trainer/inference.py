@@ -356,7 +356,8 @@ class Batches:
         """Batches as large as the first one, epoch after epoch."""
         rows = 0
         for epoch in epochs:
-            if hasattr(sampler := getattr(loader, "sampler", None), "set_epoch"):
+            sampler: Any = getattr(loader, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             iterator, empty = iter(loader), True
             while True:
