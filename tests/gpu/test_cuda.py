@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import train
-from trainer.telemetry.meter import StepClock
+from trainer.telemetry.meter import Step, StepClock
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu
@@ -17,18 +17,21 @@ ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=auto", "trainer.determin
 
 def test_laps_are_device_time_and_a_mark_leaves_a_pause_out() -> None:
     x = torch.randn(4096, 4096, device="cuda")
-    clock = StepClock(torch.device("cuda"))
+    clock, steps = StepClock(torch.device("cuda")), [Step(1), Step(2)]
     clock.mark()
     for _ in range(20):
         x = (x @ x).clamp(-1, 1)
-    clock.lap()
+    clock.lap(steps[0])
     for _ in range(200):
         x = (x @ x).clamp(-1, 1)
     clock.mark()
     for _ in range(20):
         x = (x @ x).clamp(-1, 1)
-    clock.lap()
-    first, second = clock.take(), clock.take()
+    clock.lap(steps[1])
+    for step in steps:
+        clock.read(step)
+    first, second = (step.seconds for step in steps)
+    assert clock.ends[1] > first + 5 * second, "the pause is between them"
     assert first > 0
     assert second == pytest.approx(first, rel=0.8)  # ten times as long, had the pause been counted
 

@@ -14,7 +14,7 @@ from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.telemetry.meter import DataWait
+from trainer.telemetry.meter import DataWait, Step, StepClock
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -91,16 +91,15 @@ def test_who_waits_is_named(tmp_path: Path) -> None:
     assert summary(record)["waiting for data"] == said
 
 
-def test_waits_are_read_in_order_and_forgotten_ones_never(clock: Clock) -> None:
-    wait = DataWait(torch.device("cpu"))
+def test_what_is_claimed_is_a_step_s_and_claimed_once(clock: Clock) -> None:
+    laps, step = StepClock(torch.device("cpu")), Step(1)
+    wait = DataWait(laps)
     for seconds in (0.03, 0.0):
         wait.begin()
         clock.sleep(seconds)
         wait.end()
-    assert wait.claim() == 2
-    wait.begin()
-    wait.end()
-    wait.forget()
-    assert wait.claim() == 0
-    assert wait.take() == pytest.approx(0.03)
-    assert wait.take() == 0.0
+    step.fetches += wait.claim()
+    assert wait.claim() == []
+    laps.lap(step)
+    laps.read(step)
+    assert step.waited_seconds == pytest.approx(0.03)

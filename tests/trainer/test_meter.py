@@ -13,19 +13,26 @@ from tests.trainer.clock import Clock
 from trainer.telemetry.meter import (
     MAX_POINTS,
     Meter,
-    Progress,
     Rates,
     SeenShapes,
     Step,
     StepClock,
     Totals,
     percentile,
+    progress_points,
     shape_of,
 )
+from trainer.telemetry.record import RunRecord
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
     return Step(number, compiled=compiled, seconds=seconds, **counts)  # type: ignore[arg-type]
+
+
+def filled(meter: Meter) -> RunRecord:
+    record = RunRecord(task="any")
+    meter.fill(record)
+    return record
 
 
 def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> None:
@@ -33,7 +40,7 @@ def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> N
     seconds = [5.0, 0.3, 0.1, 7.0, 0.2, 0.3]
     steady = [meter.add(step(number, value, compiled=number == 4)) for number, value in enumerate(seconds, start=1)]
     assert steady == [False, False, True, False, True, True]
-    figures = meter.times()
+    figures = filled(meter)
     assert figures.first_step_seconds == 5.0
     assert figures.warmup_seconds == pytest.approx(5.0 + 0.3 + 7.0)
     assert (figures.warmup_steps, figures.steady_steps) == (3, 3)
@@ -54,13 +61,13 @@ def test_without_warm_up_every_step_that_compiled_nothing_is_steady() -> None:
     meter = Meter(warmup_steps=0)
     assert meter.warm
     assert meter.add(step(1))
-    assert meter.times().warmup_seconds is None
+    assert filled(meter).warmup_seconds is None
 
 
 def test_a_run_without_a_steady_step_has_no_steady_figures() -> None:
     meter = Meter(warmup_steps=5)
     meter.add(step(1))
-    figures = meter.times()
+    figures = filled(meter)
     assert figures.steady_steps == 0
     for name in ("mean", "median", "p95"):
         assert getattr(figures, f"steady_step_seconds_{name}") is None
@@ -120,37 +127,28 @@ def test_micro_batches_add_up_to_a_step() -> None:
     assert (one.samples, one.tokens, one.useful_tokens, one.flops) == (8, 100, 80, None)
 
 
-def test_a_lap_excludes_what_was_before_the_mark(clock: Clock) -> None:
-    laps = StepClock(torch.device("cpu"))
-    clock.sleep(0.2)
-    laps.mark()
-    laps.lap()
-    clock.sleep(0.05)
-    laps.lap()
-    assert laps.take() == 0.0
-    assert laps.take() == pytest.approx(0.05)
-
-
-def test_the_time_between_laps_is_elapsed_too(clock: Clock) -> None:
-    laps = StepClock(torch.device("cpu"))
+def test_a_step_is_its_laps_and_its_end_counts_what_lies_between_them(clock: Clock) -> None:
+    laps, first, second = StepClock(torch.device("cpu")), Step(1), Step(2)
     clock.sleep(0.2)
     laps.mark()
     clock.sleep(1.0)
-    laps.lap()
-    clock.sleep(0.5)  # a validation
+    laps.lap(first)
+    clock.sleep(0.5)
+    laps.lap(second)
+    clock.sleep(7.0)  # a validation inside an accumulation
     laps.mark()
-    clock.sleep(1.0)
-    laps.lap()
-    assert [laps.take(), laps.elapsed_seconds] == pytest.approx([1.0, 1.0])
-    assert [laps.take(), laps.elapsed_seconds] == pytest.approx([1.0, 2.5])
+    clock.sleep(0.25)
+    laps.lap(second)
+    for one in (first, second, first):
+        laps.read(one)
+    assert [first.seconds, second.seconds] == pytest.approx([1.0, 0.75])
+    assert list(laps.ends) == pytest.approx([1.0, 8.75])
+    assert first.waited_seconds is None
 
 
 @pytest.mark.parametrize("steps", [0, 5, MAX_POINTS - 1, MAX_POINTS, 10 * MAX_POINTS + 3])
 def test_progress_holds_the_first_and_the_last_step_and_not_too_many(steps: int) -> None:
-    progress = Progress()
-    for step in range(steps):
-        progress.add(0.5 * (step + 1))
-    points = progress.points(7.0)
+    points = progress_points([0.5 * (step + 1) for step in range(steps)], 7.0)
     assert points[0] == [0, 7.0]
     assert points[-1] == [steps, 7.0 + 0.5 * steps]
     assert points == sorted(points)

@@ -92,7 +92,7 @@ def test_the_slowest_rank_waits_least_and_what_it_waits_is_communication() -> No
 def test_nothing_is_said_of_ranks_of_which_not_all_measured(known: list[RankFigures]) -> None:
     assert communication_of(known) is None
     assert communication_line(known) == ""
-    assert ranks.rank_scalars(known)["ranks/skew_milliseconds"] is None
+    assert ranks.rank_points(known)["ranks/skew_milliseconds"] is None
 
 
 def test_a_process_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_process_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     last.publish(rank(2, 0.2), 50)
     assert first.collect(50) == [rank(0, 0.1), rank(2, 0.2)]
     assert first.collect(50) == [], "read once, and then no part of the store"
-    assert ranks.rank_scalars([rank(0), rank(2)])["ranks/peak_device_gib"] == 3.0
+    assert ranks.rank_points([rank(0), rank(2)])["ranks/peak_device_gib"] == 3.0
 
 
 def test_a_store_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from trainer.telemetry.compiler import CompilerFigures
 from trainer.telemetry.hardware import Peak
-from trainer.telemetry.meter import Meter, Rates, StepTimes
+from trainer.telemetry.meter import Rates
 from trainer.telemetry.record import Event, RunRecord
 
 
-@pytest.mark.parametrize("facts", [CompilerFigures, Peak, Rates, StepTimes], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("facts", [CompilerFigures, Peak, Rates], ids=lambda each: each.__name__)
 def test_facts_have_names_and_types_of_the_record(facts: type[Any]) -> None:
     fields = get_type_hints(RunRecord)
     for name, kind in get_type_hints(facts).items():
@@ -23,8 +23,8 @@ def test_facts_have_names_and_types_of_the_record(facts: type[Any]) -> None:
 
 def test_a_record_takes_what_was_measured() -> None:
     record = RunRecord(task="any", steps=3)
-    record.take(Meter(warmup_steps=1).times(), Rates(samples_per_second=2.0))
-    assert (record.steady_steps, record.samples_per_second, record.steps) == (0, 2.0, 3)
+    record.take(Rates(samples_per_second=2.0))
+    assert (record.samples_per_second, record.steps) == (2.0, 3)
 
 
 def test_a_record_reads_back_without_what_it_has_no_field_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Curves: reads the clocks of each window once its steps are through, sorts them and writes the window's points.
+"""Curves: times the steps of each window once they are through, sorts them, and says what a window's points are.
 
 A window is the steps between two points of a curve. Its losses travel to the host while the next window is filled, so
 that nothing waits.
@@ -12,88 +12,69 @@ import itertools
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
 from strategies.loop import Loop
-from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.files import build
 from trainer.telemetry.hardware import Peak
-from trainer.telemetry.machine import EnergyMeter
-from trainer.telemetry.meter import (
-    DataWait,
-    Meter,
-    NonFinite,
-    Rates,
-    Step,
-    StepClock,
-    Totals,
-    first_nonfinite,
-    percentile,
-)
+from trainer.telemetry.meter import Meter, NonFinite, Rates, Step, StepClock, Totals, first_nonfinite, percentile
 from trainer.telemetry.record import RankFigures, communication_of
-from trainer.telemetry.tensorboard import TensorBoardPages
+
+Points = dict[str, float | None]
 
 
-@dataclass(slots=True)
-class Window:
-    """Steps between two flushes."""
+class Curves:
+    """The windows of one training, of which each is read while the next one is being filled."""
 
-    steps: list[Step]
-    losses: torch.Tensor | None
-    """Losses of all micro-batches in order, in host memory once ``copied`` has happened."""
-    copied: torch.cuda.Event | None
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the losses can be read without waiting."""
-        return self.copied is None or self.copied.query()
-
-    def read(self) -> list[float]:
-        """Losses of all micro-batches in order. Waits for those that have not arrived."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return [] if self.losses is None else self.losses.tolist()
-
-
-class Windows:
-    """Windows in order; each one is read while the next one is being filled."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._waiting: deque[Window] = deque()
+    def __init__(self, *, device: torch.device, clock: StepClock, meter: Meter, peak: Peak) -> None:
+        self._device, self._clock, self._meter, self._peak = device, clock, meter, peak
         self._steps: list[Step] = []
+        self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
+        self.last_loss: float | None = None
+        """Mean loss of the newest window read back."""
+        self.nonfinite: NonFinite | None = None
+        """The first step, of those read so far, whose loss was not a finite number."""
+        self.steps_per_second: float | None = None
 
     def add(self, step: Step) -> None:
         self._steps.append(step)
 
-    def close(self) -> None:
-        """End the open window and send its losses to the host."""
+    def read(self, *, everything: bool) -> Iterator[tuple[int, Points]]:
+        """Close the open window and send its losses to the host; last step and points of the windows before, oldest
+        first, whose losses have arrived, of all but the newest or of ``everything``."""
         if self._steps:
-            self._waiting.append(Window(self._steps, *self._sent()))
+            self._sent.append((self._steps, *self._losses_sent()))
             self._steps = []
+        while self._sent:
+            steps, losses, copied = self._sent[0]
+            if copied is not None and not (everything or len(self._sent) > 1 or copied.query()):
+                return
+            self._sent.popleft()
+            if copied is not None:
+                copied.synchronize()
+            yield steps[-1].number, self._read(steps, [] if losses is None else losses.tolist())
 
-    def readable(self, *, everything: bool) -> Iterator[Window]:
-        """Closed windows, oldest first: those that have arrived and all but the newest, or ``everything``."""
-        while self._waiting and (everything or len(self._waiting) > 1 or self._waiting[0].arrived):
-            yield self._waiting.popleft()
+    def time_steps(self) -> None:
+        """Read the clocks of all steps so far, whose windows stay as they are; waits for the device."""
+        for step in self._unread():
+            self._clock.read(step)
 
-    def unread(self) -> list[Step]:
-        """The steps of all windows that are not read yet, those of the open one too, in order."""
-        return [*(step for window in self._waiting for step in window.steps), *self._steps]
-
-    def read_now(self) -> tuple[list[Step], list[float]]:
-        """The steps that are not read yet, those of the open window too, and their losses; waits for the device."""
-        steps = self.unread()
+    def look(self) -> None:
+        """Read the losses of all steps so far; waits for the device."""
+        steps = self._unread()
         losses = [loss for step in steps for loss in step.losses]
-        return steps, _stacked(losses).tolist() if losses else []
+        self.nonfinite = self.nonfinite or first_nonfinite(steps, _stacked(losses).tolist() if losses else [])
 
-    def _sent(self) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
+    def _unread(self) -> list[Step]:
+        return [*(step for steps, _, _ in self._sent for step in steps), *self._steps]
+
+    def _losses_sent(self) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
+        """Losses of the open window, in host memory once the event has happened."""
         losses = [loss for step in self._steps for loss in step.losses]
         if not losses:
             return None, None
@@ -105,6 +86,19 @@ class Windows:
         copied.record()
         return host, copied
 
+    def _read(self, steps: list[Step], losses: list[float]) -> Points:
+        totals, seconds = Totals(), []
+        for step in steps:
+            self._clock.read(step)
+            if self._meter.add(step):
+                totals.add(step)
+                seconds.append(step.seconds)
+        self.last_loss = sum(losses) / len(steps) if losses else self.last_loss
+        self.nonfinite = self.nonfinite or first_nonfinite(steps, losses)
+        rates = totals.rates()
+        self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
+        return {"train/loss": self.last_loss, **speed_points(rates, self._peak), **time_points(seconds)}
+
 
 def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
     """In single precision or better: half of it may be infinite for what double precision holds."""
@@ -112,122 +106,40 @@ def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
     return stacked if stacked.dtype == torch.float64 else stacked.float()
 
 
-class Curves:
-    """The points of one training.
-
-    Args:
-        clock, wait: Read in the order of the steps, a window at a time.
-    """
-
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        pages: TensorBoardPages | None,
-        clock: StepClock,
-        wait: DataWait,
-        meter: Meter,
-        peak: Peak,
-        energy: EnergyMeter,
-        compiler: CompilerMonitor,
-    ) -> None:
-        self._device, self._pages, self._clock, self._wait = device, pages, clock, wait
-        self._meter, self._peak, self._energy, self._compiler = meter, peak, energy, compiler
-        self.windows = Windows(device)
-        self.last_loss: float | None = None
-        """Mean loss of the newest window read back."""
-        self.nonfinite: NonFinite | None = None
-        """The first step, of those read so far, whose loss was not a finite number."""
-        self.steps_per_second: float | None = None
-
-    def flush(self, *, everything: bool, preflight_seconds: float, learning_rate: float | None) -> None:
-        """Close the open window; write those that have arrived, or ``everything``."""
-        self.windows.close()
-        for window in self.windows.readable(everything=everything):
-            rates, seconds = self._read(window)
-            points = {
-                "train/loss": self.last_loss,
-                "train/learning_rate": learning_rate,
-                "speed/steps_per_second": rates.steady_steps_per_second,
-                **rate_scalars(rates, self._peak),
-                **time_scalars(seconds),
-                "warmup/first_step_seconds": self._meter.first_step_seconds,
-                "warmup/seconds": self._meter.warmup_seconds + preflight_seconds,
-                **cost_scalars(self._compiler, self._energy, self._device),
-            }
-            if self._pages is not None:
-                self._pages.scalars(points, window.steps[-1].number)
-
-    def time_steps(self) -> None:
-        """Read the clocks of all steps so far, whose windows stay as they are; waits for the device."""
-        for step in self.windows.unread():
-            time_step(step, self._clock, self._wait, self._meter)
-
-    def look(self) -> None:
-        """Read the losses of all steps so far; waits for the device."""
-        self.nonfinite = self.nonfinite or first_nonfinite(*self.windows.read_now())
-
-    def _read(self, window: Window) -> tuple[Rates, list[float]]:
-        """Rates and seconds of the window's steady steps."""
-        totals, seconds = read_clocks(window.steps, self._clock, self._wait, self._meter)
-        losses = window.read()
-        self.last_loss = sum(losses) / len(window.steps) if losses else self.last_loss
-        self.nonfinite = self.nonfinite or first_nonfinite(window.steps, losses)
-        rates = totals.rates()
-        self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
-        return rates, seconds
-
-
-def time_step(step: Step, clock: StepClock, wait: DataWait, meter: Meter) -> None:
-    """Read the clocks of ``step``, once; of steps in their order."""
-    if not step.timed:
-        step.seconds = sum(clock.take() for _ in range(step.laps))
-        step.waited_seconds = sum(wait.take() for _ in range(step.fetches))
-        meter.progress.add(clock.elapsed_seconds)
-        step.timed = True
-
-
-def read_clocks(steps: Iterable[Step], clock: StepClock, wait: DataWait, meter: Meter) -> tuple[Totals, list[float]]:
-    """Time ``steps`` and add them to ``meter``: totals and seconds of the steady ones."""
-    totals, seconds = Totals(), []
-    for step in steps:
-        time_step(step, clock, wait, meter)
-        if meter.add(step):
-            totals.add(step)
-            seconds.append(step.seconds)
-    return totals, seconds
-
-
-def rate_scalars(rates: Rates, peak: Peak) -> dict[str, float | None]:
-    reached = rates.teraflops_per_second
+def speed_points(rates: Rates, peak: Peak) -> Points:
+    datasheet, measured = peak.utilization(rates.teraflops_per_second)
     return {
+        "speed/steps_per_second": rates.steady_steps_per_second,
         "usage/samples_per_second": rates.samples_per_second,
         "usage/tokens_per_second": rates.tokens_per_second,
         "speed/useful_tokens_per_second": rates.useful_tokens_per_second,
         "usage/padded_share": rates.padded_share,
-        "usage/teraflops_per_second": reached,
-        "usage/model_flops_utilization": hardware.utilization(reached, peak.peak_teraflops_datasheet),
-        "usage/model_flops_utilization_measured_peak": hardware.utilization(reached, peak.peak_teraflops_measured),
+        "usage/teraflops_per_second": rates.teraflops_per_second,
+        "usage/model_flops_utilization": datasheet,
+        "usage/model_flops_utilization_measured_peak": measured,
         "usage/data_wait_share": rates.data_wait_share,
     }
 
 
-def time_scalars(seconds: Sequence[float]) -> dict[str, float | None]:
-    median, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
+def time_points(seconds: Sequence[float]) -> Points:
+    milliseconds = [each * 1e3 for each in seconds]
     return {
-        "usage/step_milliseconds_median": None if median is None else median * 1e3,
-        "usage/step_milliseconds_p95": None if p95 is None else p95 * 1e3,
+        "usage/step_milliseconds_median": percentile(milliseconds, 0.5),
+        "usage/step_milliseconds_p95": percentile(milliseconds, 0.95),
     }
 
 
-def cost_scalars(monitor: CompilerMonitor, energy: EnergyMeter, device: torch.device) -> dict[str, float | None]:
-    names = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
-    figures = monitor.figures() if monitor.compilations else None
+def compiler_points(monitor: CompilerMonitor) -> Points:
+    if not monitor.compilations:
+        return {}
+    figures = monitor.figures()
     return {
-        **{f"warmup/{name}": getattr(figures, name, None) for name in names},
-        "usage/peak_device_gib": hardware.peak_device_gib(device),
-        "usage/peak_process_gib": hardware.peak_process_gib(),
-        "usage/joules_per_sample": energy.joules_per_sample(),
+        "warmup/compile_seconds": figures.compile_seconds,
+        "warmup/graphs": figures.graphs,
+        "warmup/graph_breaks": figures.graph_breaks,
+        "warmup/recompiles": figures.recompiles,
+        "warmup/cache_hits": figures.cache_hits,
+        "warmup/cache_misses": figures.cache_misses,
     }
 
 
@@ -253,12 +165,12 @@ class Ranks:
         self.exposed = ExposedCommunication()
         self._before: int | None = None
 
-    def exchange(self, figures: RankFigures, step: int) -> tuple[dict[str, float | None], int]:
+    def exchange(self, figures: RankFigures, step: int) -> tuple[Points, int]:
         """Publish the figures of a window; returns, on the first process, those of all of the window before for
         TensorBoard and its last step. By then all are through with it."""
         before, self._before = self._before, step
         self.publish(figures, step)
-        return (rank_scalars(self.collect(before)) if self.rank == 0 and before is not None else {}), before or 0
+        return (rank_points(self.collect(before)) if self.rank == 0 and before is not None else {}), before or 0
 
     def publish(self, figures: RankFigures, moment: object) -> None:
         """Leave this process's figures of a moment, which all processes name alike, for the first one."""
@@ -307,7 +219,7 @@ class ExposedCommunication:
         return self._samples[-1]
 
 
-def rank_scalars(ranks: Sequence[RankFigures]) -> dict[str, float | None]:
+def rank_points(ranks: Sequence[RankFigures]) -> Points:
     """What TensorBoard shows of all processes."""
     found, peaks = communication_of(ranks), [one.peak_device_memory_gib for one in ranks]
     known = [peak for peak in peaks if peak is not None]

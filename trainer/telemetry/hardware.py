@@ -24,9 +24,6 @@ from trainer.telemetry.machine import now, processor_name
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
 GIB = 1024.0**3
-
-_before: dict[torch.device, int] = {}
-"""Bytes of the peak before something that was not to be counted."""
 DENSE_TERAFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA A10": {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2},
     "NVIDIA A100": {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5},
@@ -46,13 +43,7 @@ one."""
 
 KINDS = {"bf16": "bf16", "16": "fp16", "64": "fp64"}
 """What matrix products compute in, by the beginning of Lightning's name of the precision; the rest is fp32 or tf32."""
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "tf32": torch.float32,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 CUDA_SIZE = 8192
 """Rows and columns of the matrices that are multiplied on a GPU."""
 HOST_SIZES = (128, 256, 512, 1024)
@@ -61,12 +52,13 @@ WARMUP, WINDOWS, IN_A_WINDOW = 3, 5, 4
 MAX_SECONDS = 0.25
 """Timing takes about this long at most, beside one window."""
 
+_before: dict[torch.device, int] = {}
+"""Bytes of the peak before something that was not to be counted."""
+
 
 def device_name(device: torch.device) -> str:
     """Name of the accelerator, or of the processor for a CPU run."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def versions() -> dict[str, str | None]:
@@ -87,6 +79,25 @@ def process_age_seconds() -> float | None:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is through with what it was given; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
+    """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
+    wait(device)
+    began = now()
+    for _ in range(times):
+        work()
+    wait(device)
+    return (now() - began) / times
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
 
 
 def reset_peaks(device: torch.device) -> None:
@@ -125,6 +136,9 @@ def peak_process_gib() -> float:
     return kilobytes * (1.0 if sys.platform == "darwin" else 1024.0) / GIB
 
 
+# ---- the peak that utilisation is a share of ----------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """Fields of the record about the matrix rates of one device, TFLOP/s; None where unknown or not measured."""
@@ -132,6 +146,12 @@ class Peak:
     matrix_precision: str | None
     peak_teraflops_datasheet: float | None
     peak_teraflops_measured: float | None
+
+    def utilization(self, teraflops: float | None) -> tuple[float | None, float | None]:
+        """Share of each peak, the datasheet's and the measured one, that a run reaches; None where not known."""
+        peaks = (self.peak_teraflops_datasheet, self.peak_teraflops_measured)
+        datasheet, measured = (teraflops / peak if teraflops and peak else None for peak in peaks)
+        return datasheet, measured
 
 
 def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> Peak:
@@ -167,14 +187,12 @@ def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
     if kind is None or device.type not in ("cuda", "cpu"):
         return None
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    best = 0.0
     try:
-        if device.type == "cuda":
-            return _rate(CUDA_SIZE, device, kind, generator)
-        rates: list[float] = []
-        for size in HOST_SIZES:
-            if not rates or 2 * size**3 / max(rates) / 1e12 < MAX_SECONDS / 10:
-                rates.append(_rate(size, device, kind, generator))
-        return max(rates)
+        for size in (CUDA_SIZE,) if device.type == "cuda" else HOST_SIZES:
+            if not best or 2 * size**3 / best / 1e12 < MAX_SECONDS / 10:
+                best = max(best, _rate(size, device, kind, generator))
+        return best
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -186,9 +204,8 @@ def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
 def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator) -> float:
     """TFLOP/s of the best of a few products after a warm-up."""
     # Random: of zeros, a GPU multiplies faster than its power limit allows for numbers.
-    left, right = (
-        torch.empty(size, size, device=device, dtype=DTYPES[kind]).normal_(generator=generator) for _ in "ab"
-    )
+    dtype = DTYPES.get(kind, torch.float32)
+    left, right = (torch.empty(size, size, device=device, dtype=dtype).normal_(generator=generator) for _ in "ab")
     product = torch.empty_like(left)
 
     def window(count: int) -> float:
@@ -198,24 +215,3 @@ def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator
     once = window(1)
     windows = min(WINDOWS, int(MAX_SECONDS / (IN_A_WINDOW * once)))
     return 2 * size**3 / min([once, *(window(IN_A_WINDOW) for _ in range(windows))]) / 1e12
-
-
-def wait(device: torch.device) -> None:
-    """Until the device is through with what it was given; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
-    """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    wait(device)
-    began = now()
-    for _ in range(times):
-        work()
-    wait(device)
-    return (now() - began) / times
-
-
-def utilization(teraflops: float | None, peak: float | None) -> float | None:
-    """Share of the peak that a run reaches; None where one of them is not known."""
-    return teraflops / peak if teraflops and peak else None

@@ -1,7 +1,4 @@
-"""Machine: what else ran on it while steps were timed, by the kernel's account and NVML's. Imports no torch.
-
-Energy of the board is NVML's total-energy counter, which refreshes every 20 to 100 ms and covers other processes too:
-windows under ``MIN_ENERGY_SECONDS`` in total are worth nothing, and give None.
+"""Machine: the board's energy, and what else ran while steps were timed. Imports no torch.
 
 Processor time of others is all that the processors spent less what this process and its descendants spent: data and
 compile workers make load too. Others do harm where a thread of this process waited for a processor meanwhile.
@@ -9,6 +6,7 @@ compile workers make load too. Others do harm where a thread of this process wai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -23,6 +21,10 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 MIN_SECONDS = 1.0
 """The kernel counts processor time in steps of 10 ms; a shorter look tells nothing."""
+MIN_ENERGY_SECONDS = 2.0
+"""NVML's counter of energy refreshes every 20 to 100 ms; steps that took less together are worth nothing."""
+THROTTLED = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+"""NVML's reasons for a low clock that a steady machine does not have; the power cap is met under any full load."""
 MANY_PROCESSORS, MUCH_TIME = 0.5, 0.1
 """Processors that others use, and their share of those there are, from which on they count: the smaller of the two."""
 LONG_WAIT = 0.05
@@ -31,9 +33,6 @@ MAX_TIME = 0.25
 """Share of the processors that others may use where nobody knows how long this process waited."""
 MUCH_USE = 0.05
 """Share of the time that others may compute on the GPU."""
-MIN_ENERGY_SECONDS = 2.0
-THROTTLED = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
-"""NVML's reasons for a low clock that a steady machine does not have; the power cap is met under any full load."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +84,77 @@ def now() -> float:
     return time.perf_counter()
 
 
+def processor_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in (PROC / "cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def nvml_handle(device: torch.device) -> Any | None:
+    """NVML's of the board; None without NVML."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        # By UUID, because NVML numbers all boards and ignores CUDA_VISIBLE_DEVICES.
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # older boards refuse
+        return handle
+    except Exception:  # NVML raises classes of its own for each of its errors; any of them means: no energy figure
+        return None
+
+
+class EnergyMeter:
+    """Adds up joules and samples of windows; without a ``board`` (NVML's handle) it reads None. The counter is the
+    board's: other processes are in it."""
+
+    def __init__(self, board: Any | None) -> None:
+        self._board = board
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all windows."""
+        self._window: tuple[float, float] | None = None
+        self._window_samples = self._samples = 0
+        self._joules = self._seconds = 0.0
+
+    def begin(self) -> None:
+        """Open a window, unless one is open."""
+        if self._board is not None and self._window is None:
+            self._window, self._window_samples = (self._read_joules(), now()), 0
+
+    def add(self, samples: int) -> None:
+        self._window_samples += samples
+
+    def end(self) -> None:
+        """Close the window and add it up."""
+        if self._window is not None:
+            joules, began = self._window
+            self._joules += self._read_joules() - joules
+            self._seconds += now() - began
+            self._samples += self._window_samples
+            self._window = None
+
+    def discard(self) -> None:
+        """Close the window and forget it: something that is not a steady step happened in it."""
+        self._window = None
+
+    def joules_per_sample(self) -> float | None:
+        """None without NVML, or when the windows together are too short to mean anything."""
+        return self._joules / self._samples if self._samples and self._seconds >= MIN_ENERGY_SECONDS else None
+
+    def _read_joules(self) -> float:
+        import pynvml
+
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._board)) / 1e3
+
+
 class MachineMonitor:
     """Looks at the machine from ``begin`` on; every reading is None where the system does not tell.
 
@@ -111,7 +181,7 @@ class MachineMonitor:
         import pynvml
 
         facts, board = self._facts, self._board
-        try:
+        with contextlib.suppress(Exception):  # what a board, a container or an older pynvml does not tell stays None
             clock = pynvml.nvmlDeviceGetClockInfo(board, pynvml.NVML_CLOCK_SM)
             facts.gpu_clock_mhz = min(clock, facts.gpu_clock_mhz or clock)
             facts.gpu_clock_limit_mhz = pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_SM)
@@ -122,21 +192,18 @@ class MachineMonitor:
             facts.gpu_throttled = sorted({*facts.gpu_throttled, *seen})
             celsius = pynvml.nvmlDeviceGetTemperature(board, pynvml.NVML_TEMPERATURE_GPU)
             facts.gpu_celsius = max(celsius, facts.gpu_celsius or celsius)
-        except Exception:  # what a board, a container or an older pynvml does not tell stays None
-            return
 
     def facts(self, *, shortest: float = MIN_SECONDS) -> MachineFacts | None:
         """What was seen since ``begin``; None where that is less than ``shortest`` seconds ago."""
         if self._began is None or (seconds := time.monotonic() - self._began) < shortest:
             return None
-        facts, hertz = self._facts, os.sysconf("SC_CLK_TCK")
+        facts = self._facts
         facts.seconds = seconds
         if hasattr(os, "getloadavg"):
             facts.load_average = os.getloadavg()[0]
-        before, now = self._ticks, _ticks(self._processors)
-        if before is not None and now is not None:
-            every, own = (max(0.0, after - then) / hertz / seconds for then, after in zip(before, now, strict=True))
-            facts.other_processors = max(0.0, every - own)
+        if self._ticks is not None and (ticks := _ticks(self._processors)) is not None:
+            every, own = (max(0, after - before) for before, after in zip(self._ticks, ticks, strict=True))
+            facts.other_processors = max(0.0, (every - own) / os.sysconf("SC_CLK_TCK") / seconds)
         waits = [after - self._waits[thread] for thread, after in _waits().items() if thread in self._waits]
         facts.waited_share = max(waits) / 1e9 / seconds if waits else None
         facts.gpu_other_share = self._gpu_others()
@@ -180,12 +247,10 @@ def _tree() -> list[tuple[int, int]]:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdecimal():
-            try:
+            with contextlib.suppress(OSError):  # it has just ended
                 words = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            ticks[int(entry.name)] = sum(map(int, words[11:15]))
-            children[int(words[1])].append(int(entry.name))
+                ticks[int(entry.name)] = sum(map(int, words[11:15]))
+                children[int(words[1])].append(int(entry.name))
     # Beside each other, the ranks of torchrun and Slurm are children of one process.
     beside = "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS") or 1) > 1
     found = [os.getppid() if beside else os.getpid()]
@@ -196,84 +261,8 @@ def _tree() -> list[tuple[int, int]]:
 
 def _waits() -> dict[str, int]:
     """Nanoseconds that each thread of this process has waited for a processor so far."""
-    found = {}
     try:
-        for task in (PROC / "self" / "task").iterdir():
-            found[task.name] = int((task / "schedstat").read_text(encoding="utf-8").split()[1])
+        tasks = list((PROC / "self" / "task").iterdir())
+        return {task.name: int((task / "schedstat").read_text(encoding="utf-8").split()[1]) for task in tasks}
     except (OSError, ValueError, IndexError):
         return {}
-    return found
-
-
-def processor_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-class EnergyMeter:
-    """Adds up joules and samples of windows; absent NVML makes it a meter that reads None."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.handle = _nvml_handle(device) if device.type == "cuda" else None
-        """NVML's of the board; None without NVML."""
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all windows."""
-        self._window: tuple[float, float] | None = None
-        self._window_samples = 0
-        self._joules = 0.0
-        self._seconds = 0.0
-        self._samples = 0
-
-    def begin(self) -> None:
-        """Open a window, unless one is open."""
-        if self.handle is not None and self._window is None:
-            self._window, self._window_samples = (self._read_joules(), now()), 0
-
-    def add(self, samples: int) -> None:
-        self._window_samples += samples
-
-    def end(self) -> None:
-        """Close the window and add it up."""
-        if self._window is not None:
-            joules, began = self._window
-            self._joules += self._read_joules() - joules
-            self._seconds += now() - began
-            self._samples += self._window_samples
-            self._window = None
-
-    def discard(self) -> None:
-        """Close the window and forget it: something that is not a steady step happened in it."""
-        self._window = None
-
-    def joules_per_sample(self) -> float | None:
-        """Joules for each sample; None without NVML or when the windows together are too short to mean anything."""
-        if self.handle is None or not self._samples or self._seconds < MIN_ENERGY_SECONDS:
-            return None
-        return self._joules / self._samples
-
-    def _read_joules(self) -> float:
-        import pynvml
-
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)) / 1e3
-
-
-def _nvml_handle(device: torch.device) -> Any | None:
-    try:
-        import pynvml
-        import torch
-
-        pynvml.nvmlInit()
-        # By UUID, because NVML numbers all boards and ignores CUDA_VISIBLE_DEVICES.
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # older boards refuse
-        return handle
-    except Exception:  # NVML raises classes of its own for each of its errors; any of them means: no energy figure
-        return None

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 
 from trainer.telemetry.machine import now
+from trainer.telemetry.record import RunRecord
 
 MAX_POINTS = 256
 """Of a run's progress; of more, every second is left out."""
@@ -36,6 +37,8 @@ COUNTED = ("samples", "tokens", "useful_tokens", "flops")
 
 NonFinite = tuple[int, str]
 """A step, and where and how its loss or weights were not finite."""
+Lap = tuple[Any, Any]
+"""Two points in time, as ``StepClock`` marks them."""
 
 
 @dataclass(slots=True)
@@ -59,21 +62,20 @@ class Step:
     """Whether one of its batches has a new shape that is not steady, because others come again."""
     batches: int = 0
     """Micro-batches so far."""
-    laps: int = 0
-    """Laps of the clock that it is made of; more than one when a pause fell between its micro-batches."""
+    laps: list[Lap] = field(default_factory=list)
+    """What it is made of, until it is timed; several when a pause fell between its micro-batches."""
+    fetches: list[Lap] = field(default_factory=list)
+    """Batches asked of the loader within those laps, until it is timed."""
     samples: int | None = None
     tokens: int | None = None
     useful_tokens: int | None = None
     flops: int | None = None
     """Forward and backward operations; None when the task does not count them."""
     seconds: float = 0.0
-    """Duration, set when the clock has been read."""
+    """Duration, set when it is timed."""
     timed: bool = False
-    """Whether it has been."""
-    fetches: int = 0
-    """Batches asked of the loader within those laps."""
-    waited_seconds: float = 0.0
-    """Lost to waiting for them, set with ``seconds``."""
+    waited_seconds: float | None = None
+    """Lost to waiting for batches, set when it is timed; None when it asked for none."""
     losses: list[Any] = field(default_factory=list)
     """Device scalars of its micro-batches, each already divided by their number."""
 
@@ -87,15 +89,11 @@ class Step:
         rate = "" if self.learning_rate is None else f", learning rate {float(self.learning_rate):.4g}"
         return self.number, f"(epoch {self.epoch}, batch_idx {self.batch_idx + micro_batch}{rate}): {what}"
 
-    def add(self, samples: int, tokens: int | None, useful_tokens: int | None, flops: int | None) -> None:
-        """Count one more micro-batch; call it for all of them, in order, or for none."""
-        if self.samples is None:
-            self.samples, self.tokens, self.useful_tokens, self.flops = samples, tokens, useful_tokens, flops
-            return
-        self.samples += samples
-        self.tokens = _sum(self.tokens, tokens)
-        self.useful_tokens = _sum(self.useful_tokens, useful_tokens)
-        self.flops = _sum(self.flops, flops)
+    def add(self, *counts: int | None) -> None:
+        """Count one more micro-batch, in the order of ``COUNTED``; call it for all of them, in order, or for none."""
+        first = self.samples is None
+        for name, count in zip(COUNTED, counts, strict=True):
+            setattr(self, name, count if first else _sum(getattr(self, name), count))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,28 +109,13 @@ class Rates:
     data_wait_share: float | None = None
 
 
-@dataclass(kw_only=True, slots=True)
-class StepTimes:
-    """Fields of the record about the times of single steps of this process."""
-
-    first_step_seconds: float | None
-    warmup_seconds: float | None
-    warmup_steps: int
-    new_shape_steps: int
-    steady_steps: int
-    steady_step_seconds_mean: float | None
-    steady_step_seconds_median: float | None
-    steady_step_seconds_p95: float | None
-
-
 @dataclass(slots=True)
 class Totals:
-    """Sums over a set of steps; a figure that any step lacks stays None."""
+    """Sums over a set of steps; a count that any step lacks stays None."""
 
     seconds: float = 0.0
     steps: int = 0
-    fetches: int = 0
-    waited_seconds: float = 0.0
+    waited_seconds: float | None = None
     samples: int | None = 0
     tokens: int | None = 0
     useful_tokens: int | None = 0
@@ -140,22 +123,28 @@ class Totals:
 
     def add(self, step: Step) -> None:
         self.steps += 1
-        for name in ("seconds", "fetches", "waited_seconds", *COUNTED):
+        self.seconds += step.seconds
+        if step.waited_seconds is not None:
+            self.waited_seconds = (self.waited_seconds or 0.0) + step.waited_seconds
+        for name in COUNTED:
             setattr(self, name, _sum(getattr(self, name), getattr(step, name)))
 
     def rates(self) -> Rates:
-        seconds = self.seconds
-        if not seconds:
+        if not self.seconds:
             return Rates()
+
+        def per_second(count: float | None) -> float | None:
+            return None if count is None else count / self.seconds
+
         padding = None if self.tokens is None or self.useful_tokens is None else self.tokens - self.useful_tokens
         return Rates(
-            steady_steps_per_second=self.steps / seconds,
-            samples_per_second=None if self.samples is None else self.samples / seconds,
-            tokens_per_second=None if self.tokens is None else self.tokens / seconds,
-            useful_tokens_per_second=None if self.useful_tokens is None else self.useful_tokens / seconds,
+            steady_steps_per_second=per_second(self.steps),
+            samples_per_second=per_second(self.samples),
+            tokens_per_second=per_second(self.tokens),
+            useful_tokens_per_second=per_second(self.useful_tokens),
             padded_share=padding / self.tokens if padding is not None and self.tokens else None,
-            teraflops_per_second=None if self.flops is None else self.flops / seconds / 1e12,
-            data_wait_share=min(1.0, self.waited_seconds / seconds) if self.fetches else None,
+            teraflops_per_second=per_second(None if self.flops is None else self.flops / 1e12),
+            data_wait_share=None if self.waited_seconds is None else min(1.0, self.waited_seconds / self.seconds),
         )
 
 
@@ -171,7 +160,6 @@ class Meter:
         self.warmup_seconds = 0.0
         self.warmup_step_count = 0
         self.new_shape_steps = 0
-        self.progress = Progress()
         self.steady = Totals()
         self._steady_seconds = array("d")
 
@@ -207,163 +195,116 @@ class Meter:
         self.steady, self._steady_seconds = Totals(), array("d")
         self._timed = self.ended = 0
 
-    def times(self) -> StepTimes:
+    def fill(self, record: RunRecord) -> None:
+        """Write the times of single steps of this process into ``record``."""
         seconds = self._steady_seconds
-        return StepTimes(
-            first_step_seconds=self.first_step_seconds,
-            warmup_seconds=self.warmup_seconds if self.warmup_step_count else None,
-            warmup_steps=self.warmup_step_count,
-            new_shape_steps=self.new_shape_steps,
-            steady_steps=len(seconds),
-            steady_step_seconds_mean=statistics.fmean(seconds) if seconds else None,
-            steady_step_seconds_median=self.median_seconds,
-            steady_step_seconds_p95=percentile(seconds, 0.95),
-        )
+        record.first_step_seconds = self.first_step_seconds
+        record.warmup_seconds = self.warmup_seconds if self.warmup_step_count else None
+        record.warmup_steps, record.new_shape_steps = self.warmup_step_count, self.new_shape_steps
+        record.steady_steps = len(seconds)
+        record.steady_step_seconds_mean = statistics.fmean(seconds) if seconds else None
+        record.steady_step_seconds_median = self.median_seconds
+        record.steady_step_seconds_p95 = percentile(seconds, 0.95)
 
 
 def first_nonfinite(steps: Sequence[Step], losses: Sequence[float]) -> NonFinite | None:
     """The first step of which one of its ``losses``, those of all micro-batches in order, is not a finite number."""
-    place = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    if place is None:
-        return None
-    loss = losses[place]
+    values = iter(losses)
     for step in steps:
-        if place < len(step.losses):
-            break
-        place -= len(step.losses)
-    return step.place(f"the loss is {loss}", place)
+        for micro_batch, loss in enumerate(islice(values, len(step.losses))):
+            if not math.isfinite(loss):
+                return step.place(f"the loss is {loss}", micro_batch)
+    return None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """Nearest-rank percentile of ``values``; None when empty."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
 def _sum(left: Any, right: Any) -> Any:
     return None if left is None or right is None else left + right
 
 
-class _Marks:
-    """Points in time of a device: CUDA events, which are used again, or readings of the host's clock."""
+def progress_points(ends: Sequence[float], began_seconds: float) -> list[list[float]]:
+    """Pairs of steps done and seconds, of which the first step began at ``began_seconds`` and step i ended
+    ``ends[i - 1]`` later: each step, in longer runs every second, every fourth, ..., and the last one."""
+    every = 1
+    while len(ends) > every * MAX_POINTS:
+        every *= 2
+    done = [*range(every, len(ends), every), *([len(ends)] if ends else [])]
+    return [[0, round(began_seconds, 4)], *([steps, round(began_seconds + ends[steps - 1], 4)] for steps in done)]
+
+
+class StepClock:
+    """Points in time of ``device``: CUDA events, elsewhere readings of the host's clock. Only ``read`` waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._pool: list[torch.cuda.Event] = []
+        self._last, self._first = self.now(), None
+        self.ends = array("d")
+        """Of each step read: seconds from the first lap's begin to its end, what belongs to no lap included."""
 
     def now(self) -> Any:
         if not self._on_cuda:
             return now()
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, began: Any, ended: Any) -> float:
-        """Between two marks; waits for the device where it is not yet that far."""
+    def mark(self) -> None:
+        """Begin a lap here; what went on since the last one (validation, a checkpoint) belongs to no lap."""
+        self._last = self.now()
+
+    def lap(self, step: Step) -> None:
+        """End a lap of ``step`` here; the next one begins."""
+        if self._first is None:
+            self._first = self._last
+        began, self._last = self._last, self.now()
+        step.laps.append((began, self._last))
+
+    def read(self, step: Step) -> None:
+        """Time ``step``, once; steps are read in their order. Waits for the device where it is not yet that far."""
+        if step.timed:
+            return
+        step.seconds = sum(self._seconds(*lap) for lap in step.laps)
+        if step.fetches:
+            step.waited_seconds = sum(self._seconds(*fetch) for fetch in step.fetches)
+        self.ends.append(self._seconds(self._first, step.laps[-1][1]))
+        step.timed, step.laps, step.fetches = True, [], []
+
+    def _seconds(self, began: Any, ended: Any) -> float:
         if not self._on_cuda:
             return float(ended - began)
         ended.synchronize()
         return float(began.elapsed_time(ended) / 1e3)
 
-    def reuse(self, *marks: Any) -> None:
-        if self._on_cuda:
-            self._pool.extend(marks)
-
-
-class Progress:
-    """When optimizer steps were done: each, in longer runs every second, every fourth, ..."""
-
-    def __init__(self) -> None:
-        self._every, self._steps, self._last = 1, 0, 0.0
-        self._points: list[tuple[int, float]] = []
-
-    def add(self, seconds: float) -> None:
-        """One more step was done, ``seconds`` after the first one began."""
-        self._steps, self._last = self._steps + 1, seconds
-        if self._steps % self._every == 0:
-            self._points.append((self._steps, seconds))
-        if len(self._points) == MAX_POINTS:
-            self._points, self._every = self._points[1::2], 2 * self._every
-
-    def points(self, began_seconds: float) -> list[list[float]]:
-        """Steps and seconds, the last step included, where the first step began at ``began_seconds``."""
-        last = [] if not self._steps or self._steps % self._every == 0 else [(self._steps, self._last)]
-        return [[steps, round(began_seconds + at, 4)] for steps, at in [(0, 0.0), *self._points, *last]]
-
-
-class StepClock:
-    """Laps of ``device``, in order; only ``take`` may wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._marks = _Marks(device)
-        self._laps: deque[tuple[Any, Any]] = deque()
-        self._last = self._marks.now()
-        self._taken: Any = None
-        self.elapsed_seconds = 0.0
-        """From the first lap's begin to the end of the last one that was taken, what belongs to no lap included."""
-
-    def mark(self) -> None:
-        """Begin a lap here; what went on since the last one (validation, a checkpoint) belongs to no lap."""
-        self._last = self._marks.now()
-
-    def lap(self) -> None:
-        now = self._marks.now()
-        self._laps.append((self._last, now))
-        self._last = now
-
-    def take(self) -> float:
-        """Seconds of the oldest lap not yet taken."""
-        began, ended = self._laps.popleft()
-        seconds = self._marks.seconds(began, ended)
-        self.elapsed_seconds += seconds
-        if self._taken is not None and self._taken is not began:
-            self.elapsed_seconds += self._marks.seconds(self._taken, began)
-            self._marks.reuse(self._taken)
-        self._taken = ended
-        self._marks.reuse(began)  # laps are read in order, so no later lap begins with this mark
-        return seconds
-
 
 class DataWait:
-    """Seconds lost to each fetch of a batch, oldest first: what the device does not do meanwhile.
+    """Fetches of batches, each between two points in time of ``clock``: what the device does not do meanwhile is lost.
 
     On CUDA the host runs ahead, so that it may wait for the loader while the device still has work: marks before and
     after the fetch are that far apart on the device only when it had nothing else to do. Elsewhere the host's own wait
     is lost. Copying a batch to the device is not part of it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._marks = _Marks(device)
-        self._waits: deque[tuple[Any, Any]] = deque()
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
         self._began: Any = None
-        self._pending = 0
+        self._fetches: list[Lap] = []
 
     def begin(self) -> None:
-        self._began = self._marks.now()
+        self._began = self._clock.now()
 
     def end(self) -> None:
         if self._began is not None:
-            self._waits.append((self._began, self._marks.now()))
-            self._pending += 1
+            self._fetches.append((self._began, self._clock.now()))
             self._began = None
 
-    def claim(self) -> int:
-        """Number of fetches since the last ``claim`` or ``forget``, to be read by as many calls of ``take``."""
-        pending, self._pending = self._pending, 0
-        return pending
-
-    def forget(self) -> None:
-        """Leave the fetches since the last ``claim`` out: they belong to no step."""
-        for _ in range(self.claim()):
-            self._marks.reuse(*self._waits.pop())
-
-    def take(self) -> float:
-        """Seconds lost to the oldest claimed fetch; waits for the device where it is not yet that far."""
-        wait = self._waits.popleft()
-        seconds = self._marks.seconds(*wait)
-        self._marks.reuse(*wait)
-        return seconds
+    def claim(self) -> list[Lap]:
+        """The fetches since the last call; those that nobody wants belong to no step."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
 
 
 class SeenShapes:

@@ -21,11 +21,11 @@ from strategies import Program
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
-from trainer.telemetry.curves import Curves, Ranks
+from trainer.telemetry.curves import Curves, Points, Ranks, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
-from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now
-from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
+from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
+from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock, progress_points
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -45,6 +45,10 @@ def added_up(rates: Rates, loop: Loop) -> Rates:
     return dataclasses.replace(
         rates, samples_per_second=samples, tokens_per_second=tokens, useful_tokens_per_second=useful
     )
+
+
+def _highest(figures: list[float | None]) -> float | None:
+    return max((figure for figure in figures if figure is not None), default=None)
 
 
 class Telemetry:
@@ -103,25 +107,16 @@ class Telemetry:
         self._loop, self._device, self._pages = loop, loop.device, pages
         self.reporter = EventReporter(enabled=loop.is_first_process)
         self._clock = StepClock(self._device)
-        self._energy = EnergyMeter(self._device)
-        self._machine = MachineMonitor(self._energy.handle)
+        board = nvml_handle(self._device)
+        self._energy, self._machine = EnergyMeter(board), MachineMonitor(board)
         self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
-        self.wait = DataWait(self._device)
+        self.wait = DataWait(self._clock)
         hardware.reset_peaks(self._device)
         if loop.world_size > 1:
             self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
-        self._curves = Curves(
-            device=self._device,
-            pages=pages,
-            clock=self._clock,
-            wait=self.wait,
-            meter=self.meter,
-            peak=self._peak,
-            energy=self._energy,
-            compiler=self.compiler,
-        )
+        self._curves = Curves(device=self._device, clock=self._clock, meter=self.meter, peak=self._peak)
         if self._profile_steps is not None:
             directory = Path(loop.directory) if loop.is_first_process else None
             self._profiler = StepProfiler(self._profile_steps, self._device, directory)
@@ -177,7 +172,7 @@ class Telemetry:
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += now() - self._paused_at
             self._clock.mark()
-            self.wait.forget()  # before the lap began
+            self.wait.claim()  # before the lap began
             self._step.after, self._after = self._after, None
             if self.meter.warm:
                 self._machine.begin()
@@ -205,8 +200,7 @@ class Telemetry:
         done = self._loop.steps_done
         if done == self.steps_done:
             return False
-        self._clock.lap()
-        step.laps += 1
+        self._clock.lap(step)
         self.steps_done = done
         was_warm = self.meter.warm
         self.meter.ended += 1
@@ -222,7 +216,7 @@ class Telemetry:
         if self.meter.warm and not was_warm:
             self._machine.begin()
         assert self._curves is not None
-        self._curves.windows.add(step)
+        self._curves.add(step)
         self.last_step = step
         self._begin_step()
         if done % self._every == 0:
@@ -264,8 +258,7 @@ class Telemetry:
         if not self._paused:
             self._paused, self._paused_at = True, now()
             if within_step:  # inside an accumulation: what was done of the step so far is a lap of its own
-                self._clock.lap()
-                self._step.laps += 1
+                self._clock.lap(self._step)
         if self._profiler is not None and self._profiler.recording:  # what a pause does is no part of a step
             self._step.profiled = within_step  # recorded in part: not a steady one either
             self._profiler.stop()
@@ -287,18 +280,29 @@ class Telemetry:
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
         assert self._curves is not None
-        rate = self._learning_rate
-        self._curves.flush(
-            everything=everything,
-            preflight_seconds=self.preflight_seconds or 0.0,
-            learning_rate=None if rate is None else float(rate),
-        )
+        for number, points in self._curves.read(everything=everything):
+            self._write(points | self._points(), number)
         if self._ranks is not None:
             rate, newest = self.steps_per_second, self._ranks.exposed.look(self._loop.wrapped)
             figures = self._figures(self._ranks.rank, None if rate is None else 1 / rate, newest)
-            points, step = self._ranks.exchange(figures, self.steps_done)
-            if self._pages is not None:
-                self._pages.scalars(points, step)
+            self._write(*self._ranks.exchange(figures, self.steps_done))
+
+    def _points(self) -> Points:
+        """What is counted from the beginning on."""
+        rate = self._learning_rate
+        return {
+            "train/learning_rate": None if rate is None else float(rate),
+            "warmup/first_step_seconds": self.meter.first_step_seconds,
+            "warmup/seconds": self.meter.warmup_seconds + (self.preflight_seconds or 0.0),
+            **compiler_points(self.compiler),
+            "usage/peak_device_gib": hardware.peak_device_gib(self._device),
+            "usage/peak_process_gib": hardware.peak_process_gib(),
+            "usage/joules_per_sample": self._energy.joules_per_sample(),
+        }
+
+    def _write(self, points: Points, step: int) -> None:
+        if self._pages is not None:
+            self._pages.scalars(points, step)
 
     def _figures(self, rank: int, step_seconds: float | None, exposed_seconds: float | None) -> RankFigures:
         """What this process measured so far."""
@@ -345,35 +349,33 @@ class Telemetry:
             if exposed is None and (profile := self.profile()) is not None:
                 exposed = profile.get("exposed_communication_seconds_per_step")
             self._ranks.publish(self._figures(self._ranks.rank, self.meter.median_seconds, exposed), "end")
-        rates = self.meter.steady.rates()
+        rates, peak = self.meter.steady.rates(), self._peak
         if together:
             rates = added_up(rates, self._loop)  # which waits for all ranks
-        reached, peak = rates.teraflops_per_second, self._peak
         record.take(rates, peak)
-        record.model_flops_utilization = hardware.utilization(reached, peak.peak_teraflops_datasheet)
-        record.model_flops_utilization_measured_peak = hardware.utilization(reached, peak.peak_teraflops_measured)
+        shares = peak.utilization(rates.teraflops_per_second)
+        record.model_flops_utilization, record.model_flops_utilization_measured_peak = shares
         record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
         record.peak_process_memory_gib = hardware.peak_process_gib()
         record.joules_per_sample = self._energy.joules_per_sample()
         record.machine = self._machine.facts()
-        if self.ready_seconds is not None and record.import_seconds is not None:
-            record.setup_seconds = self.ready_seconds - record.import_seconds
-        record.take(self.meter.times())
+        self.meter.fill(record)
         if self.preflight_seconds is not None:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
         record.preflight_seconds = self.preflight_seconds
         if self._ranks is not None and self._loop.is_first_process:
             record.ranks = self._ranks.collect("end")
-            for name in ("peak_device_memory_gib", "peak_process_memory_gib"):
-                peaks = [peak for one in record.ranks if (peak := getattr(one, name)) is not None]
-                setattr(record, name, max(peaks, default=None))
+            record.peak_device_memory_gib = _highest([one.peak_device_memory_gib for one in record.ranks])
+            record.peak_process_memory_gib = _highest([one.peak_process_memory_gib for one in record.ranks])
         record.steps = self.steps_done
-        if self._began_seconds is not None and record.import_seconds is not None:
-            record.progress = self.meter.progress.points(self._began_seconds)
+        if record.import_seconds is not None:
+            if self.ready_seconds is not None:
+                record.setup_seconds = self.ready_seconds - record.import_seconds
+            if self._began_seconds is not None:
+                record.progress = progress_points(self._clock.ends, self._began_seconds)
         record.pause_seconds = self.pause_seconds
-        if self._curves is not None:
-            loss = self._curves.last_loss
-            record.final_loss = loss if loss is not None and math.isfinite(loss) else None
+        if (loss := self.last_loss) is not None:
+            record.final_loss = loss if math.isfinite(loss) else None
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
