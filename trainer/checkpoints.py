@@ -17,7 +17,6 @@ import numpy
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LambdaLR
 
 from strategies.loop import Loop
 from trainer.guards.snapshot import random_state, set_random_state
@@ -43,10 +42,9 @@ class NonFiniteLoss(RuntimeError):
 class FiniteLosses:
     """Watches one training: it ends where its loss is NaN or infinite, and its last finite checkpoint stays.
 
-    No step waits for the device. The losses of every ``trainer.log_every_n_steps`` steps are copied to the host for the
-    curves in any case, and read when the next ones are sent: they are looked at there, replayed steps like all others.
-    A checkpoint, which waits for the device itself, is written only once every loss before it was read and the weights
-    are finite. A gradient scaler leaves steps with infinite gradients out; their loss is finite, and they are no fault.
+    No step waits for the device: losses are looked at where they are read for the curves in any case. A checkpoint,
+    which waits for the device itself, is written only once every loss before it was read and the weights are finite. A
+    gradient scaler leaves steps with infinite gradients out; their loss is finite, and they are no fault.
 
     Args:
         mode: ``fail``, or ``warn`` once and continue.
@@ -56,7 +54,6 @@ class FiniteLosses:
 
     def __init__(self, mode: str, telemetry: Callable[[], Telemetry], note: Callable[[str], None]) -> None:
         self._mode, self._telemetry, self._note = mode, telemetry, note
-        self._warned = self._weights = False
         self._loop: Loop | None = None
 
     def start(self, loop: Loop) -> None:
@@ -69,10 +66,9 @@ class FiniteLosses:
         ``everything`` waits for the losses of all steps so far, and looks at the weights too; ``saved`` is the last
         checkpoint, for the message.
         """
-        loop = self._loop
-        if self._warned or loop is None:
+        loop, telemetry = self._loop, self._telemetry()
+        if loop is None:
             return
-        telemetry = self._telemetry()
         found = telemetry.nonfinite(everything=everything)
         if found is None and everything and self._weights and (names := _spoilt(loop)):
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
@@ -88,7 +84,7 @@ class FiniteLosses:
                 f"step {step} {where}. Last finite checkpoint: {saved or 'none was written'}. "
                 "on_nonfinite_loss=warn continues in spite of it"
             )
-        self._warned = True
+        self._loop = None
         line = f"on_nonfinite_loss=warn: the run continues after step {step} {where}"
         rank_zero_warn(line)
         self._note(line)
@@ -128,12 +124,8 @@ class Checkpoints(L.Callback):
         losses: FiniteLosses | None = None,
     ) -> None:
         self.path = directory / DIRECTORY / LAST
-        self._every = every_n_steps
-        self._at_end = at_end
-        self._stop = stop
-        self._losses = losses
+        self._every, self._at_end, self._stop, self._losses = every_n_steps, at_end, stop, losses
         self._saved: str | None = None
-        self._step = 0
         self._validated = False
         self._restored: list[dict[str, Any]] | None = None
 
@@ -142,9 +134,7 @@ class Checkpoints(L.Callback):
         self._stop.install()
         on_sigterm(trainer, None, lambda: None)
         self._step = trainer.global_step
-        self._last_step = trainer.max_steps
-        self._alone = trainer.world_size == 1
-        self._agreement = None if self._alone else Agreement()
+        self._agreement = None if trainer.world_size == 1 else Agreement()
         self._saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
         if self._losses is not None:
             self._losses.start(LightningLoop(trainer))
@@ -163,7 +153,7 @@ class Checkpoints(L.Callback):
         self._require_written(trainer, pending=self._validated)
         self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
         stop = self._asked_to_stop()
-        ends = step == self._last_step
+        ends = step == trainer.max_steps
         if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._check(everything=ends)
         if stop or (self._at_end and ends) or (self._every and step % self._every == 0):
@@ -214,7 +204,7 @@ class Checkpoints(L.Callback):
             return
         if wait:
             writer.settle()
-        if not self._alone and (pending or (wait and writer.background)):
+        if self._agreement is not None and (pending or (wait and writer.background)):
             self._validated = False
             if (refused := trainer.strategy.broadcast(writer.refused)) is not None:
                 raise refused
@@ -236,24 +226,21 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
-    """Put this process's entry of ``ranks`` in force, random states by rank; where there is none, a seed of its own."""
+    """Put this process's entry of ``ranks``, random states by rank, in force; where there is none, a seed of its own.
+    CUDA's only where the number of devices is the same."""
     rank, size = trainer.global_rank, trainer.world_size
     if len(ranks) < size:
         rank_zero_warn(
             f"resume: the checkpoint holds random states of {len(ranks)} processes, this run has {size}: those without "
             "are seeded by seed, step and rank"
         )
-    if rank < len(ranks):
-        restore_random_states(ranks[rank])
+    if rank >= len(ranks):
+        seed = (int(os.environ.get("PL_GLOBAL_SEED", "0")) + trainer.global_step * size + rank) % 2**32
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
         return
-    seed = (int(os.environ.get("PL_GLOBAL_SEED", "0")) + trainer.global_step * size + rank) % 2**32
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Put ``random_states`` back in force; CUDA's only where the number of devices is the same."""
+    states = ranks[rank]
     version, internal, gauss = states["python"]
     kind, keys, *rest = states["numpy"]
     array = (kind, keys.numpy().astype("uint32"), *rest)
@@ -304,136 +291,117 @@ def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
         raise ValueError(f"resume: {checkpoint} cannot be read as a checkpoint: {error}".splitlines()[0]) from error
 
 
+# ---- what a resumed run does otherwise -----------------------------------------------------------------------------
+
 ORDER = {"batch_size": "examples a batch", "world_size": "processes", "accumulate_grad_batches": "batches a step"}
-"""What decides which examples a step takes, as ``order_of`` names it and as a person does."""
+"""What decides which examples a step takes, by its name in a checkpoint, and as a person says it."""
 KEPT = ("initial_lr", "weight_decay")
 """Settings of an optimizer that nothing changes while it trains."""
 
 
-def order_of(trainer: L.Trainer) -> dict[str, Any]:
-    """The values of ``ORDER`` in this run, for its checkpoints. The batch size is by length under buckets, and None
-    where the loader does not say."""
-    loader: Any = trainer.train_dataloader
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        by_length = getattr(getattr(loader, "batch_sampler", None), "batch_sizes", None) or {}
-        size = {int(length): int(rows) for length, rows in by_length.items()} or None
-    return {
-        "batch_size": size,
-        "world_size": trainer.world_size,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-    }
-
-
-def changes(before: Mapping[str, Any], trainer: L.Trainer) -> Iterator[str]:
-    """Lines about what the run that wrote a checkpoint (``before``: its ``order_of``) did otherwise than this one."""
-    now = order_of(trainer)
-    differ = [name for name in ORDER if name in before and before[name] != now[name]]
-    if differ:
-        line = "; ".join(f"{before[name]} {ORDER[name]} at the checkpoint, {now[name]} now" for name in differ)
-        if differ != ["accumulate_grad_batches"]:
-            line += ". The order does not continue: examples of this epoch may be trained twice or left out"
-        if trainer.lr_scheduler_configs:
-            line += ". The learning-rate schedule counts steps, which hold another number of examples now"
-        yield f"resume: {line}"
-    for config in trainer.lr_scheduler_configs:
-        schedule: Any = config.scheduler
-        alone = sum(other.scheduler.optimizer is schedule.optimizer for other in trainer.lr_scheduler_configs) == 1
-        if type(schedule) is LambdaLR and alone:
-            saved = [float(group["lr"]) for group in schedule.optimizer.param_groups]
-            pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-            ours = [float(base) * share(schedule.last_epoch) for base, share in pairs]
-            if not all(math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-12) for pair in zip(saved, ours, strict=True)):
-                yield (
-                    f"resume: at step {trainer.global_step} the checkpoint's learning rate is {_listed(saved)}, this "
-                    f"run's schedule gives {_listed(ours)}; trainer.max_steps and warm-up steps are part of a schedule"
-                )
-
-
 class Resuming(L.Callback):
-    """Comes before all other callbacks: refuses what does not fit before they begin, and notes the order.
+    """Comes before all other callbacks: refuses what does not fit before they begin, and notes what differs.
 
     Without a checkpoint, or with one of an earlier version, there is nothing to say.
+
+    Args:
+        notes: The record's.
     """
 
     def __init__(self, notes: list[str]) -> None:
-        """``notes``: the record's, for what a resumed run does otherwise."""
         self._notes = notes
-        self._order: dict[str, Any] = {}
-        self._order_before: dict[str, Any] = {}
+        self._plan: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
         self._saved: dict[str, Any] | None = None
-        self._groups: list[list[dict[str, Any]]] | None = None
+        self._settings: list[set[str]] | None = None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what has to fit. Some of Lightning's strategies load checkpoints after ``on_fit_start``."""
         self._saved = {name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")}
-        if self._groups is not None:
-            refuse_other_state(trainer, self._saved)
+        self._compare(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look at the optimizers before their states are restored."""
-        self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-        if self._saved is not None:
-            refuse_other_state(trainer, self._saved)
+        """The optimizers are there, their states are not restored yet."""
+        self._settings = [set(optimizer.param_groups[0]) for optimizer in trainer.optimizers]
+        self._compare(trainer)
+
+    def _compare(self, trainer: L.Trainer) -> None:
+        if self._settings is not None and self._saved is not None:
+            self._say(replaced(trainer, self._saved))
+            self._saved = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare with the checkpoint, now that all is restored."""
-        self._order = order_of(trainer)
-        if self._saved is not None and self._groups is not None:
-            for line in (*replaced(trainer, self._groups), *changes(self._order_before, trainer)):
-                self._notes.append(line)
-                rank_zero_warn(line)
-        self._saved = self._groups = None
+        """All is restored. Raises ValueError where an optimizer lacks settings, which the checkpoint has taken away."""
+        for optimizer, settings in zip(trainer.optimizers, self._settings or [], strict=False):
+            if lost := sorted(settings - optimizer.param_groups[0].keys()):
+                what = f"another optimizer than {type(optimizer).__name__}: it holds no {', '.join(lost)}"
+                raise ValueError(f"resume: the checkpoint is of {what}")
+        self._plan = plan_of(trainer)
+        self._say(changes(self._before, self._plan, schedules=bool(trainer.lr_scheduler_configs)))
+        self._before, self._settings = {}, None
+
+    def _say(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self._notes.append(f"resume: {line}")
+            rank_zero_warn(f"resume: {line}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The order, saved with every checkpoint."""
-        return {"order": self._order}
+        """The plan, saved with every checkpoint."""
+        return {"order": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the checkpoint's order."""
-        self._order_before = state_dict["order"]
+        """Keep the checkpoint's plan."""
+        self._before = state_dict["order"]
 
 
-def refuse_other_state(trainer: L.Trainer, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the ``saved`` states are of optimizers and schedules like this run's.
+def plan_of(trainer: L.Trainer) -> dict[str, Any]:
+    """The values of ``ORDER`` in this run, and its steps, for its checkpoints. The batch size is by length under
+    buckets, and None where the loader does not say."""
+    loader: Any = trainer.train_dataloader
+    by_length = getattr(getattr(loader, "batch_sampler", None), "batch_sizes", None) or {}
+    by_length = {int(length): int(rows) for length, rows in by_length.items()}
+    return {
+        "batch_size": getattr(loader, "batch_size", None) or by_length or None,
+        "world_size": trainer.world_size,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "max_steps": trainer.max_steps,
+    }
 
-    Lightning pairs off as many as both have, and a schedule takes over whatever state it is given.
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, schedules: bool) -> Iterator[str]:
+    """Lines about what the run that wrote a checkpoint did otherwise than this one, ``plan_of`` both; ``schedules``:
+    whether this one has learning-rate schedules."""
+    if differ := [name for name in ORDER if name in before and before[name] != now[name]]:
+        line = "; ".join(f"{before[name]} {ORDER[name]} at the checkpoint, {now[name]} now" for name in differ)
+        if differ != ["accumulate_grad_batches"]:
+            line += ". The order does not continue: examples of this epoch may be trained twice or left out"
+        if schedules:
+            line += ". The learning-rate schedule counts steps, which hold another number of examples now"
+        yield line
+    if schedules and (steps := before.get("max_steps", now["max_steps"])) != now["max_steps"]:
+        yield f"trainer.max_steps was {steps}, {now['max_steps']} now: a schedule that ends with them has other rates"
+
+
+def replaced(trainer: L.Trainer, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Lines about settings of the optimizers that the ``saved`` states will replace.
+
+    Raises ValueError unless they are of optimizers and schedules like this run's: Lightning pairs off as many as both
+    have, and a schedule takes over whatever state it is given.
     """
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-    for name, what, ours in (
-        ("optimizer_states", "optimizers", trainer.optimizers),
-        ("lr_schedulers", "learning-rate schedules", schedules),
+    for states, what, ours in (
+        (saved["optimizer_states"], "optimizers", trainer.optimizers),
+        (saved["lr_schedulers"], "learning-rate schedules", schedules),
     ):
-        if len(saved[name]) != len(ours):
-            raise ValueError(f"resume: the checkpoint holds {len(saved[name])} {what}, this run has {len(ours)}")
+        if len(states) != len(ours):
+            raise ValueError(f"resume: the checkpoint holds {len(states)} {what}, this run has {len(ours)}")
     for state, schedule in zip(saved["lr_schedulers"], schedules, strict=True):
-        if not type(schedule).__module__.startswith("torch."):
-            continue  # what its state has to hold, only its author knows
-        fresh = schedule.state_dict()
-        lost = [name for name in fresh if not name.startswith("_") and name not in state]
-        if lost or len(state.get("base_lrs", ())) != len(fresh.get("base_lrs", ())):
-            what = f"holds no {', '.join(lost)}" if lost else "is for another number of parameter groups"
-            raise ValueError(
-                f"resume: the checkpoint's schedule is not this run's {type(schedule).__name__}: it {what}"
-            )
-
-
-def replaced(trainer: L.Trainer, before: list[list[dict[str, Any]]]) -> Iterator[str]:
-    """Lines about settings of ``before`` (parameter groups by optimizer) that the checkpoint has replaced.
-
-    Raises ValueError where it has taken one away, because it is of another class of optimizer.
-    """
-    for optimizer, groups in zip(trainer.optimizers, before, strict=True):
-        for ours, now in zip(groups, optimizer.param_groups, strict=True):
-            if lost := sorted(ours.keys() - now.keys()):
-                raise ValueError(
-                    f"resume: the checkpoint is of another optimizer than {type(optimizer).__name__}: "
-                    f"it holds no {', '.join(lost)}"
-                )
+        own = schedule.state_dict() if type(schedule).__module__.startswith("torch.") else {}  # others know themselves
+        if lost := [name for name in own if not name.startswith("_") and name not in state]:
+            kind = type(schedule).__name__
+            raise ValueError(f"resume: the checkpoint's schedule is not this run's {kind}: it holds no {lost[0]}")
+    for state, optimizer in zip(saved["optimizer_states"], trainer.optimizers, strict=True):
+        for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):  # torch counts them
             for key in KEPT:
-                if key in ours and not math.isclose(float(ours[key]), float(now[key])):
-                    yield f"resume: the checkpoint's {key}={now[key]:g} stays, in place of this run's {ours[key]:g}"
-
-
-def _listed(rates: list[float]) -> str:
-    return ", ".join(dict.fromkeys(f"{rate:.4g}" for rate in rates))
+                if key in group and key in theirs and not math.isclose(float(group[key]), float(theirs[key])):
+                    yield f"the checkpoint's {key}={theirs[key]:g} stays, in place of this run's {group[key]:g}"

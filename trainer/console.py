@@ -90,30 +90,25 @@ class ProgressView:
             while True:
                 over = self._over.wait(REFRESH_SECONDS)
                 telemetry = self._telemetry()
-                progress.update(
-                    bar,
-                    completed=telemetry.steps_done,
-                    description=activity(telemetry),
-                    figures=" · ".join(figures_line(telemetry)),
-                )
-                progress.refresh()
+                done, what, figures = telemetry.steps_done, activity(telemetry), figures_line(telemetry)
+                progress.update(bar, completed=done, description=what, figures=figures, refresh=True)
                 if over:
                     return
 
     def _plain(self) -> None:
-        said_at, said = time.monotonic() - PLAIN_SECONDS, ""
+        since, about = time.monotonic() - PLAIN_SECONDS, ""
         while not self._over.wait(REFRESH_SECONDS):
             telemetry = self._telemetry()
             phase, now = telemetry.phase.partition(" ")[0], time.monotonic()
             if self._total is None and phase in SHOWN_BY_OTHERS and telemetry.compiler.compiling_seconds is None:
                 continue
             # What is over within two seconds (an audit, a small validation) is worth no line.
-            if now - said_at >= (PLAIN_SECONDS if phase == said else 4 * REFRESH_SECONDS):
-                said_at, said = now, phase
+            if now - since >= (PLAIN_SECONDS if phase == about else 4 * REFRESH_SECONDS):
+                since, about = now, phase
                 line = f"compile: {activity(telemetry)}"
                 if self._total is not None:
                     done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
-                    line = f"{activity(telemetry)}: {done} {' · '.join(figures_line(telemetry))}".rstrip()
+                    line = f"{activity(telemetry)}: {done} {figures_line(telemetry)}".rstrip()
                 self._print_line(line)
 
 
@@ -127,14 +122,11 @@ def activity(telemetry: Telemetry) -> str:
     return f"compiling {whose} {compiler.compilations}" + (f" ({so_far:.0f} s so far)" if so_far >= 1 else "")
 
 
-def figures_line(telemetry: Telemetry) -> list[str]:
+def figures_line(telemetry: Telemetry) -> str:
     """Speed and loss, as far as they are known."""
-    parts = []
-    if telemetry.steps_per_second is not None:
-        parts.append(f"{telemetry.steps_per_second:.2f} {telemetry.units[1]}/s")
-    if telemetry.last_loss is not None:
-        parts.append(f"loss {telemetry.last_loss:.3f}")
-    return parts
+    speed, loss = telemetry.steps_per_second, telemetry.last_loss
+    parts = [] if speed is None else [f"{speed:.2f} {telemetry.units[1]}/s"]
+    return " · ".join(parts if loss is None else [*parts, f"loss {loss:.3f}"])
 
 
 def print_summary(console: Console, record: RunRecord) -> None:
@@ -191,8 +183,8 @@ OWN_ROWS = ("parity", "profile", "slowdown")
 """Parts of the report that are shown in a row of their own wording, or in the verdict."""
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
-
 MIN_TERAFLOPS = 0.001
+"""Below, a toy's rate has no digits in this unit."""
 MUCH_SKEW = 0.03
 """Share of a step that a rank waits for the slowest one above which the summary names that."""
 
@@ -205,129 +197,72 @@ def summary(record: RunRecord) -> dict[str, str]:
     spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
     chosen = f" (chose {record.report['auto']['chosen']})" if "auto" in record.report else ""
     took = {kind: getattr(record, f"steady_step_seconds_{kind}") for kind in ("mean", "median", "p95")}
+    memory = {"device": record.peak_device_memory_gib, "process": record.peak_process_memory_gib}
+    machine = None if record.machine is None else record.machine.busy
     rows = {
         "strategies": record.label + chosen,
         "device": _device(record),
         "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if source else "",
-        "optimizer steps": _number(record.steps, "", decimals=0) if trains else "",
-        **_compiled(record),
+        "optimizer steps": _with("{}", record.steps) if trains else "",
+        **(_compiled(record) if record.strategies else {"compile": "nothing to compile"}),
+        "ran eager instead": _fallbacks(record),
+        "parity with eager": _parity(record),
+        "audits": _audits(record),
+        **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
+        "CUDA graphs skipped": str(record.cudagraph_skips or ""),
         f"first {step}": _milliseconds(record.first_step_seconds),
-        "warm-up": _within(f"{{}} in {{}} {steps}", _number(record.warmup_seconds, " s"), record.warmup_steps)
-        + _within(", preflight {} of it", _number(record.preflight_seconds, " s")),
+        "warm-up": _with(f"{{}} s in {{}} {steps}", record.warmup_seconds, record.warmup_steps)
+        + _with(", preflight {} s of it", record.preflight_seconds),
         # The mean is what rates and ratios are made of.
         f"steady {step}": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
-        steps: _within("{} ({} steady ones)", _number(record.steady_steps_per_second, " /s"), record.steady_steps),
-        "timed runs": _within("{}", record.repeats) + spread,
-        "samples": _number(record.samples_per_second, " /s", decimals=1)
-        + _within(" of all {} processes", record.world_size if record.world_size > 1 and trains else None),
+        steps: _with("{} /s ({} steady ones)", record.steady_steps_per_second, record.steady_steps),
+        "timed runs": _with("{}", record.repeats) + spread,
+        "samples": _with("{} /s", record.samples_per_second, decimals=1)
+        + _with(" of all {} processes", record.world_size if record.world_size > 1 and trains else None),
         "communication": communication_line(record.ranks),
-        **_measured(record),
-        "final loss": _number(record.final_loss, "", decimals=4),
-        **{name: _number(value, "", decimals=4) for name, value in sorted(record.final_metrics.items())},
+        "useful tokens": _with("{} /s", record.useful_tokens_per_second, decimals=0)
+        + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
+        "TFLOP/s": _teraflops(record),
+        "waiting for data": _waiting(record),
+        "peak memory": ", ".join(f"{where} {number(gib, 2)} GiB" for where, gib in memory.items() if gib is not None),
+        "energy": _with("{} J/sample", record.joules_per_sample, decimals=3),
+        "machine": f"busy while it was measured: {machine}; measure again on a quiet one" if machine else "",
+        "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
+        "final loss": _with("{}", record.final_loss, decimals=4),
+        **{name: _with("{}", value, decimals=4) for name, value in sorted(record.final_metrics.items())},
         "skipped items": ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count),
     }
     return {name: value for name, value in rows.items() if value}
 
 
-def _device(record: RunRecord) -> str:
-    if not record.device:
+def _with(form: str, *values: float | None, decimals: int = 2) -> str:
+    """``form`` filled with numbers that belong together; nothing where one of them does not exist."""
+    if any(value is None for value in values):
         return ""
-    products = {"tf32": " (matrix products in TF32)", "fp32": " (no TF32 in matrix products)"}
-    stated = products.get(record.matrix_precision or "", "") if record.device_type == "cuda" else ""
-    return f"{record.device} · {record.precision}{stated}"
-
-
-def _compiled(record: RunRecord) -> dict[str, str]:
-    eager = not record.strategies
-    return {
-        "compile": "nothing to compile"
-        if eager
-        else _number(record.compile_seconds, " s", decimals=1) + _cache(record),
-        "regions compiled": "" if eager else _within("{} of {}", record.regions_compiled, record.regions),
-        "graphs / breaks / recompiles": ""
-        if eager
-        else _within("{} / {} / {}", record.graphs, record.graph_breaks, _recompiles(record)),
-        "ran eager instead": _fallbacks(record),
-        "parity with eager": _parity(record),
-        "audits": _audits(record),
-        **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
-        "CUDA graphs skipped": str(record.cudagraph_skips) if record.cudagraph_skips else "",
-    }
-
-
-def _measured(record: RunRecord) -> dict[str, str]:
-    return {
-        "useful tokens": _number(record.useful_tokens_per_second, " /s", decimals=0)
-        + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
-        "TFLOP/s": _teraflops(record),
-        "waiting for data": _waiting(record),
-        "peak memory": ", ".join(
-            f"{where} {number(gib, 2)} GiB"
-            for where, gib in (("device", record.peak_device_memory_gib), ("process", record.peak_process_memory_gib))
-            if gib is not None
-        ),
-        "energy": _number(record.joules_per_sample, " J/sample", decimals=3),
-        "machine": _machine(record),
-        "profile": profile_line(record.report["profile"]) if "profile" in record.report else "",
-    }
-
-
-def _teraflops(record: RunRecord) -> str:
-    """Nothing for a toy, whose rate has no digits in this unit."""
-    rate = record.teraflops_per_second
-    return "" if rate is None or rate < MIN_TERAFLOPS else number(rate) + _utilization(record)
-
-
-def _utilization(record: RunRecord) -> str:
-    shares = [
-        f"{number(share * 100, 1)}% of the {name} {number(peak)}"
-        for name, share, peak in (
-            ("datasheet's", record.model_flops_utilization, record.peak_teraflops_datasheet),
-            ("measured", record.model_flops_utilization_measured_peak, record.peak_teraflops_measured),
-        )
-        if share is not None and peak is not None
-    ]
-    return f" ({record.matrix_precision}: {', '.join(shares)})" if shares else ""
-
-
-def _waiting(record: RunRecord) -> str:
-    share = record.data_wait_share
-    if share is None:
-        return ""
-    if share <= MUCH_WAITING:
-        return f"{share:.1%} of the time"
-    who = "the GPU" if record.device_type == "cuda" else "the loop"
-    data = record.config.get("task", {}).get("data", {})
-    advice = ": more task.data.num_workers?" if "num_workers" in data else ""
-    return f"{who} waits for data {share:.0%} of the time{advice}"
-
-
-def _machine(record: RunRecord) -> str:
-    busy = None if record.machine is None else record.machine.busy
-    return "" if busy is None else f"busy while it was measured: {busy}; measure again on a quiet one"
-
-
-def _number(value: float | None, unit: str, *, decimals: int = 2) -> str:
-    """``value`` with its unit; nothing where it does not exist."""
-    return "" if value is None else number(value, decimals) + unit
+    figures = (f"{value:,}" if isinstance(value, int) else number(value or 0.0, decimals) for value in values)
+    return form.format(*figures)
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return _number(None if seconds is None else seconds * 1e3, " ms")
+    return _with("{} ms", None if seconds is None else seconds * 1e3)
 
 
-def _within(form: str, *values: int | str | None) -> str:
-    """``form`` filled with numbers that belong together; nothing where one of them does not exist."""
-    if any(value is None or value == "" for value in values):
-        return ""
-    return form.format(*(f"{value:,}" if isinstance(value, int) else value for value in values))
+def _device(record: RunRecord) -> str:
+    products = {"tf32": " (matrix products in TF32)", "fp32": " (no TF32 in matrix products)"}
+    stated = products.get(record.matrix_precision or "", "") if record.device_type == "cuda" else ""
+    return f"{record.device} · {record.precision}{stated}" if record.device else ""
 
 
-def _recompiles(record: RunRecord) -> str:
+def _compiled(record: RunRecord) -> dict[str, str]:
     validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
-    return _number(record.recompiles, "", decimals=0) + (
-        f" ({validating} of them validation's own graphs)" if validating else ""
-    )
+    graphs = _with("{} / {} / {}", record.graphs, record.graph_breaks, record.recompiles)
+    cache = f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
+    return {
+        "compile": _with("{} s", record.compile_seconds, decimals=1) + cache,
+        "regions compiled": _with("{} of {}", record.regions_compiled, record.regions),
+        "graphs / breaks / recompiles": graphs
+        + (f" ({validating} of them validation's own graphs)" if graphs and validating else ""),
+    }
 
 
 def _fallbacks(record: RunRecord) -> str:
@@ -343,41 +278,53 @@ def _parity(record: RunRecord) -> str:
         return ""
     if facts["verdict"] in ("skipped", "not compared"):
         return f"not compared: {facts['reason']}"
-    if "outputs" in facts:
-        outputs = facts["outputs"]
-        return f"{facts['verdict']} (outputs {_apart(outputs)})"
     if means := (facts.get("draws") or {}).get("loss"):  # what draws other random numbers than eager
         compiled, eager, limit = (number(means[name]) for name in ("compiled", "eager", "tolerance"))
         return f"{facts['verdict']} (mean loss of several draws {compiled}, eager {eager}, tolerance {limit})"
-    seen = "loss" if "loss" in facts else "gradient_norm"  # a step by hand may show no loss
-    before = f" in the run of {facts['compared']}" if "compared" in facts else ""
-    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {_apart(facts[seen])})"
-
-
-def _apart(facts: dict[str, float | None]) -> str:
+    # A step by hand may show no loss; published records hold the verdict alone.
+    seen = next((name for name in ("outputs", "loss", "gradient_norm") if name in facts), None)
+    if seen is None:
+        return str(facts["verdict"])
     apart, tolerance = (  # JSON has no word for infinity
-        "infinitely far" if facts[name] is None else f"{facts[name]:.1e}" for name in ("difference", "tolerance")
+        "infinitely far" if facts[seen][name] is None else f"{facts[seen][name]:.1e}"
+        for name in ("difference", "tolerance")
     )
-    return f"{apart} apart, tolerance {tolerance}"
+    before = f" in the run of {facts['compared']}" if "compared" in facts else ""
+    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {apart} apart, tolerance {tolerance})"
 
 
 def _audits(record: RunRecord) -> str:
     audits = record.audits
-    if audits is None:
-        return ""
-    if not audits.steps:
-        return f"{audits.verdict}: {audits.reason}"
-    worst = [
-        f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
-        for kind, one in sorted(audits.worst.items(), key=lambda item: item[1].share)
+    if audits is None or not audits.steps:
+        return "" if audits is None else f"{audits.verdict}: {audits.reason}"
+    worst = sorted(audits.worst.items(), key=lambda item: -item[1].share)
+    seen = [f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}" for kind, one in worst]
+    seen += [f"{kind} not compared" for kind in audits.not_compared]
+    steps = f"{len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}"
+    return f"{audits.verdict}: {steps}; {'; '.join(seen)}"
+
+
+def _teraflops(record: RunRecord) -> str:
+    rate = record.teraflops_per_second
+    shares = [
+        f"{number(share * 100, 1)}% of the {name} {number(peak)}"
+        for name, share, peak in (
+            ("datasheet's", record.model_flops_utilization, record.peak_teraflops_datasheet),
+            ("measured", record.model_flops_utilization_measured_peak, record.peak_teraflops_measured),
+        )
+        if share is not None and peak is not None
     ]
-    left_out = [f"{kind} not compared" for kind in audits.not_compared]
-    seen = "; ".join([*worst[::-1], *left_out])
-    return f"{audits.verdict}: {len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}; {seen}"
+    utilization = f" ({record.matrix_precision}: {', '.join(shares)})" if shares else ""
+    return "" if rate is None or rate < MIN_TERAFLOPS else number(rate) + utilization
 
 
-def _cache(record: RunRecord) -> str:
-    return f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
+def _waiting(record: RunRecord) -> str:
+    share = record.data_wait_share
+    if share is None or share <= MUCH_WAITING:
+        return "" if share is None else f"{share:.1%} of the time"
+    who = "the GPU" if record.device_type == "cuda" else "the loop"
+    advice = ": more task.data.num_workers?" if "num_workers" in record.config.get("task", {}).get("data", {}) else ""
+    return f"{who} waits for data {share:.0%} of the time{advice}"
 
 
 def communication_line(ranks: Sequence[RankFigures]) -> str:
@@ -385,12 +332,9 @@ def communication_line(ranks: Sequence[RankFigures]) -> str:
     found = communication_of(ranks)
     if found is None or found.exposed_share is None or found.step_seconds is None:
         return ""
-    shown, late = (
-        f"{found.exposed_share:.1%} of a step is not hidden by compute",
-        found.skew_seconds / found.step_seconds,
-    )
-    if late <= MUCH_SKEW:
-        return shown
-    slowest, wait = found.slowest, number(found.skew_seconds * 1e3)
-    where = f"rank {slowest.rank} ({slowest.host}, {slowest.device})"
-    return f"{shown}; {where} is the slowest: another waits {wait} ms of each step for it ({late:.0%})"
+    exposed, late = f"{found.exposed_share:.1%} of a step is not hidden by compute", found.skew_seconds
+    if late <= MUCH_SKEW * found.step_seconds:
+        return exposed
+    where = f"rank {found.slowest.rank} ({found.slowest.host}, {found.slowest.device})"
+    waits = f"another waits {number(late * 1e3)} ms of each step for it ({late / found.step_seconds:.0%})"
+    return f"{exposed}; {where} is the slowest: {waits}"
