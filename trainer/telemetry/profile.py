@@ -164,56 +164,57 @@ def profile_calls(call: Callable[[], None], times: int, device: torch.device, di
     return profiled.facts
 
 
+Span = tuple[float, float]
+"""Begin and end, microseconds."""
+
+
 def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:
     """Idle share, kernels and launches of a recording of ``steps`` steps, from the profiler's function events."""
-    spans: list[tuple[float, float]] = []
-    kernels: defaultdict[str, list[float]] = defaultdict(list)
+    kernels: defaultdict[str, list[Span]] = defaultdict(list)
     launches = 0
     for event in events:
-        begin, end = event.time_range.start, event.time_range.end
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            spans.append((begin, end))
-            kernels[event.name].append(end - begin)
-        elif event.device_type == DeviceType.CPU and LAUNCH.match(event.name):
-            launches += 1
+            kernels[event.name].append(_span(event))
+        launches += event.device_type == DeviceType.CPU and LAUNCH.match(event.name) is not None
+    spans = [span for each in kernels.values() for span in each]
     if not spans:
         return {"not_seen": "the profiler saw no kernel: is CUPTI there, and allowed to this user?"}
     busy = covered(spans)
     return {
-        "idle_share_while_profiled": 1 - busy / (max(end for _, end in spans) - min(begin for begin, _ in spans)),
+        "idle_share_while_profiled": 1 - busy / _length(spans),
         "busy_seconds_per_step": busy / 1e6 / steps,
         "kernels_per_step": len(spans) / steps,
         "launches_per_step": launches / steps,
-        "kernels": top([(name, sum(taken), len(taken)) for name, taken in kernels.items()], steps),
+        "kernels": top([(name, sum(e - b for b, e in each), len(each)) for name, each in kernels.items()], steps),
     }
 
 
 def of_collectives(events: Iterable[Any], steps: int, *, on_cuda: bool) -> dict[str, Any]:
     """Seconds of a step in which a collective runs, and of these such in which nothing computes, that and its share of
     the recording; nothing where there is no collective. It includes waiting for slower ranks."""
-    collectives: list[tuple[float, float]] = []
-    compute: list[tuple[float, float]] = []
-    for event in events:
-        if (event.device_type == DeviceType.CUDA) is not on_cuda or (on_cuda and event.is_user_annotation):
-            continue
-        span = (event.time_range.start, event.time_range.end)
-        if COLLECTIVE.match(event.name):
-            collectives.append(span)
-        elif on_cuda or COMPUTE.match(event.name):
-            compute.append(span)
+    there = [event for event in events if (event.device_type == DeviceType.CUDA) is on_cuda]
+    there = [event for event in there if not (on_cuda and event.is_user_annotation)]
+    collectives = [_span(event) for event in there if COLLECTIVE.match(event.name)]
+    compute = [_span(e) for e in there if not COLLECTIVE.match(e.name) and (on_cuda or COMPUTE.match(e.name))]
     if not collectives:
         return {}
-    everything = [*collectives, *compute]
-    exposed = covered(everything) - covered(compute)
+    exposed = covered([*collectives, *compute]) - covered(compute)
     return {
         "communication_seconds_per_step": covered(collectives) / 1e6 / steps,
         "exposed_communication_seconds_per_step": exposed / 1e6 / steps,
-        "exposed_communication_share": exposed
-        / (max(end for _, end in everything) - min(begin for begin, _ in everything)),
+        "exposed_communication_share": exposed / _length([*collectives, *compute]),
     }
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
+def _span(event: Any) -> Span:
+    return event.time_range.start, event.time_range.end
+
+
+def _length(spans: list[Span]) -> float:
+    return max(end for _, end in spans) - min(begin for begin, _ in spans)
+
+
+def covered(spans: list[Span]) -> float:
     """Length of the union of intervals: kernels of several streams overlap."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
@@ -245,49 +246,42 @@ def readable(name: str) -> str:
     return short if len(short) <= MAX_NAME else f"{short[: MAX_NAME - 3]}..."
 
 
-# ---- in words ---------------------------------------------------------------------------------------------------
-
-
 def with_idle_share(facts: Mapping[str, Any], steady_seconds: float | None) -> dict[str, Any]:
     """``facts`` with the device's idle share of a steady step, which no profiler slowed down: its host work makes small
     steps look idler than they are. None where steps vary so much that one has less time than the kernels took."""
     busy = facts.get("busy_seconds_per_step")
     if busy is None:
         return dict(facts)
-    share = 1 - busy / steady_seconds if steady_seconds else None
-    return {"idle_share": share if share is not None and share >= 0 else None, **facts}
+    idle = steady_seconds is not None and busy <= steady_seconds
+    return {"idle_share": 1 - busy / steady_seconds if idle and steady_seconds else None, **facts}
 
 
 def profile_line(facts: Mapping[str, Any]) -> str:
     if "reason" in facts:
         return f"none: {facts['reason']}"
-    parts = [facts["not_seen"]] if "not_seen" in facts else []
-    if (share := _idle(facts)) is not None:
-        parts.append(f"GPU idle {share:.0%} of the time")
-    if (exposed := facts.get("exposed_communication_share")) is not None:
-        parts.append(f"communication that nothing hides {exposed:.0%}")
-    listed = facts.get("kernels") or facts.get("operators") or []
-    parts.append(", ".join(f"{row['name'][:40]} {row['share']:.0%}" for row in listed[:SHOWN]))
-    return " · ".join([*parts, facts.get("trace", "")]).strip(" ·")
+    idle, exposed = facts.get("idle_share"), facts.get("exposed_communication_share")
+    idle = facts.get("idle_share_while_profiled") if idle is None else idle
+    longest = (facts.get("kernels") or facts.get("operators") or [])[:SHOWN]
+    parts = [
+        facts.get("not_seen"),
+        None if idle is None else f"GPU idle {idle:.0%} of the time",
+        None if exposed is None else f"communication that nothing hides {exposed:.0%}",
+        ", ".join(f"{row['name'][:40]} {row['share']:.0%}" for row in longest),
+        facts.get("trace"),
+    ]
+    return " · ".join(part for part in parts if part)
 
 
 def profile_page(facts: Mapping[str, Any]) -> str:
     if "reason" in facts:
         return f"No profile: {facts['reason']}"
-    listed = ("kernels", "operators")
-    lines = [f"- {words(name)}: {shown(name, value)}" for name, value in flat(facts) if name not in listed]
-    for title in listed:
+    lists = ("kernels", "operators")
+    lines = [f"- {words(name)}: {shown(name, value)}" for name, value in flat(facts) if name not in lists]
+    for title in lists:
         if facts.get(title):
             lines += ["", f"**{title}**", "", "| name | share | ms a step | calls a step |", "|---|---|---|---|"]
-            lines += [_row(row) for row in facts[title]]
+        for row in facts.get(title, ()):
+            figures = f"{row['share']:.1%} | {row['milliseconds_per_step']:.3f} | {row['calls_per_step']:.1f}"
+            name = row["name"].replace("|", "\\|")
+            lines.append(f"| {name} | {figures} |")
     return "\n".join([*lines, "", "The trace of the run's folder opens at https://ui.perfetto.dev."])
-
-
-def _row(row: Mapping[str, Any]) -> str:
-    name = row["name"].replace("|", "\\|")
-    return f"| {name} | {row['share']:.1%} | {row['milliseconds_per_step']:.3f} | {row['calls_per_step']:.1f} |"
-
-
-def _idle(facts: Mapping[str, Any]) -> float | None:
-    share = facts.get("idle_share")
-    return share if share is not None else facts.get("idle_share_while_profiled")
