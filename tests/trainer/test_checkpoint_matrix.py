@@ -1,7 +1,7 @@
 """A checkpoint saved under any strategy, or any combination, goes on under any other with the losses of eager.
 
-Not every pair is trained: each arm goes on from eager, eager goes on from each arm, and each arm from the one before.
-What a backend makes of the graphs is no matter here, so that the quickest serves.
+Not every pair is trained: each arm goes on from the one before, so that each saves once and loads once. What a backend
+makes of the graphs is no matter here, so that the quickest serves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.runs import MODULE_STRATEGIES, curve, order_of, relative_differences, train
 
 COMBINATION = "[regional,optimizer,buckets,cached]"
-ARMS = [*MODULE_STRATEGIES, "optimizer", "cached", "[regional,buckets]", COMBINATION]
-RING = list(zip(ARMS, [*ARMS[1:], ARMS[0]], strict=True))
-PAIRS = [*(("eager", arm) for arm in ARMS), *((arm, "eager") for arm in ARMS), *RING]
+ARMS = ["eager", *MODULE_STRATEGIES, "optimizer", "cached", "[regional,buckets]", COMBINATION]
+PAIRS = list(zip(ARMS, [*ARMS[1:], ARMS[0]], strict=True))
 SAVED_AT, ENDS_AT = 3, 6
 
 TASK = "micro"  # the quickest that every arm applies to

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tasks.captioning.model import Captioner
 from tests.trainer.runs import curve, last_checkpoint, train
@@ -30,14 +31,13 @@ def send_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
-        ("eager", ()),
         ("eager", ("task.size.dropout=0.1",)),
         ("eager", ("task.size.dropout=0.1", "trainer.accumulate_grad_batches=2")),
         ("eager", ("task.size.dropout=0.1", "trainer.val_every_n_steps=4")),
         # Not aot_eager: on torch 2.15 it stumbles over attention with dropout.
         ("regional", ("task.size.dropout=0.1", "compile.regional.backend=eager")),
     ],
-    ids=["plain", "dropout", "accumulation", "validation", "regional"],
+    ids=["dropout", "accumulation", "validation", "regional"],
 )
 def test_stopping_and_going_on_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, changes: tuple[str, ...]
@@ -57,19 +57,5 @@ def test_stopping_and_going_on_changes_nothing(
     for key in ("train/loss", "train/learning_rate"):
         assert {**curve(first, key), **curve(second, key)} == curve(whole, key)
     assert list(curve(second)) == list(range(STOP_AT + 1, STEPS + 1))
-
-
-def test_a_run_stopped_and_one_that_was_not_end_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
-    train(whole)
-    with monkeypatch.context() as patch:
-        send_in_step(patch, 2, signal.SIGTERM)
-        assert train(first).exit_code == 143
-    train(second, f"resume={first}")
-    weights, resumed = (last_checkpoint(run_dir)["state_dict"] for run_dir in (whole, second))
-    assert list(weights) == list(resumed)
-    assert all(torch.equal(weights[key], resumed[key]) for key in weights)
+    weights, went_on = (last_checkpoint(run_dir)["state_dict"] for run_dir in (whole, second))
+    torch.testing.assert_close(went_on, weights, rtol=0, atol=0)

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -76,9 +77,8 @@ class CompilerMonitor:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        """Optimizer step under way, set by the owner; events are tagged with it."""
         self.phase = "training"
-        """``training`` or ``validating``, set by the owner; events are tagged with it."""
+        """Both set by the owner, and what events are tagged with: the optimizer step under way, and as in ``Event``."""
         self.compilations = 0
         """Outermost compilations begun so far; the owner compares it to tell whether a step compiled."""
         self.compile_seconds = 0.0
@@ -108,12 +108,9 @@ class CompilerMonitor:
         """Stop watching; figures stay."""
         self.collect()
         handler = dynamo_callback.callback_handler
-        for registered, callback in (
-            (handler.start_callbacks, self._on_start),
-            (handler.end_callbacks, self._on_end),
-        ):
-            if callback in registered:  # torch._dynamo.reset() clears them behind our back
-                registered.remove(callback)
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset() clears them behind our back
+            handler.start_callbacks.remove(self._on_start)
+            handler.end_callbacks.remove(self._on_end)
 
     @property
     def compiling_seconds(self) -> float | None:
@@ -211,9 +208,8 @@ class CompilerMonitor:
         self._began = time.perf_counter()
 
     def _on_end(self, _: Any) -> None:
-        if self._began is not None:
-            self.compile_seconds += time.perf_counter() - self._began
-            self._began = None
+        self.compile_seconds += self.compiling_seconds or 0.0
+        self._began = None
 
     @staticmethod
     def _read_counters() -> dict[str, int]:
@@ -227,13 +223,9 @@ def _frame(compile_id: Any) -> str:
 
 def _regions_under_way() -> set[type[nn.Module]]:
     """Classes of the regions whose calls lie on this thread's stack."""
-    found: set[type[nn.Module]] = set()
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        if frame.f_code is _MODULE_CALL and frame.f_locals["self"]._compiled_call_impl is not None:
-            found.add(type(frame.f_locals["self"]))
-    return found
+    calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _MODULE_CALL)
+    modules = [frame.f_locals["self"] for frame in calls]
+    return {type(module) for module in modules if module._compiled_call_impl is not None}
 
 
 def _cache_word(hits: int, misses: int) -> str | None:
@@ -259,23 +251,19 @@ class EventReporter:
     def events(self, events: Iterable[Event], *, warm: bool) -> None:
         """Report breaks and fallbacks whenever they come, recompiles of a training that is ``warm``: before, they are
         how the compiler finds out which dimensions vary, and validation has graphs of its own."""
+        late = warm and self.recompiles
         for event in events:
-            if event.kind not in KINDS:
+            what = (event.kind, event.location or event.reason)
+            if event.kind not in KINDS or what in self._reported or not self._left:
                 continue
-            if event.kind == "recompile" and not (self.recompiles and warm and event.phase == "training"):
+            if event.kind == "recompile" and not (late and event.phase == "training"):
                 continue
-            self._print(event.kind, event.location or event.reason, line_about(event))
-
-    def _print(self, kind: str, what: str, line: str) -> None:
-        if (kind, what) in self._reported or not self._left:
-            return
-        self._reported.add((kind, what))
-        self._left -= 1
-        if not self._left:
-            line += " (more of the like is in the record and on TensorBoard's pages only)"
-        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
-            # Looked up at each call: a live display puts itself in the place of stderr while it lasts.
-            print(line, file=sys.stderr, flush=True)
+            self._reported.add(what)
+            self._left -= 1
+            more = "" if self._left else " (more of the like is in the record and on TensorBoard's pages only)"
+            with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+                # Looked up at each call: a live display puts itself in the place of stderr while it lasts.
+                print(line_about(event) + more, file=sys.stderr, flush=True)
 
 
 def line_about(event: Event) -> str:

@@ -31,8 +31,8 @@ Points = dict[str, float | None]
 class Curves:
     """The windows of one training, of which each is read while the next one is being filled."""
 
-    def __init__(self, *, device: torch.device, clock: StepClock, meter: Meter, peak: Peak) -> None:
-        self._device, self._clock, self._meter, self._peak = device, clock, meter, peak
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._steps: list[Step] = []
         self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
         self.last_loss: float | None = None
@@ -40,6 +40,9 @@ class Curves:
         self.nonfinite: NonFinite | None = None
         """The first step, of those read so far, whose loss was not a finite number."""
         self.steps_per_second: float | None = None
+
+    def begin(self, clock: StepClock, peak: Peak) -> None:
+        self._clock, self._peak = clock, peak
 
     def add(self, step: Step) -> None:
         self._steps.append(step)
@@ -79,7 +82,7 @@ class Curves:
         if not losses:
             return None, None
         stacked = _stacked(losses)
-        if self._device.type != "cuda":
+        if not stacked.is_cuda:
             return stacked, None
         host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
         copied = torch.cuda.Event()

@@ -86,7 +86,7 @@ class Telemetry:
         self._profiler: StepProfiler | None = None
         self.profiled: dict[str, Any] | None = None
         """What a profile apart from the steps has found."""
-        self._curves: Curves | None = None
+        self._curves = Curves(self.meter)
         self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._began_seconds: float | None = None
@@ -96,11 +96,11 @@ class Telemetry:
     @property
     def last_loss(self) -> float | None:
         """Mean loss of the newest window read back; read by the progress view, like the next one."""
-        return None if self._curves is None else self._curves.last_loss
+        return self._curves.last_loss
 
     @property
     def steps_per_second(self) -> float | None:
-        return None if self._curves is None else self._curves.steps_per_second
+        return self._curves.steps_per_second
 
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
@@ -116,10 +116,10 @@ class Telemetry:
             self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
-        self._curves = Curves(device=self._device, clock=self._clock, meter=self.meter, peak=self._peak)
+        self._curves.begin(self._clock, self._peak)
         if self._profile_steps is not None:
-            directory = Path(loop.directory) if loop.is_first_process else None
-            self._profiler = StepProfiler(self._profile_steps, self._device, directory)
+            folder = Path(loop.directory) if loop.is_first_process else None
+            self._profiler = StepProfiler(self._profile_steps, self._device, folder)
         self.steps_done = loop.steps_done
         self.last_step = Step(self.steps_done)
         self._begin_step()
@@ -144,8 +144,7 @@ class Telemetry:
     @contextlib.contextmanager
     def preflight(self) -> Iterator[None]:
         """What runs inside, with the first batch on the device, comes before the first step: it is warm-up."""
-        if self.ready_seconds is None:
-            self.ready_seconds = hardware.process_age_seconds()
+        self.ready_seconds = self.ready_seconds or hardware.process_age_seconds()
         self.phase = "preflight"
         self._compiler_phase("preflight")
         self.compiler.step = None
@@ -164,10 +163,8 @@ class Telemetry:
         """A batch is on the device and its step begins."""
         if self._paused:
             self._paused = False
-            if self.ready_seconds is None:
-                self.ready_seconds = hardware.process_age_seconds()
-            if self._began_seconds is None:
-                self._began_seconds = hardware.process_age_seconds()
+            age = hardware.process_age_seconds()
+            self.ready_seconds, self._began_seconds = self.ready_seconds or age, self._began_seconds or age
             self._compiler_phase("training")
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += now() - self._paused_at
@@ -215,7 +212,6 @@ class Telemetry:
             self._energy.begin()
         if self.meter.warm and not was_warm:
             self._machine.begin()
-        assert self._curves is not None
         self._curves.add(step)
         self.last_step = step
         self._begin_step()
@@ -265,7 +261,6 @@ class Telemetry:
 
     def time_steps(self) -> None:
         """Read the clock of every step so far, which waits for the device."""
-        assert self._curves is not None
         self._curves.time_steps()
 
     def restart(self) -> None:
@@ -279,7 +274,6 @@ class Telemetry:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
-        assert self._curves is not None
         for number, points in self._curves.read(everything=everything):
             self._write(points | self._points(), number)
         if self._ranks is not None:
@@ -327,8 +321,6 @@ class Telemetry:
 
     def nonfinite(self, *, everything: bool) -> NonFinite | None:
         """The first step whose loss was not finite, of those read so far; of ``everything``, waiting for the device."""
-        if self._curves is None:
-            return None
         if everything:
             self._curves.look()
         return self._curves.nonfinite

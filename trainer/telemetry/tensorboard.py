@@ -7,6 +7,7 @@ Lightning until a run writes.
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -65,7 +66,7 @@ class TensorBoardPages:
         writer = self._writer._get_file_writer()
         writer.add_summary(Summary(value=row_begins(record)))
         config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
-        self._writer.add_text("run/config", _fenced(config), 0)
+        self._writer.add_text("run/config", textwrap.indent(config, "    "), 0)
         self._writer.flush()
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
@@ -99,16 +100,16 @@ class TensorBoardPages:
 
 
 def events_table(events: Iterable[Event]) -> str:
-    counted: dict[tuple[str, str, str, str], list[int | None]] = {}
+    counted: dict[tuple[str, ...], list[int | None]] = {}
     for event in events:
         counted.setdefault((event.kind, event.phase, event.reason, event.location or ""), []).append(event.step)
-    if not counted:
-        return "No graph breaks, recompiles or fallbacks."
     lines = ["| what | during | times | first step | reason | where |", "|---|---|---|---|---|---|"]
     for (kind, phase, reason, location), steps in counted.items():
         first = "-" if steps[0] is None else str(steps[0])
-        lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | {_shortened(location)} |")
-    return "\n".join(lines)
+        # From the site-packages or working directory on: the table is narrow, the record has it whole.
+        where = shown(location) if shown(location) != location else "/".join(location.split("/")[-3:])
+        lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | `{where}` |")
+    return "\n".join(lines) if counted else "No graph breaks, recompiles or fallbacks."
 
 
 def strategies_table(record: RunRecord) -> str:
@@ -117,65 +118,47 @@ def strategies_table(record: RunRecord) -> str:
     return "\n".join(["| strategy | fact | value |", "|---|---|---|", *lines]) if lines else "Nothing to report."
 
 
-def _shortened(location: str) -> str:
-    """``location`` from the site-packages or working directory on: the table is narrow, the record has it whole."""
-    inside = shown(location)
-    return f"`{inside if inside != location else '/'.join(location.split('/')[-3:])}`"
-
-
 def _cell(text: str) -> str:
     return hidden(text).replace("|", "\\|").replace("\n", "<br>")
 
 
-def _fenced(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 def final_figures(record: RunRecord) -> dict[str, float | None]:
     """What the run's row of the HParams table says, by key."""
-    names = {key: name for key, (name, _) in FINAL.items() if name != "speed_to_eager"}
-    values: dict[str, float | None] = {key: getattr(record, name) for key, name in names.items()}
-    values = {
-        key: value * 1e3 if value is not None and "_milliseconds" in key else value for key, value in values.items()
-    }
-    return values | {"whole_run/speed_to_eager": run_verdict(record).ratio}
+    values: dict[str, float | None] = {"whole_run/speed_to_eager": run_verdict(record).ratio}
+    for key, (name, _) in FINAL.items():
+        if key not in values:
+            value = getattr(record, name)
+            values[key] = value * 1e3 if value is not None and "_milliseconds" in key else value
+    return values
 
 
 def hyperparameters(record: RunRecord) -> dict[str, str]:
     """Columns that tell runs apart: strategies with their options, and everything else in one. TensorBoard shows five
     columns if there are as many, and figures would be out of sight behind them."""
     options = " ".join(f"{name}={value}" for name, value in set_parameters(record).items())
-    size = batch_size(record)
-    facts = [record.task, None if size is None else f"batch {size}", record.start]
-    facts += [None if record.round is None else f"round {record.round}", f"seed {record.seed}", record.precision]
-    facts += [record.device, "inference" if record.run == "inference" else None]
-    return {"compile": f"{record.label} {options}".strip(), "workload": " · ".join(filter(None, facts))}
+    size, run = batch_size(record), "inference" if record.run == "inference" else None
+    batch, number = size and f"batch {size}", record.round and f"round {record.round}"
+    facts = [record.task, batch, record.start, number, f"seed {record.seed}", record.precision, record.device, run]
+    return {"compile": f"{record.label} {options}".strip(), "workload": " · ".join(fact for fact in facts if fact)}
 
 
 def batch_size(record: RunRecord) -> int | None:
     """Samples of a batch, as configured; None for a task that does not name them so."""
     task = record.config.get("task", {})
-    for section in (task.get("data"), task):
-        value = section.get("batch_size") if isinstance(section, dict) else None
-        if isinstance(value, int):
-            return value
-    return None
+    sizes = [section.get("batch_size") for section in (task.get("data"), task) if isinstance(section, dict)]
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def row_begins(record: RunRecord) -> list[Summary.Value]:
     """What opens the run's row: the columns of the table, and the run's values."""
     given = hyperparameters(record)
-    experiment = Experiment(
-        hparam_infos=[HParamInfo(name=name, type=DATA_TYPE_STRING) for name in given],
-        metric_infos=[
-            MetricInfo(name=MetricName(tag=tag), display_name=heading) for tag, (_, heading) in FINAL.items()
-        ],
-    )
+    columns = [HParamInfo(name=name, type=DATA_TYPE_STRING) for name in given]
+    metrics = [MetricInfo(name=MetricName(tag=tag), display_name=heading) for tag, (_, heading) in FINAL.items()]
     start = SessionStartInfo(start_time_secs=time.time())
     for name, value in given.items():
         start.hparams[name].string_value = value
     return [
-        _value(metadata.EXPERIMENT_TAG, experiment=experiment),
+        _value(metadata.EXPERIMENT_TAG, experiment=Experiment(hparam_infos=columns, metric_infos=metrics)),
         _value(metadata.SESSION_START_INFO_TAG, session_start_info=start),
     ]
 
