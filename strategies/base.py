@@ -167,6 +167,8 @@ class Program:
     """What runs found out about the compiled program before their first step, by the shapes of their first batch, in
     types that JSON knows and finite numbers. A strategy of the CACHE stage fills in those of the runs whose artifacts
     it loaded; the run adds its own, for that strategy to keep."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What strategies keep between their calls, by their name: a strategy's own fields are configuration."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Filled by strategies, by their name: figures and facts for the record, in types that JSON knows."""
 

@@ -19,20 +19,8 @@ URL_VARIABLE = "CRUCIBLE_CACHE_URL"
 SWITCHES = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE")
 
 
-class HoldsSession:
-    """Gives a slotted dataclass one attribute that is not a field: the state of a run is not configuration."""
-
-    __slots__ = ("_session",)
-
-    def _hold(self, session: Session | None) -> None:
-        self._session = session
-
-    def _held(self) -> Session | None:
-        return self._session
-
-
 @dataclass(kw_only=True, slots=True)
-class Cached(Strategy, HoldsSession):
+class Cached(Strategy):
     """Load compiled artifacts before anything compiles, and store what a run had to compile anew.
 
     Artifacts are found by a fingerprint of torch, Triton, CUDA, device, strategies, precision and model structure, and
@@ -64,7 +52,6 @@ class Cached(Strategy, HoldsSession):
     """Arguments of the fsspec file system, such as ``{endpoint_url: ...}`` for s3. No credentials."""
 
     def __post_init__(self) -> None:
-        self._hold(None)
         for name in ("max_gib", "timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"compile.cached.{name}={getattr(self, name)} must be above 0")
@@ -98,35 +85,31 @@ class Cached(Strategy, HoldsSession):
     def apply(self, program: Program) -> None:
         from strategies.cached.session import Session, facts_of, gathered, reason_of
 
-        session: Session | Exception
+        session, failed = None, None
         try:
-            session = Session(self, self.url_used, facts_of(program, leave_out=self.name))
-        except Exception as error:
-            session = error
-        places = gathered(None if isinstance(session, Exception) else session.place)  # whatever happens on one process
+            session = Session(self, facts_of(program, leave_out=self.name))
+        except Exception as error:  # a model that cannot be described
+            failed = error
+        places = gathered(session and session.place)  # whatever happens on one process
         try:
-            if isinstance(session, Exception):
-                raise session
-            if None in places:
-                raise ValueError("another process cannot describe its model")
+            if session is None or None in places:
+                raise failed or ValueError("another process cannot describe its model")
             session.open(places.index(session.place))
-        except Exception as error:  # no place for a directory, a model that cannot be described
+        except Exception as error:  # no place for a directory
             program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self.url_used}
             program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")
             return
-        self._hold(session)
+        program.kept[self.name] = session
         program.findings.update(session.findings)
         self._report(program, session)
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose session was closed: a validation came before, for instance."""
-        if self._held() is None and "fingerprint" in program.report[self.name]:
+        if self.name not in program.kept and "fingerprint" in program.report[self.name]:
             self.apply(program)
 
     def end(self, program: Program) -> None:
-        session = self._held()
-        if session is not None:
-            self._hold(None)
+        if (session := program.kept.pop(self.name, None)) is not None:
             session.close(program.findings)
             self._report(program, session)
 

