@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from strategies.base import Program, Stage, Strategy
 from strategies.options import ModuleRequest, near
 
 HOW = ("whole", "regional", "off")
+KEY = "compile.modular.parts"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,22 +41,21 @@ class Modular(Strategy):
 
     def __post_init__(self) -> None:
         # Not dict[str, Part]: OmegaConf then refuses +compile.modular.parts.encoder.how=whole for a new part.
-        parts = {name: _part(f"compile.modular.parts.{name}", given) for name, given in self.parts.items()}
+        parts = {name: _part(f"{KEY}.{name}", given) for name, given in self.parts.items()}
         for name, part in parts.items():
-            key = f"compile.modular.parts.{name}"
             if part.how not in HOW:
-                raise ValueError(f"{key}.how={part.how!r} is not one of {HOW}")
-            part.check_values(key)
+                raise ValueError(f"{KEY}.{name}.how={part.how!r} is not one of {HOW}")
+            part.check_values(f"{KEY}.{name}")
         self.parts = dict(parts)
 
     def check(self) -> None:
         if not self._compiled():
             raise ValueError(
-                "compile.modular.parts names nothing to compile: add for instance "
-                "+compile.modular.parts.encoder.how=whole with a name that the task declares or a module path"
+                f"{KEY} names nothing to compile: add for instance +{KEY}.encoder.how=whole with a name that the task "
+                "declares or a module path"
             )
         for name, part in self._compiled().items():
-            part.check_machine(f"compile.modular.parts.{name}")
+            part.check_machine(f"{KEY}.{name}")
 
     @property
     def needs_inductor(self) -> bool:
@@ -67,24 +66,15 @@ class Modular(Strategy):
         return any(part.asks_for_cuda_graphs for part in self._compiled().values())
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import compile_in_place, fixed_sizes
+        from strategies.regions import compile_regions
 
         planned, left_eager = plan(program, {name: part.how for name, part in self.parts.items()})
-        compiled = self._compiled()
-        paths = {name: [path for path, owner in planned.items() if owner == name] for name in compiled}
-        fixed = {name for name, part in compiled.items() if fixed_sizes(program, paths[name], part.dynamic)}
-        for path, name in planned.items():
-            arguments = compiled[name].compile_arguments()
-            arguments = {**arguments, "dynamic": False} if name in fixed else arguments
-            compile_in_place(program, path, arguments, strict=compiled[name].on_recompile_limit == "fail")
-        if any(part.how == "regional" for part in compiled.values()):
-            # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
-            program.settings["optimize_ddp"] = False
-        program.eager_embeddings &= all(part.embedding_gradient == "eager" for part in compiled.values())
+        for name, part in self._compiled().items():
+            compile_regions(program, part, planned[name], small=part.how == "regional")
         if left_eager:
             left = ", ".join(left_eager)
             program.notes.append(f"modular: no part names these declared submodules, so they stay eager: {left}")
-        program.report[self.name] = dict(paths)
+        program.report[self.name] = dict(planned)
 
     def _compiled(self) -> dict[str, Part]:
         return {name: part for name, part in self.parts.items() if part.how != "off"}
@@ -102,98 +92,88 @@ def _part(key: str, given: Any) -> Part:
     given = {option: "off" if option == "how" and value is False else value for option, value in given.items()}
     for option, value in given.items():
         if option not in known:
-            path = f"{key.removeprefix('compile.modular.parts.')}.{option}"
-            hint = f"; for the path {path} write '+compile.modular.parts={{{path}:{{...}}}}'"
-            raise ValueError(
-                f"{key}.{option} is not an option" + (hint if isinstance(value, Mapping) else near(str(option), known))
-            )
-        allowed = get_args(kinds[option]) if get_origin(kinds[option]) is not dict else (dict,)
-        allowed = allowed or (kinds[option],)
-        # A bool is an int to Python, but not to a person; a whole number is a fraction to both.
-        if type(value) not in allowed and not (float in allowed and type(value) is int):
-            expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+            path = f"{key.removeprefix(f'{KEY}.')}.{option}"
+            nested = f"; for the path {path} write '+{KEY}={{{path}:{{...}}}}'"
+            hint = nested if isinstance(value, Mapping) else near(str(option), known)
+            raise ValueError(f"{key}.{option} is not an option{hint}")
+        kind = kinds[option]
+        allowed = (dict,) if get_origin(kind) is dict else get_args(kind) or (kind,)
+        if type(value) not in allowed:  # a bool is an int to Python, but not to a person
+            expected = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
             raise ValueError(f"{key}.{option}={value!r} is not {expected}")
     return Part(**given)
 
 
-def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The part by the path of each submodule that is to be compiled, and declared paths that no part covers.
+def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Paths of the submodules that each part compiles, and declared paths that no part covers.
 
     ``parts`` say how, by key. Raises ValueError for a key that matches nothing or several declared names, and for parts
     of which one holds the other.
     """
-    targets = {name: resolve(program, name) for name in parts}
+    targets = {name: _resolve(program, name) for name in parts}
     off = {path: name for name, paths in targets.items() if parts[name] == "off" for path in paths}
-    planned: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name, how in parts.items():
         if how == "off":
             continue
-        regions = targets[name]
-        if how == "regional":
-            regions = [region for path in regions for region in _regions_within(program, path, name)]
-        else:
-            _require_called(program, regions, name)
+        regions = _called(program, targets[name], name) if how == "whole" else _blocks(program, targets[name], name)
         spared = {path: owner for path in regions for outer, owner in off.items() if _holds(outer, path)}
         if len(spared) == len(regions):
-            owners = ", ".join(map(repr, dict.fromkeys(spared.values())))
-            raise ValueError(f"compile.modular.parts: all of {name!r} is off because of {owners}; drop one of them")
+            because = ", ".join(map(repr, dict.fromkeys(spared.values())))
+            raise ValueError(f"{KEY}: all of {name!r} is off because of {because}; drop one of them")
         for path in regions:
-            if path in spared:
-                continue
-            if planned.get(path, name) != name:
+            if path not in spared and owners.setdefault(path, name) != name:
+                raise ValueError(f"{KEY}: {owners[path]!r} and {name!r} both mean {path}; give it to one of them")
+    # A compiled submodule takes in all that it calls: settings of a part inside it would do nothing.
+    for inner, owner in (*owners.items(), *off.items()):
+        for outer, around in owners.items():
+            if inner.startswith(f"{outer}."):
                 raise ValueError(
-                    f"compile.modular.parts: {planned[path]!r} and {name!r} both mean {path}; give it to one of them"
+                    f"{KEY}: {owner!r} ({inner}) lies inside {around!r} ({outer}), which is compiled with all that it "
+                    f"calls; drop one of them, or make {around!r} regional"
                 )
-            planned[path] = name
-    _refuse_nesting(planned, off)
+    planned = {
+        name: [path for path, owner in owners.items() if owner == name] for name, how in parts.items() if how != "off"
+    }
+    covered = [*owners, *off]
     declared = (*program.blocks, *program.parts)
-    covered = [*planned, *off]
     return planned, [p for p in declared if not any(_holds(outer, p) or _holds(p, outer) for outer in covered)]
 
 
-def resolve(program: Program, key: str) -> list[str]:
+def _resolve(program: Program, key: str) -> list[str]:
     """Paths of the submodules that ``key`` means: a path, a name in the declared paths, or a path with wildcards."""
     paths = [path for path, _ in program.module.named_modules() if path]
-    if key in paths:
-        return [key]
-    if any(sign in key for sign in "*?["):
-        matched = [path for path in paths if _matches(path, key)]
-        if matched:
-            return matched
-    elif named := _named(program, key):
-        if len(named) > 1:
-            raise ValueError(
-                f"compile.modular.parts.{key}: the task declares several submodules of this name: "
-                f"{', '.join(named)}; write one of these paths"
-            )
-        return named
-    names = declared_names(program)
+    wildcards = any(sign in key for sign in "*?[")
+    found = [key] if key in paths else [path for path in paths if wildcards and _matches(path, key)]
+    named = _declared(program)
+    found = found or named.get(key, [])
+    if len(found) > 1 and not wildcards:
+        raise ValueError(
+            f"{KEY}.{key}: the task declares several submodules of this name: {', '.join(found)}; write one of these "
+            "paths"
+        )
+    if found:
+        return found
+    names = [name for name, meant in named.items() if len(meant) == 1]
     # A name deep inside a path counts as near too: people write "attention", not "net.encoder.blocks.0.attention".
-    near = (
-        difflib.get_close_matches(key, [*names, *paths], n=3) or [path for path in paths if key in path.split(".")][:3]
-    )
+    within = [path for path in paths if key in path.split(".")][:3]
     raise ValueError(
-        f"compile.modular.parts.{key}: matches no submodule"
-        + (f"; near: {', '.join(near)}" if near else "")
+        f"{KEY}.{key}: matches no submodule"
+        + (near(key, [*names, *paths]) or (f"; near: {', '.join(within)}" if within else ""))
         + (f"; the task declares: {', '.join(names)}" if names else "; the module declares no names, write paths")
     )
 
 
-def declared_names(program: Program) -> list[str]:
-    """Names within the paths that the task declares and that mean one submodule each, outermost first."""
-    paths = (*program.whole, *program.blocks, *program.parts)
-    names = dict.fromkeys(name for path in paths for name in path.split(".") if not name.isdigit())
-    return [name for name in names if len(_named(program, name)) == 1]
-
-
-def _named(program: Program, name: str) -> list[str]:
-    """Declared paths cut after their component ``name``."""
-    found: dict[str, None] = {}
+def _declared(program: Program) -> dict[str, list[str]]:
+    """Names within the paths that the task declares, outermost first, and the submodules that each one means."""
+    found: dict[str, list[str]] = {}
     for path in (*program.whole, *program.blocks, *program.parts):
         components = path.split(".")
-        if name in components:
-            found[".".join(components[: components.index(name) + 1])] = None
-    return list(found)
+        for index, name in enumerate(components):
+            meant = ".".join(components[: index + 1])
+            if not name.isdigit() and name not in components[:index] and meant not in found.setdefault(name, []):
+                found[name].append(meant)
+    return found
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -201,53 +181,38 @@ def _matches(path: str, pattern: str) -> bool:
     return len(components) == len(wanted) and all(map(fnmatchcase, components, wanted))
 
 
-def _regions_within(program: Program, path: str, name: str) -> list[str]:
-    """Blocks and declared parts at or below ``path``; repeated blocks are found where the task declares none there."""
+def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
+    """Blocks and declared parts at or below ``paths``; blocks are found where the task declares none there."""
     from strategies.regions import expand_blocks, find_containers
 
-    module = program.module
-    containers = [block for block in program.blocks if _holds(path, block)]
-    if not containers:
-        containers = [f"{path}.{found.path}".rstrip(".") for found in find_containers(module.get_submodule(path))]
-        if containers:
+    module, regions = program.module, []
+    for path in paths:
+        containers = [block for block in program.blocks if _holds(path, block)]
+        if not containers:
+            containers = [f"{path}.{found.path}".rstrip(".") for found in find_containers(module.get_submodule(path))]
+            if not containers:
+                raise ValueError(
+                    f"{KEY}.{name}: {path} holds no repeated blocks to compile regionally; set {KEY}.{name}.how=whole"
+                )
             program.notes.append(f"modular: {name}: found repeated blocks in {', '.join(containers)}")
-    if not containers:
-        raise ValueError(
-            f"compile.modular.parts.{name}: {path} holds no repeated blocks to compile regionally; "
-            f"set compile.modular.parts.{name}.how=whole"
-        )
-    blocks = expand_blocks(module, containers)
-    beside = [part for part in program.parts if _holds(path, part) and not any(_holds(block, part) for block in blocks)]
-    return [*blocks, *beside]
+        blocks = expand_blocks(module, containers)
+        beside = [part for part in program.parts if _holds(path, part)]
+        regions += [*blocks, *(part for part in beside if not any(_holds(block, part) for block in blocks))]
+    return regions
 
 
-def _require_called(program: Program, paths: Iterable[str], name: str) -> None:
-    """A list of modules is never called itself, so that compiling it would do nothing."""
+def _called(program: Program, paths: list[str], name: str) -> list[str]:
+    """``paths``; raises ValueError for a list of modules, which is never called itself: compiling it does nothing."""
     from strategies.regions import never_called
 
     for path in paths:
         submodule = program.module.get_submodule(path)
         if never_called(submodule):
             raise ValueError(
-                f"compile.modular.parts.{name}: {path} is a {type(submodule).__name__}, which is never called itself; "
-                f"write {path}.* or set compile.modular.parts.{name}.how=regional"
+                f"{KEY}.{name}: {path} is a {type(submodule).__name__}, which is never called itself; write {path}.* "
+                f"or set {KEY}.{name}.how=regional"
             )
-
-
-def _refuse_nesting(regions: Mapping[str, str], off: Mapping[str, str]) -> None:
-    """A compiled submodule takes in all that it calls: settings of a part inside it would do nothing."""
-    for inner, owner in (*regions.items(), *off.items()):
-        for outer in _parents(inner):
-            if outer in regions:
-                raise ValueError(
-                    f"compile.modular.parts: {owner!r} ({inner}) lies inside {regions[outer]!r} ({outer}), which is "
-                    f"compiled with all that it calls; drop one of them, or make {regions[outer]!r} regional"
-                )
-
-
-def _parents(path: str) -> Iterable[str]:
-    components = path.split(".")
-    return [".".join(components[:length]) for length in range(1, len(components))]
+    return paths
 
 
 def _holds(outer: str, path: str) -> bool:

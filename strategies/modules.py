@@ -27,24 +27,21 @@ class Whole(ModuleOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import compile_in_place, expand_blocks, never_called
+        from strategies.regions import compile_regions, expand_blocks, never_called
 
-        program.eager_embeddings &= self.embedding_gradient == "eager"
-        paths = program.whole
+        module, paths = program.module, program.whole
         if not paths:
-            paths = tuple(
-                path for path, child in program.module.named_children() if any(True for _ in child.parameters())
-            )
+            paths = tuple(path for path, child in module.named_children() if any(True for _ in child.parameters()))
+            if not paths:
+                raise ValueError("compile.whole: the module has no child with parameters to compile")
             program.notes.append(
                 f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(paths)}, "
                 "the loss outside them stays eager"
             )
-        if not paths:
-            raise ValueError("compile.whole: the module has no child with parameters to compile")
         for path in paths:
-            held = expand_blocks(program.module, [path]) if never_called(program.module.get_submodule(path)) else [path]
+            held = expand_blocks(module, [path]) if never_called(module.get_submodule(path)) else [path]
             for each in held:
-                compile_in_place(program, each, self.compile_arguments(), strict=self.on_recompile_limit == "fail")
+                compile_regions(program, self, [each], small=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,37 +61,28 @@ class Regional(ModuleOptions):
     """Paths of other submodules to compile, each a region of its own; null = what the task declares."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import compile_in_place, containers_for, expand_blocks, fixed_sizes, require_submodules
+        from strategies.regions import compile_regions, containers_for, expand_blocks, require_submodules
 
-        containers = containers_for(program, self.name, self.blocks)
         parts = list(self.parts) if self.parts is not None else list(program.parts)
         require_submodules(program.module, "compile.regional.parts", parts)
-        paths = expand_blocks(program.module, containers)
-        if not paths and not parts:
+        blocks = expand_blocks(program.module, containers_for(program, self.name, self.blocks))
+        if not blocks and not parts:
             raise ValueError(
                 "compile.regional: no repeated blocks found in this module; name them with "
                 "compile.regional.blocks=[path,...] or use compile=whole"
             )
-        if not paths:
+        if not blocks:
             program.notes.append(f"regional: no repeated blocks here; compiled {', '.join(parts)} alone")
         if not parts:
             program.notes.append(
                 "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
                 "compile.regional.parts"
             )
-        program.eager_embeddings &= self.embedding_gradient == "eager"
-        kinds = fixed_sizes(program, paths, self.dynamic)
-        if kinds:
+        if kinds := compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True):
             program.notes.append(
                 f"regional: {', '.join(kinds)} of several sizes, each compiled for its own; "
                 "compile.regional.dynamic=true makes sizes symbolic"
             )
-        for path in [*paths, *(part for part in parts if part not in paths)]:
-            arguments = self.compile_arguments()
-            arguments = {**arguments, "dynamic": False} if kinds else arguments
-            compile_in_place(program, path, arguments, strict=self.on_recompile_limit == "fail")
-        # DDPOptimizer would split every region again at its bucket boundaries; regions are already small.
-        program.settings["optimize_ddp"] = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,8 +8,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, Region
 from strategies.errors import is_compile_error
-from strategies.options import near
+from strategies.options import ModuleRequest, near
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
@@ -51,6 +50,21 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     return region
 
 
+def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> list[str]:
+    """Hand the submodules at ``paths`` to the compiler as ``request`` asks. Returns the kinds of blocks because of
+    which all are compiled with ``dynamic=False``, see ``fixed_sizes``. ``small``: they are parts of a forward."""
+    kinds = fixed_sizes(program, paths, request.dynamic)
+    for path in paths:
+        arguments = request.compile_arguments()
+        if kinds:
+            arguments["dynamic"] = False
+        compile_in_place(program, path, arguments, strict=request.on_recompile_limit == "fail")
+    program.eager_embeddings &= request.embedding_gradient == "eager"
+    if small:  # DDPOptimizer would split every region again at its bucket boundaries
+        program.settings["optimize_ddp"] = False
+    return kinds
+
+
 def switch_on(program: Program, region: Region) -> None:
     """Run ``region`` compiled from its next call on; the first time, it is handed to the compiler."""
     module = program.module.get_submodule(region.path)
@@ -70,7 +84,7 @@ def uncompile(program: Program, regions: Collection[Region] | None = None) -> No
     """Undo ``compile_in_place`` for ``regions`` (None: for all), so that they run eager again."""
     gone = list(program.regions if regions is None else regions)
     for region in gone:
-        program.module.get_submodule(region.path)._compiled_call_impl = None
+        switch_off(program, region)
     program.regions[:] = [region for region in program.regions if region not in gone]
 
 
@@ -169,16 +183,12 @@ def _forward_is_torchs_own(module: nn.Module) -> bool:
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
-    """A container of repeated blocks."""
+class Container(NamedTuple):
+    """A container of repeated blocks: its path, their class name and how many they are."""
 
     path: str
-    """Path of the container, as in ``module.get_submodule(path)``."""
     kind: str
-    """Class name of its blocks."""
     count: int
-    """Number of blocks."""
 
     def __str__(self) -> str:
         return f"{self.path} ({self.count} x {self.kind})"
@@ -200,12 +210,12 @@ def find_containers(module: nn.Module) -> list[Container]:
         kinds = Counter(type(block) for block in blocks if any(True for _ in block.children()))
         if not nested and (len(kinds) != 1 or kinds.total() < len(children)):
             continue
-        own_forward = isinstance(candidate, nn.ModuleDict) and not never_called(candidate)
-        if own_forward or (isinstance(candidate, nn.ModuleDict) and not nested and any(map(find_containers, children))):
+        if isinstance(candidate, nn.ModuleDict) and (
+            not never_called(candidate) or (not nested and any(map(find_containers, children)))
+        ):
             continue
         if max(kinds.values(), default=0) >= 2:
-            names = " and ".join(kind.__name__ for kind in kinds)
-            found.append(Container(path=path, kind=names, count=kinds.total()))
+            found.append(Container(path, " and ".join(kind.__name__ for kind in kinds), kinds.total()))
     return found
 
 
@@ -304,7 +314,10 @@ def recompute(module: nn.Module) -> None:
     if "forward" in vars(module):
         raise ValueError(f"the forward of this {type(module).__name__} has been replaced on the object itself")
     # A bound method of this object, as the class's own forward is: copies of the module then have their own, too.
-    module.forward = types.MethodType(_forward_of(type(module)), module)
+    kind = type(module)
+    if kind not in _FORWARDS:
+        _FORWARDS[kind] = _make_forward(kind)
+    module.forward = types.MethodType(_FORWARDS[kind], module)
 
 
 def keep_activations(module: nn.Module) -> None:
@@ -317,13 +330,6 @@ def recomputes(module: nn.Module) -> bool:
     """Whether ``recompute`` is in force on ``module``."""
     own = getattr(vars(module).get("forward"), "__func__", None)
     return any(own is forward for forward in _FORWARDS.values())  # fully_shard gives the module another class
-
-
-def _forward_of(kind: type[nn.Module]) -> types.FunctionType:
-    """The recomputing forward of one class: one piece of code for each, so that a compiler tells them apart."""
-    if kind not in _FORWARDS:
-        _FORWARDS[kind] = _make_forward(kind)
-    return _FORWARDS[kind]
 
 
 def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
