@@ -66,6 +66,8 @@ class Optimizer(CompileOptions):
         program.report.pop(self.name, None)  # of an earlier training of this program
         if not program.optimizers:
             program.notes.append("optimizer: the module has no optimizer, nothing is compiled")
+        captured = any(strategy.captures_step for strategy in program.strategies)
+        on_cuda = program.device is not None and program.device.type == "cuda"
         for optimizer in program.optimizers:
             if reason := _reason_for_eager(optimizer, program):
                 self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
@@ -76,14 +78,11 @@ class Optimizer(CompileOptions):
                     "optimizer: under 16-mixed the gradient scaler unscales for a fused optimizer too, and waits for "
                     "the device at each step to know whether they are finite"
                 )
-            captured = any(strategy.captures_step for strategy in program.strategies)
-            on_cuda = program.device is not None and program.device.type == "cuda"
             if on_cuda and not captured and any(group.get("fused") for group in optimizer.param_groups):
                 program.notes.append(
                     "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
                 )
-            update = self._update(optimizer, program)
-            install(optimizer, update, after_first=partial(self._report, program))
+            install(optimizer, self._update(optimizer, program), after_first=partial(self._report, program))
         if self.clip:
             fold_clipping(program.module)
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import operator
 import types
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,11 +26,8 @@ from strategies.optimizer.step import DeviceScalar, Update
 MAX_CHUNK = 32
 """Tensors of a chunk; a step launches about one kernel for each, and compiling it takes time in proportion."""
 
-_dtype_of = operator.attrgetter("dtype")
-
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
 Group = dict[str, Any]
-
 
 # Lists of tensors that one operator works on together: Inductor makes one kernel of a chain of such operators.
 # https://docs.pytorch.org/tutorials/recipes/compiling_optimizer.html
@@ -174,29 +170,20 @@ class Clock:
     scalars: list[DeviceScalar]
 
 
-Chunk = tuple[Callable[..., None], list[Tensor], tuple[Any, ...]]
-"""What updates the parameters of a chunk in one call, these, and what it takes beside them and their gradients."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Plan:
     """Everything that stays the same from step to step."""
 
-    chunks: list[Chunk]
-    parameters: list[Tensor]
-    """Those that have a gradient, chunk by chunk."""
-    idle: list[Tensor]
-    """Those that have none."""
-    layout: tuple[list[tuple[int, ...]], list[torch.dtype]]
-    """Strides and types of the gradients."""
-    groups: list[tuple[Any, ...]]
-    """Of each parameter group: number of parameters and flags."""
+    chunks: list[tuple[Callable[..., None], list[Tensor], tuple[Any, ...]]]
+    """What updates the parameters of a chunk in one call, these, and what it takes beside them and their gradients."""
+    signature: list[Any]
+    """Gradients and flags that it was made for, see ``FunctionalUpdate._signature``."""
     clocks: list[Clock]
-    held: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
+    held: list[tuple[Tensor, str, Tensor]]
     """State tensors of the first parameter of each chunk, by parameter and name."""
-    counts: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor]
     """The ``step`` tensors of many parameters are views of one, which is counted in their stead."""
-    versions: list[int] = field(default_factory=list)
+    versions: list[int]
     """Of ``counts`` after the last count: another one means that somebody else has written to it."""
 
     def count(self, *, on_host: bool) -> None:
@@ -235,17 +222,14 @@ class FunctionalUpdate(Update):
         # Loading replaces every state tensor: plan anew, and believe the loaded counts.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
-
     def __call__(self) -> None:
         """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
-        if self._plan is not None and not self._owns_state(self._plan):
+        plan = self._plan
+        if plan is not None and not self._owns_state(plan):
             self.forget()
-        gradients = None if self._plan is None else self._gradients_for(self._plan)
-        if self._plan is None or gradients is None:
-            self._plan = self._make()
+        if plan is None or self._plan is None or self._signature() != plan.signature:
+            self._plan = plan = self._make()
             self._plans += 1
-            gradients = [parameter.grad for parameter in self._plan.parameters if parameter.grad is not None]
         max_norm, self.max_norm = self.max_norm, None
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             self.refresh()
@@ -253,7 +237,7 @@ class FunctionalUpdate(Update):
             for own in self._scales.values():
                 own.fill_(1.0)
         self._scaled = max_norm is not None
-        self._launch(self._plan, gradients, max_norm)
+        self._launch(plan, max_norm)
 
     def refresh(self) -> None:
         """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
@@ -267,21 +251,17 @@ class FunctionalUpdate(Update):
                 scalar.write(value)
         plan.count(on_host=True)
 
-    def _launch(self, plan: Plan, gradients: list[Tensor], max_norm: float | None) -> None:
+    def _launch(self, plan: Plan, max_norm: float | None) -> None:
         """The device's part: gradients to parameters and states. May be captured in a CUDA graph."""
+        gradients: list[list[Any]] = [[parameter.grad for parameter in members] for _, members, _ in plan.chunks]
         if max_norm is not None and gradients:
             # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
-            scale = torch.clamp(max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
+            norm = torch.nn.utils.get_total_norm(list(itertools.chain(*gradients)))
             for own in self._scales.values():
-                own.copy_(scale, non_blocking=True)
+                own.copy_(torch.clamp(max_norm / (norm + 1e-6), max=1.0), non_blocking=True)
         plan.count(on_host=False)
-        begin = 0
-        for run, parameters, others in plan.chunks:
-            end = begin + len(parameters)
-            run(parameters, gradients[begin:end], *others)
-            begin = end
-
-    # ---- between steps ---------------------------------------------------------------------------------------------
+        for (run, parameters, others), each in zip(plan.chunks, gradients, strict=True):
+            run(parameters, each, *others)
 
     @property
     def plan_number(self) -> int:
@@ -313,18 +293,15 @@ class FunctionalUpdate(Update):
         self._clock_of.clear()
 
     def release(self) -> None:
-        """Take the hook off the optimizer; torch's own step continues from its state as it is."""
         self._loaded.remove()
 
     def scale_on(self, device: torch.device) -> Tensor | float:
         return self._scales.get(device, 1.0)
 
     def facts(self) -> dict[str, Any]:
-        plan = self._plan
-        tensors, chunks = (None, None) if plan is None else (len(plan.parameters), len(plan.chunks))
-        return {"form": self.form, "tensors": tensors, "chunks": chunks, "graphs": len(self._functions)}
-
-    # ---- the plan: which tensors are updated together, by which function, with which numbers -----------------------
+        chunks = [] if self._plan is None else self._plan.chunks
+        tensors = sum(len(members) for _, members, _ in chunks)
+        return {"form": self.form, "tensors": tensors, "chunks": len(chunks), "graphs": len(self._functions)}
 
     def _owns_state(self, plan: Plan) -> bool:
         return self._holds_state(plan) and [steps._version for steps in plan.counts] == plan.versions
@@ -334,58 +311,48 @@ class FunctionalUpdate(Update):
         state = self.optimizer.state
         return all(state.get(parameter, {}).get(name) is tensor for parameter, name, tensor in plan.held)
 
-    def _gradients_for(self, plan: Plan) -> list[Tensor] | None:
-        """Gradients of the plan's parameters; None unless they and the groups are those that it was made for."""
-        gradients: list[Any] = [parameter.grad for parameter in plan.parameters]
-        try:
-            fits = _layout(gradients) == plan.layout
-        except (AttributeError, TypeError):  # of None: a gradient that was there is not
-            return None
-        idle = all(parameter.grad is None for parameter in plan.idle)
-        return gradients if fits and idle and self._groups() == plan.groups else None
-
-    def _groups(self) -> list[tuple[Any, ...]]:
-        groups = self.optimizer.param_groups
-        return [(len(group["params"]), *self._formula.flags_of(group).values()) for group in groups]
+    def _signature(self) -> list[Any]:
+        """Of each group: its flags, and strides and type of each gradient, or None. Another one needs another plan."""
+        return [
+            (
+                self._formula.flags_of(group),
+                [None if (g := parameter.grad) is None else (g.stride(), g.dtype) for parameter in group["params"]],
+            )
+            for group in self.optimizer.param_groups
+        ]
 
     def _make(self) -> Plan:
         """Plan for the gradients and groups as they are; creates the state that torch would create."""
         formula, state = self._formula, self.optimizer.state
         clocks: dict[tuple[Any, ...], Clock] = {}
+        alike: Counter[tuple[Any, ...]] = Counter()  # clocks of one group, device and precision
         places: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        idle: list[Tensor] = []
         for index, group in enumerate(self.optimizer.param_groups):
             flags, names = tuple(formula.flags_of(group).items()), formula.states(group)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    idle.append(parameter)
-                    continue
+            for parameter in (each for each in group["params"] if each.grad is not None):
                 known = self._clock_of.get(parameter)
                 steps = formula.steps_in(state.get(parameter, {})) if known is None else known.steps
                 if names or formula.counted:  # else torch makes no entry either
                     formula.create_state(state[parameter], parameter, group)
-                key = (index, parameter.device, parameter.dtype == torch.float64, steps)
-                if key not in clocks:
-                    values = formula.scalars(_numbers_of(group), steps + 1)
-                    clocks[key] = Clock(index, steps, self._device_scalars(key, values, clocks))
-                self._clock_of[parameter] = clocks[key]
-                place = (self._places.get(parameter), parameter.device, parameter.dtype, flags, names)
-                places[place].append(parameter)
+                kind = (index, parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32)
+                if (*kind, steps) not in clocks:
+                    if (place := (*kind, alike[kind])) not in self._scalars:  # the same tensors from plan to plan
+                        values = formula.scalars(_numbers_of(group), steps + 1)
+                        self._scalars[place] = [DeviceScalar(one, device=kind[1], dtype=kind[2]) for one in values]
+                    alike[kind] += 1
+                    clocks[*kind, steps] = Clock(index, steps, self._scalars[place])
+                self._clock_of[parameter] = clocks[*kind, steps]
+                places[self._places.get(parameter), parameter.device, parameter.dtype, flags, names].append(parameter)
         cut = [
             (members[start : start + MAX_CHUNK], dict(flags), names)
             for (_, _, _, flags, names), members in places.items()
             for start in range(0, len(members), MAX_CHUNK)
         ]
-        parameters = [parameter for members, _, _ in cut for parameter in members]
-        counts = self._pack_steps(parameters) if formula.counted else []
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        counts = self._pack_steps([parameter for members, _, _ in cut for parameter in members])
         return Plan(
-            [self._chunk(*each) for each in cut],
-            parameters,
-            idle,
-            _layout(gradients),
-            self._groups(),
-            list(clocks.values()),
+            chunks=[self._chunk(*each) for each in cut],
+            signature=self._signature(),
+            clocks=list(clocks.values()),
             held=[
                 (members[0], name, state[members[0]][name])
                 for members, _, names in cut
@@ -395,18 +362,7 @@ class FunctionalUpdate(Update):
             versions=[steps._version for steps in counts],
         )
 
-    def _device_scalars(
-        self, key: tuple[Any, ...], values: Sequence[float], others: Mapping[tuple[Any, ...], Clock]
-    ) -> list[DeviceScalar]:
-        """Scalars of a clock; the same tensors from plan to plan, because CUDA graphs hold on to them."""
-        _, device, precise, _ = key
-        place = (*key[:3], sum(other[:3] == key[:3] for other in others))
-        if place not in self._scalars:
-            dtype = torch.float64 if precise else torch.float32
-            self._scalars[place] = [DeviceScalar(value, device=device, dtype=dtype) for value in values]
-        return self._scalars[place]
-
-    def _chunk(self, parameters: list[Tensor], flags: Group, names: tuple[str, ...]) -> Chunk:
+    def _chunk(self, parameters: list[Tensor], flags: Group, names: tuple[str, ...]) -> tuple[Any, ...]:
         device = parameters[0].device
         own = [self._clock_of[parameter] for parameter in parameters]
         clocks = list(dict.fromkeys(own))
@@ -428,8 +384,7 @@ class FunctionalUpdate(Update):
     def _pack_steps(self, parameters: list[Tensor]) -> list[Tensor]:
         """Make the ``step`` tensors views of one, so that counting is one operation instead of one for each."""
         kinds: defaultdict[tuple[torch.device, torch.dtype], list[dict[str, Any]]] = defaultdict(list)
-        for parameter in parameters:
-            state = self.optimizer.state[parameter]
+        for state in (self.optimizer.state[parameter] for parameter in parameters if self._formula.counted):
             kinds[state["step"].device, state["step"].dtype].append(state)
         packed = [torch.stack([state["step"] for state in alike]) for alike in kinds.values()]
         for alike, steps in zip(kinds.values(), packed, strict=True):
@@ -441,8 +396,3 @@ class FunctionalUpdate(Update):
 def _numbers_of(group: Group) -> Group:
     """The group with numbers for tensors on the host: a learning rate may be one, which schedulers then fill."""
     return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()}
-
-
-def _layout(gradients: list[Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
-    # By maps, which take half the time that a comprehension takes: this happens at every step.
-    return list(map(Tensor.stride, gradients)), list(map(_dtype_of, gradients))

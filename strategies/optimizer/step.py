@@ -67,12 +67,17 @@ def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Ca
 
     def call(_: torch.optim.Optimizer) -> None:
         nonlocal first
+        graphs = counters["stats"]["unique_graphs"]
+        update()
         if first:
             first = False
-            _call_first(update)
+            compiled = update.form == "eager" or counters["stats"]["unique_graphs"] > graphs
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if not compiled and any(parameter.grad is not None for parameter in parameters):
+                raise NothingCompiled(
+                    "optimizer: the step was handed to the compiler and was not compiled (is TORCHDYNAMO_DISABLE set?)"
+                )
             after_first(update.facts())
-        else:
-            update()
 
     setattr(optimizer, ATTRIBUTE, update)
     replace_step(optimizer, call)
@@ -113,17 +118,6 @@ def uninstall(optimizer: torch.optim.Optimizer) -> None:
         update.release()
 
 
-def _call_first(update: Update) -> None:
-    graphs = counters["stats"]["unique_graphs"]
-    update()
-    compiled = update.form == "eager" or counters["stats"]["unique_graphs"] > graphs
-    groups = update.optimizer.param_groups
-    if not compiled and any(parameter.grad is not None for group in groups for parameter in group["params"]):
-        raise NothingCompiled(
-            "optimizer: the step was handed to the compiler and was not compiled (is TORCHDYNAMO_DISABLE set?)"
-        )
-
-
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
@@ -135,10 +129,17 @@ def fold_clipping(module: nn.Module) -> None:
     gradients themselves stay unclipped, which only code that looks at them between the step and ``zero_grad`` can see;
     an optimizer with step hooks is clipped as before.
     """
-    plugin = _plugin(module)
-    if plugin is None:
+    configure = getattr(type(module), "configure_gradient_clipping", None)
+    plugin: Any = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
+    clip = getattr(plugin, "clip_grad_by_norm", None)
+    if (
+        configure is None
+        or not configure.__module__.startswith(LIGHTNING)
+        or not getattr(module, "automatic_optimization", False)
+        # The base class's: torch's clip_grad_norm_ over the parameters of the optimizer.
+        or getattr(clip, "__qualname__", None) != "Precision.clip_grad_by_norm"
+    ):
         return
-    clip = plugin.clip_grad_by_norm
 
     def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
         update = installed(optimizer)
@@ -157,18 +158,6 @@ def unfold_clipping(module: nn.Module) -> None:
     plugin = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
     if plugin is not None and "clip_grad_by_norm" in vars(plugin):
         del plugin.clip_grad_by_norm
-
-
-def _plugin(module: nn.Module) -> Any:
-    configure = getattr(type(module), "configure_gradient_clipping", None)
-    if configure is None or not configure.__module__.startswith(LIGHTNING):
-        return None
-    if not getattr(module, "automatic_optimization", False):
-        return None
-    plugin = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
-    clip = getattr(type(plugin), "clip_grad_by_norm", None)
-    # The base class's: torch's clip_grad_norm_ over the parameters of the optimizer.
-    return plugin if clip is not None and clip.__qualname__ == "Precision.clip_grad_by_norm" else None
 
 
 # ---- hyperparameters on the device -----------------------------------------------------------------------------------
@@ -203,43 +192,32 @@ class GenericUpdate(Update):
 
     A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
     tensor, so that no schedule of it recompiles; other numbers recompile when they change. One that takes no tensor for
-    its rate, cannot be compiled, or not often enough, runs eager: ``form`` says so.
-
-    Args:
-        optimizer: Any.
-        compiler: Compiles one function.
-        report: Is given a line for the user when the step turns out to run eager.
+    its rate, cannot be compiled, or not often enough, runs eager: ``form`` says so, and ``report`` gets a line.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        compiler: Callable[[Callable[[], None]], Callable[[], None]],
-        report: Callable[[str], None],
+        self, optimizer: torch.optim.Optimizer, *, compiler: Callable[..., Any], report: Callable[[str], None]
     ) -> None:
-        self.optimizer = optimizer
-        self.form = "generic"
-        self._compiler, self._report = compiler, report
+        self.optimizer, self.form = optimizer, "generic"
+        self._report = report
         self._rates: list[DeviceScalar] = []
         self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
-        self._compiled: Callable[[], None] | None = None
+        self._compiled: Callable[[], None] = compiler(self._step)
 
     def __call__(self) -> None:
         """One step."""
-        if self.form == "eager":
-            self._step()
-            return
-        try:
-            self._attempt()
-        except BackendCompilerFailed:
-            raise
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
-            self.form, self._compiled = "eager", None
-            reason = str(error).strip().splitlines()[0]
-            self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
-            self._step()
+        if self.form == "generic":
+            try:
+                self._attempt()
+                return
+            except BackendCompilerFailed:
+                raise
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
+                self.form = "eager"
+                reason = str(error).strip().splitlines()[0]
+                self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
+        self._step()
 
     def facts(self) -> dict[str, Any]:
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -249,7 +227,6 @@ class GenericUpdate(Update):
         self._raw(self.optimizer)
 
     def _attempt(self) -> None:
-        self._compiled = self._compiled or self._compiler(self._step)
         groups = [group for group in self.optimizer.param_groups if "lr" in group]
         before = [(group, dict(group)) for group in self.optimizer.param_groups]
         for group in groups[len(self._rates) :]:  # all at first, later those that were added since

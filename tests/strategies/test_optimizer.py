@@ -493,7 +493,7 @@ def test_an_optimizer_that_would_be_recompiled_too_often_runs_eager_and_says_so(
     optimizers = [Lion(module.parameters()) for module in modules]
     _, program = begin(modules[1], optimizers[1])
     update: Any = installed(optimizers[1])
-    update._compiler = lambda function: recompiled_too_often
+    update._compiled = recompiled_too_often
     for module, optimizer in zip(modules, optimizers, strict=True):
         train(module, optimizer, 4)
     assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
