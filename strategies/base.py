@@ -10,7 +10,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -68,56 +68,6 @@ class Region:
     """Its compiled call once it has been handed to the compiler, see ``regions.switch_on``."""
 
 
-class StepRunner(Protocol):
-    """Runs the micro-batches of a loop in the loop's place."""
-
-    sample: Sequence[nn.Parameter]
-    """Parameters whose clipped gradients every step that is run as one keeps."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last step was what later ones like it will be."""
-
-    @property
-    def gradients(self) -> list[torch.Tensor] | None:
-        """Those of ``sample`` in the last step, valid until the next one; None where it was not run as one."""
-
-    def release(self) -> None:
-        """Give the steps back to the loop."""
-
-
-class WholeSteps(Protocol):
-    """Whole training steps that are captured and replayed."""
-
-    given_up: bool
-    """Whether no step will be captured any more."""
-    settled: bool
-    """Whether the last step was what steps of its kind will continue to be: a replay, or eager for good."""
-    warmed: bool
-    """Whether every shape has been through forward and backward already."""
-    captures: int
-    """Graphs captured so far."""
-    replays: int
-    """Steps replayed so far."""
-    verifier: Any
-    """Set by whoever wants graphs compared with the steps that they were captured from."""
-
-    def run(self, kind: Any, batch: Any, step: Any, *, name: str, before_replay: Any, observe: Any) -> Any:
-        """Run ``step`` on ``batch``, from a graph where there is one, and return its results."""
-
-    def take_over(self, loop: Loop, program: Program) -> StepRunner:
-        """Run the micro-batches of ``loop`` from now on, until the ``release`` of what is returned."""
-
-    def refuse(self, reason: str) -> None:
-        """Note why a step is not captured."""
-
-    def give_up(self) -> None:
-        """Capture nothing from now on."""
-
-    def facts(self) -> dict[str, Any]:
-        """What was captured, for the record."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Program:
     """What will execute each step; strategies change it in place."""
@@ -151,8 +101,8 @@ class Program:
     outlined: bool = False
     """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost;
     ``regions.switch_on`` hands them over one by one."""
-    step: WholeSteps | None = None
-    """Filled by a strategy of the STEP stage: runs whole training steps."""
+    step: Any = None
+    """Filled by a strategy of the STEP stage: runs whole training steps, as ``cuda_graph.capture.StepGraphs`` does."""
     regions: list[Region] = field(default_factory=list)
     """Filled by strategies: what was handed to the compiler."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -194,7 +144,7 @@ class Program:
         if not self.eager_parts:
             return None if not self.regions and not others else False
         regions = any(region.path not in self.eager_parts for region in self.regions)
-        captured = self.captures_steps and self.step is not None and self.step.captures > 0
+        captured = self.captures_steps and self.step.captures > 0
         return not (regions or captured or others)
 
     @property

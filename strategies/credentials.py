@@ -52,18 +52,15 @@ def hidden(text: str) -> str:
 def without_credentials(value: Any, found: list[str] | None = None, *, path: str = "", secret: bool = False) -> Any:
     """A copy of ``value`` (nested mappings, lists, scalars) with ``***`` in the place of credentials.
 
-    Args:
-        value: What ``path`` holds.
-        found: Gets the dotted name of each option that holds some.
-        path: Dotted name of ``value``.
-        secret: Whether the name says already that ``value`` is one.
+    ``path`` is the dotted name of ``value``; ``secret`` says that a name above it is a credential's. ``found`` gets the
+    name of each option that holds some.
     """
     if isinstance(value, Mapping):
-        copy = {}
-        for name, part in value.items():
-            inner = f"{path}.{name}" if path else str(name)
-            copy[name] = without_credentials(part, found, path=inner, secret=secret or _names_one(inner))
-        return copy
+        inner = {name: f"{path}.{name}".lstrip(".") for name in value}
+        return {
+            name: without_credentials(part, found, path=inner[name], secret=secret or _names_one(inner[name]))
+            for name, part in value.items()
+        }
     if isinstance(value, (list, tuple)):
         # Headers may be pairs: [Authorization, Bearer ...].
         pair = len(value) == 2 and isinstance(value[0], str) and _names_one(f"{path}.{value[0]}")
@@ -74,8 +71,10 @@ def without_credentials(value: Any, found: list[str] | None = None, *, path: str
         return tuple(parts) if isinstance(value, tuple) else parts
     if value is None or isinstance(value, bool) or not (secret or isinstance(value, (str, bytes))):
         return value
-    literal = _literal(str(value))
-    if not literal or not (secret or hidden(literal) != literal):
+    literal, before = str(value), None
+    while literal != before:  # interpolations may hold others
+        before, literal = literal, re.sub(r"\$\{[^{}]*\}", "", literal)
+    if literal.strip() in ("", "???") or not (secret or hidden(literal) != literal):  # ??? is a missing one
         return value
     if found is not None:
         found.append(path)
@@ -86,17 +85,16 @@ def refuse_credentials(values: Any, path: str = "") -> None:
     """Raise ValueError, naming the options, when ``values`` hold credentials; ``${oc.env:NAME}`` is none."""
     found: list[str] = []
     without_credentials(values, found, path=path)
+    files = "the file system's own variables (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or files"
+    variable = "the environment, and name the variable: '${oc.env:NAME}'"
     if found:
-        lines = [
-            f"{name} must not hold credentials, which the run would write into its files: set them in "
-            + (
-                "the file system's own variables (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or files"
-                if name.startswith(("compile.cached.", "CRUCIBLE_"))
-                else "the environment, and name the variable: '${oc.env:NAME}'"
+        raise ValueError(
+            "\n".join(
+                f"{name} must not hold credentials, which the run would write into its files: set them in "
+                + (files if name.startswith(("compile.cached.", "CRUCIBLE_")) else variable)
+                for name in dict.fromkeys(found)
             )
-            for name in dict.fromkeys(found)
-        ]
-        raise ValueError("\n".join(lines))
+        )
 
 
 def _names_one(path: str) -> bool:
@@ -104,10 +102,3 @@ def _names_one(path: str) -> bool:
     *parents, name = path.split(".")
     return (STORAGE if "storage_options" in parents else ANYWHERE).fullmatch(name) is not None
 
-
-def _literal(text: str) -> str:
-    """``text`` without interpolations, and without OmegaConf's mark of a value that is missing."""
-    before = None
-    while text != before:
-        before, text = text, re.sub(r"\$\{[^{}]*\}", "", text)
-    return "" if text == "???" else text.strip()

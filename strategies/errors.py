@@ -46,12 +46,9 @@ def is_double_backward(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or what it was raised from, is a device without memory."""
-    current: BaseException | None = error
-    while current is not None:
-        if isinstance(current, torch.OutOfMemoryError):
-            return True
-        current = current.__cause__
-    return False
+    return isinstance(error, torch.OutOfMemoryError) or (
+        error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    )
 
 
 REPLACED = {
@@ -72,22 +69,18 @@ def one_line(error: BaseException) -> str:
 
     Credentials in it are hidden: it goes into the record.
     """
-    return hidden(_one_line(error))
-
-
-def _one_line(error: BaseException) -> str:
-    for words, ours in REPLACED.items():
-        if words in str(error):
-            return f"{type(error).__name__}: {ours}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
-        return lines[-1]  # the worker's traceback ends with the error itself
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    name, lines = type(error).__name__, [line.strip() for line in str(error).splitlines() if line.strip()]
+    ours = next((ours for words, ours in REPLACED.items() if words in str(error)), None)
+    if ours is not None or not lines:
+        return f"{name}: {ours}" if ours else name
+    if lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
+        return hidden(lines[-1])  # the worker's traceback ends with the error itself
+    text = f"{name}: {lines[0]}"
     if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
         text += f" {lines[1]}"
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
-    return text
+    return hidden(text)
 
 
 def out_of_memory(error: BaseException) -> bool:

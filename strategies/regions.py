@@ -8,7 +8,8 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -183,7 +184,8 @@ def _forward_is_torchs_own(module: nn.Module) -> bool:
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-class Container(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Container:
     """A container of repeated blocks: its path, their class name and how many they are."""
 
     path: str

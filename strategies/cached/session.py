@@ -84,7 +84,7 @@ class Session:
     def _fetch_and_load(self) -> None:
         self._counters, self._first_metric = _read_counters(), len(get_compilation_metrics())
         began, url = time.perf_counter(), self._options.url_used
-        reason, refused = "", []
+        refused: list[str] = []
         try:
             fetched, refused = within(self._options.timeout_seconds, self._fetch)
             for bundle in fetched:
@@ -116,7 +116,9 @@ class Session:
             self.notes.append(f"cold start: {reason} ({url})")
 
     def _fetch(self) -> tuple[list[Bundle], list[str]]:
-        store, fetched, refused = self._options.store(), [], []
+        store = self._options.store()
+        fetched: list[Bundle] = []
+        refused: list[str] = []
         for name in store.names(self._fingerprint):
             try:
                 fetched.append(store.load(name, fingerprint=self._fingerprint))

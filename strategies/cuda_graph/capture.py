@@ -181,7 +181,7 @@ class Shape:
 
 
 class StepGraphs:
-    """Runs steps, from a graph where there is one for the batch and the state at hand; see ``WholeSteps``.
+    """Runs steps, from a graph where there is one for the batch and the state at hand.
 
     Of each kind of batch ``eager_steps`` run before its capture, of every shape of it until it is ``warmed``.
     """

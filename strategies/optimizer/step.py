@@ -131,7 +131,7 @@ def fold_clipping(module: nn.Module) -> None:
     """
     configure = getattr(type(module), "configure_gradient_clipping", None)
     plugin: Any = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
-    clip = getattr(plugin, "clip_grad_by_norm", None)
+    clip: Any = getattr(plugin, "clip_grad_by_norm", None)
     if (
         configure is None
         or not configure.__module__.startswith(LIGHTNING)

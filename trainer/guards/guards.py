@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.base import WholeSteps
 from strategies.compose import eager
 from strategies.errors import is_compile_error, one_line
 from strategies.loop import Loop, MicroBatch
@@ -102,7 +101,7 @@ class Guards:
 
     @contextlib.contextmanager
     def _timing_replays(
-        self, slowdown: Slowdown, graphs: WholeSteps, micro_batch: MicroBatch
+        self, slowdown: Slowdown, graphs: Any, micro_batch: MicroBatch
     ) -> Iterator[dict[str, Any]]:
         replays = graphs.replays
         yield {}

@@ -23,7 +23,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Program, Ragged, Strategy
-from strategies.base import StepRunner
 from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop
 from strategies.prepare import Preparation
@@ -122,7 +121,7 @@ class CompiledTraining:
         self._guards: Guards | None = None
         self._chooser: Chooser | None = None
         self._step_begins = True
-        self._capture: StepRunner | None = None
+        self._capture: Any = None
         self._audits: Audits | None = None
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
