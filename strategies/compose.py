@@ -48,19 +48,9 @@ def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True
 
     from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
-    before = {name: getattr(config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            setattr(config, name, value)
-        with contextlib.ExitStack() as patches:
-            patches.enter_context(faults_avoided())
-            patches.enter_context(one_compile_for_all_ranks())
-            if eager_embeddings:
-                patches.enter_context(embeddings_as_in_eager())
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    embeddings = embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext()
+    with config.patch(settings), faults_avoided(), one_compile_for_all_ranks(), embeddings:
+        yield
 
 
 @contextlib.contextmanager

@@ -101,4 +101,3 @@ def _names_one(path: str) -> bool:
     """Whether an option of the dotted name ``path`` holds a credential by its name."""
     *parents, name = path.split(".")
     return (STORAGE if "storage_options" in parents else ANYWHERE).fullmatch(name) is not None
-

@@ -45,9 +45,11 @@ def is_double_backward(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, or what it was raised from, is a device without memory."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    """Whether ``error``, or what it was raised from, is a host or device without memory."""
+    return (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or any(words in str(error) for words in ("out of memory", "can't allocate memory"))
+        or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
     )
 
 
@@ -81,13 +83,6 @@ def one_line(error: BaseException) -> str:
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
     return hidden(text)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory, on the host or on a device."""
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")
-    )
 
 
 def first_line(error: BaseException) -> str:

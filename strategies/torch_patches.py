@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -32,12 +32,8 @@ def as_capturing(answer: bool = True) -> Iterator[None]:
     capture has to take the capture's path: else the capture is the first to hand a compiled region a mask, and has to
     compile. All versions of torch: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/cuda/graphs.py.
     """
-    before = _graphs._cuda_isCurrentStreamCapturing
-    _graphs._cuda_isCurrentStreamCapturing = _capturing if answer else _asked
-    try:
+    with mock.patch.object(_graphs, "_cuda_isCurrentStreamCapturing", _capturing if answer else _asked):
         yield
-    finally:
-        _graphs._cuda_isCurrentStreamCapturing = before
 
 
 def _capturing() -> bool:
@@ -114,7 +110,7 @@ def _reductions_over_sums_kept_apart() -> Iterator[None]:
         fused: bool = before.__func__(cls, node1, node2)
         return fused and not any(size.expand().is_Add for size in cls.get_numel_rnumel(node1))
 
-    with _replaced(fusing, "can_fuse", classmethod(can_fuse)):
+    with mock.patch.object(fusing, "can_fuse", classmethod(can_fuse)):
         yield
 
 
@@ -137,7 +133,7 @@ def _sizes_compared_by_value() -> Iterator[None]:
             pointwise_numel = size
         return before(n, pointwise_numel, *others, **options)
 
-    with _replaced(tiling, "get_pw_red_splits", get_pw_red_splits):
+    with mock.patch.object(tiling, "get_pw_red_splits", get_pw_red_splits):
         yield
 
 
@@ -191,8 +187,8 @@ def one_compile_for_all_ranks() -> Iterator[None]:
 
     with (
         config.patch(force_non_lazy_backward_lowering=True),
-        _replaced(backends, "aot_module_simplified", compile_in_turn),
-        _replaced(GuardedCache, "find_guarded_entry", classmethod(find_in_turn)),
+        mock.patch.object(backends, "aot_module_simplified", compile_in_turn),
+        mock.patch.object(GuardedCache, "find_guarded_entry", classmethod(find_in_turn)),
     ):
         yield
 
@@ -217,22 +213,9 @@ def _locked(path: Path) -> Iterator[None]:
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with open(path, "ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def settle_shards(module: nn.Module, *, gradients: bool = False) -> None:
@@ -298,10 +281,9 @@ def tuning_in(directory: Path) -> Iterator[None]:
     choice, times all configurations again, and perhaps chooses another one, which rounds differently: a warm start
     would be slower than it need be and not equal to the cold one.
 
-    A directory named by the fingerprint would have the same name in each run of one machine, and torch 2.15 then finds
-    its choice unpatched. It is not used: the folder above it differs between users, jobs and machines, two runs of one
-    program at a time would share it, and a cold start in it would not be cold. Torch 2.11 moreover forgets the
-    configurations that it makes while tuning, by halving a reduction's block, whatever the directory is called.
+    A directory named by the fingerprint does not do instead: the folder above it differs between users and machines,
+    and a cold start in it would not be cold. Torch 2.11 moreover forgets the configurations that it makes while tuning,
+    by halving a reduction's block, whatever the directory is called.
     """
     # Private to torch, on all versions supported; there is no public way to move a kernel.
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -326,13 +308,9 @@ def tuning_in(directory: Path) -> Iterator[None]:
             cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
             kernel.save_cache_hook = cache and cache.save
 
-    tuner.recheck_autotune_cache = recheck_here
-    if forgets:
-        tuner._dynamic_scale_rblock = scale_and_keep
-    try:
+    keeps = {"_dynamic_scale_rblock": scale_and_keep} if forgets else {}
+    with mock.patch.multiple(tuner, recheck_autotune_cache=recheck_here, **keeps):
         yield
-    finally:
-        tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock = recheck, scale
 
 
 def _move(kernel: Any, directory: Path) -> None:

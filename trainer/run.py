@@ -22,7 +22,7 @@ from torch.distributed import DistError, TCPStore, rendezvous  # type: ignore[at
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from strategies.credentials import hidden
-from strategies.errors import one_line, out_of_memory
+from strategies.errors import is_out_of_memory, one_line
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
 from trainer.callback import Compile
@@ -103,7 +103,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             if isinstance(error, ValueError):
                 refused = True
                 raise
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 refused = True
                 raise ValueError(f"{task_options(command)}: not enough memory: {record.reason}") from error
         _log_error(run_dir, error, cause, launch)

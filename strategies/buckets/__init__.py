@@ -80,7 +80,7 @@ class Buckets(Strategy):
             name=self.name,
             ragged=program.ragged,
             multiple=self.multiple,
-            choose_edges=partial(self._clear, program=program) if _cudnn_fails(program) else self._edges,
+            choose_edges=partial(self._choose, program=program),
             limit=self.limit,
             tokens_per_batch=self.tokens_per_batch,
             warm=self.warm,
@@ -102,11 +102,16 @@ class Buckets(Strategy):
                     "its own"
                 )
 
-    def _clear(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
-        """Edges at which cuDNN's attention is right; those that were given stay, with a note."""
-        from strategies.buckets.batches import clear_of_64
+    def _choose(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
+        """Edges for examples of ``lengths``, at which cuDNN's attention is right; given ones stay, with a note."""
+        from strategies.buckets.batches import clear_of_64, fitted
 
-        edges = self._edges(lengths)
+        if self.edges is None:
+            edges = fitted(lengths, count=self.count, multiple=self.multiple, limit=self.limit)
+        else:
+            edges = tuple(self.edges)
+        if not _cudnn_fails(program):
+            return edges
         clear = clear_of_64(edges, multiple=self.multiple, limit=self.limit)
         kept = edges if self.edges is not None else clear
         if moved := sorted(set(edges) - set(kept)):
@@ -117,13 +122,6 @@ class Buckets(Strategy):
                 "with this torch (pytorch issue 196678); torch.backends.cuda.enable_cudnn_sdp(False) does without it"
             )
         return kept
-
-    def _edges(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        from strategies.buckets.batches import fitted
-
-        if self.edges is not None:
-            return tuple(self.edges)
-        return fitted(lengths, count=self.count, multiple=self.multiple, limit=self.limit)
 
 
 def _cudnn_fails(program: Program) -> bool:

@@ -232,14 +232,14 @@ class FunctionalUpdate(Update):
             self._plans += 1
         max_norm, self.max_norm = self.max_norm, None
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            self.refresh()
+            self.count()
         if max_norm is None and self._scaled:  # by an earlier step that was clipped
             for own in self._scales.values():
                 own.fill_(1.0)
         self._scaled = max_norm is not None
         self._launch(plan, max_norm)
 
-    def refresh(self) -> None:
+    def count(self) -> None:
         """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
         plan = self._plan
         assert plan is not None, "a step was made"
@@ -263,12 +263,9 @@ class FunctionalUpdate(Update):
         for (run, parameters, others), each in zip(plan.chunks, gradients, strict=True):
             run(parameters, each, *others)
 
-    @property
-    def plan_number(self) -> int:
+    def constants(self) -> int:
         """Number of the plan that the next step goes by: another one as soon as the state is not the one planned for.
-
-        A CUDA graph captured under one plan must not be replayed under another.
-        """
+        A CUDA graph captured under one plan works on other tensors than the next."""
         return self._plans + int(self._plan is None or not self._owns_state(self._plan))
 
     def take(self) -> Callable[[], None]:
@@ -292,7 +289,7 @@ class FunctionalUpdate(Update):
         self._plan = None
         self._clock_of.clear()
 
-    def release(self) -> None:
+    def uninstall(self) -> None:
         self._loaded.remove()
 
     def scale_on(self, device: torch.device) -> Tensor | float:

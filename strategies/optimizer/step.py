@@ -29,7 +29,28 @@ class NothingCompiled(RuntimeError):
     """The step was handed to the compiler and was not compiled."""
 
 
-class Update:
+class GraphedStep:
+    """An optimizer's step within a CUDA graph of a whole training step; here one that needs nothing."""
+
+    def prepare(self) -> None:
+        """Before every step, captured or not. Waits for nothing."""
+
+    def count(self) -> None:
+        """The host's part of a step that is replayed; one that runs does it itself."""
+
+    def constants(self) -> Hashable:
+        """What a graph has taken by value."""
+        return None
+
+    def capturable(self) -> AbstractContextManager[None]:
+        """Steps inside may be captured."""
+        return contextlib.nullcontext()
+
+    def release(self) -> None:
+        """Leave the optimizer as it is without graphs."""
+
+
+class Update(GraphedStep):
     """What stands in for the step of ``optimizer``."""
 
     optimizer: torch.optim.Optimizer
@@ -49,7 +70,7 @@ class Update:
         """Figures for the record."""
         raise NotImplementedError
 
-    def release(self) -> None:
+    def uninstall(self) -> None:
         """Leave the optimizer as torch's own step expects it."""
 
     def scale_on(self, device: torch.device) -> Tensor | float:
@@ -115,7 +136,7 @@ def installed(optimizer: torch.optim.Optimizer) -> Update | None:
 def uninstall(optimizer: torch.optim.Optimizer) -> None:
     """Let go of what is installed in ``optimizer``, whose own step continues from the state as it is."""
     if (update := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
-        update.release()
+        update.uninstall()
 
 
 # ---- clipping --------------------------------------------------------------------------------------------------------
@@ -250,27 +271,6 @@ class GenericUpdate(Update):
 # value is part of the graph's key.
 
 
-class GraphedStep:
-    """An optimizer's step within a graph of a whole training step; here one that needs nothing."""
-
-    def prepare(self) -> None:
-        """Before every step, captured or not. Waits for nothing."""
-
-    def count(self) -> None:
-        """The host's part of a step that is replayed; one that runs does it itself."""
-
-    def constants(self) -> Hashable:
-        """What a graph has taken by value."""
-        return None
-
-    def capturable(self) -> AbstractContextManager[None]:
-        """Steps inside may be captured."""
-        return contextlib.nullcontext()
-
-    def release(self) -> None:
-        """Leave the optimizer as it is without graphs."""
-
-
 def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -279,21 +279,8 @@ def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     if update is None:
         return OwnStep(optimizer)
     if update.form == "functional":
-        return CompiledStep(update)
+        return update
     raise CannotCapture(f"the {update.form} form of the compiled step reads the host")
-
-
-class CompiledStep(GraphedStep):
-    """The step that ``compile=optimizer`` has put in place: it reads every hyperparameter from the device."""
-
-    def __init__(self, update: Any) -> None:
-        self._update = update
-
-    def count(self) -> None:
-        self._update.refresh()
-
-    def constants(self) -> Hashable:
-        return self._update.plan_number  # a new plan works on other tensors
 
 
 class OwnStep(GraphedStep):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from strategies import Buckets, Dynamic, Program, Ragged, Regional
-from strategies.compose import apply, label, ordered
+from strategies.compose import apply
 from tests.strategies import backends
 from tests.strategies.modules import Block
 
@@ -49,16 +49,6 @@ def test_buckets_that_are_not_required_leave_themselves_out_and_say_so() -> None
     ragged = Program(module=nn.Linear(1, 1), ragged=(Ragged("0", 1),))
     apply([buckets], ragged)
     assert ragged.padding is not None
-
-
-def test_buckets_act_before_modules_and_exclude_dynamic() -> None:
-    assert label([Regional(), Buckets()]) == "buckets+regional"
-    with pytest.raises(ValueError, match="'buckets' and 'dynamic' both act on the shapes stage"):
-        ordered([Buckets(), Dynamic()])
-
-
-def test_only_buckets_say_that_they_reorder_the_data() -> None:
-    assert (Buckets.reorders_data, Dynamic.reorders_data, Regional.reorders_data) == (True, False, False)
 
 
 def test_edges_by_hand_are_taken_and_others_follow_the_lengths() -> None:

@@ -23,10 +23,15 @@ MODULE_STRATEGIES = sorted(
 )
 
 
+GRAPHS = {"regional": 4, "whole": 1, "modular": 2}
+"""Of six blocks of two kinds and two parts; of forward and loss; of an encoder and three blocks."""
+
+
 def applied(name: str, module: nn.Module, declared: Declaration) -> Program:
     options: dict[str, Any] = {"backend": backends.COUNTING}
     if name == "modular":  # its options are those of each part
-        options = {"parts": {path: {"how": "whole", **options} for path in declared.whole}}
+        how = {"encoder": "whole", "decoder": "regional", "tail": "off"}
+        options = {"parts": {part: {"how": value, **options} for part, value in how.items()}}
     strategy: Strategy = STRATEGIES[name](**options)
     program = Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
     apply([strategy], program)
@@ -34,25 +39,32 @@ def applied(name: str, module: nn.Module, declared: Declaration) -> Program:
 
 
 @pytest.mark.parametrize("name", MODULE_STRATEGIES)
-def test_a_compiled_module_stays_what_it_was_and_goes_back_to_eager(
+def test_a_compiled_module_has_eagers_numbers_stays_what_it_was_and_goes_back_to_eager(
     name: str, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
 ) -> None:
     submodules = {path: (type(child), id(child)) for path, child in module.named_modules()}
     parameters = {path: id(parameter) for path, parameter in module.named_parameters()}
     keys = list(module.state_dict())
-    eager, _ = loss_and_gradients(module, batch)
+    loss, gradients = loss_and_gradients(module, batch)
     program = applied(name, module, declared)
     uncompile(program)
     assert program.regions == []
-    assert torch.equal(loss_and_gradients(module, batch)[0], eager)
+    assert torch.equal(loss_and_gradients(module, batch)[0], loss)
     assert graphs == []
     program = applied(name, module, declared)
-    loss_and_gradients(module, batch)
-    assert graphs
-    assert program.module is module
+    for _ in range(2):
+        compiled_loss, compiled_gradients = loss_and_gradients(module, batch)
+        assert len(graphs) == GRAPHS[name], "a second batch of the same shape compiles nothing"
+    torch.testing.assert_close(compiled_loss, loss)
+    torch.testing.assert_close(compiled_gradients, gradients)
     assert {path: (type(child), id(child)) for path, child in module.named_modules()} == submodules
     assert {path: id(parameter) for path, parameter in module.named_parameters()} == parameters
     assert list(module.state_dict()) == keys
+    if name == "regional":
+        module.eval()
+        with torch.no_grad():
+            module.get_submodule("net")(*batch)
+        assert len(graphs) == 2 * GRAPHS[name], "training and validation are two compiles of a kind"
 
 
 TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {
@@ -108,3 +120,21 @@ def test_more_widths_than_torchs_own_recompile_limit_are_all_compiled(graphs: li
     with compiler_settings(program.settings):
         module([torch.randn(2, width) for width in widths])
     assert len(graphs) == len(widths) > 8
+
+
+def test_an_undeclared_module_has_its_children_compiled_and_a_note_says_what_stays_eager(
+    graphs: list[GraphModule],
+) -> None:
+    module = Stack(nn.ModuleList([Block(), Block()]))
+    module.add_module("metric", nn.Identity())
+    program = Program(module=module)
+    Whole(backend=backends.COUNTING).apply(program)
+    assert [region.path for region in program.regions] == ["stem", "layers.0", "layers.1", "head"]
+    (note,) = program.notes
+    assert "stem, layers, head" in note
+    assert "stays eager" in note
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile\.whole: .*no child with parameters"):
+        Whole().apply(Program(module=nn.Sequential(nn.ReLU(), nn.Identity())))

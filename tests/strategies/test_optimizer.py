@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from strategies import Optimizer, Program, compose
 from strategies.optimizer.functional import FunctionalUpdate
-from strategies.optimizer.step import ATTRIBUTE, DeviceScalar, NothingCompiled, installed
+from strategies.optimizer.step import ATTRIBUTE, NothingCompiled, installed
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 
@@ -208,17 +208,6 @@ def test_every_hyperparameter_may_change_without_a_recompile(graphs: list[GraphM
     assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
 
 
-def test_only_a_number_that_has_changed_is_written_to_the_device() -> None:
-    scalar = DeviceScalar(1.0, device=torch.device("cpu"))
-    version = scalar.tensor._version
-    scalar.write(1.0)
-    assert scalar.tensor._version == version
-    scalar.write(2.0)
-    assert scalar.tensor._version > version
-    assert scalar.tensor.ndim == 0
-    assert float(scalar.tensor) == 2.0
-
-
 # ---- the optimizer stays itself --------------------------------------------------------------------------------------
 
 
@@ -230,7 +219,7 @@ def test_a_step_taken_back_is_counted_back_under_the_same_plan(graphs: list[Grap
     train(compiled, ours, 2)
     update = installed(ours)
     assert isinstance(update, FunctionalUpdate)
-    plan, put_back = update.plan_number, update.take()
+    plan, put_back = update.constants(), update.take()
     state = {key: {name: value.clone() for name, value in entry.items()} for key, entry in ours.state.items()}
     weights = [parameter.detach().clone() for parameter in compiled.parameters()]
     train(compiled, ours, 1, seed=3)
@@ -245,7 +234,7 @@ def test_a_step_taken_back_is_counted_back_under_the_same_plan(graphs: list[Grap
     train(compiled, ours, 1, seed=2)
     assert_same(compiled, eager)
     assert_same_state(ours, theirs)
-    assert update.plan_number == plan
+    assert update.constants() == plan
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD nesterov"])
@@ -433,56 +422,33 @@ class Deciding(Lion):
                     parameter.sub_(parameter.grad * group["lr"])
 
 
-@pytest.mark.parametrize(
-    ("make", "form", "compiled"),
-    [
-        (lambda given: Lion(given), "generic", 2),
-        (lambda given: torch.optim.NAdam(given), "generic", 1),
-        (lambda given: Deciding(given), "eager", 0),
-    ],
-    ids=["Lion", "NAdam", "Deciding"],
-)
+OTHERS: dict[str, tuple[Make, str, int]] = {
+    "Lion": (lambda given: Lion(given), "generic", 2),
+    "NAdam": (lambda given: torch.optim.NAdam(given), "generic", 1),
+    "RAdam": (lambda given: torch.optim.RAdam(given, lr=1e-2, weight_decay=0.1), "generic", 1),
+    "RMSprop": (lambda given: torch.optim.RMSprop(given, lr=1e-3, momentum=0.9, centered=True), "generic", 1),
+    "Adagrad": (lambda given: torch.optim.Adagrad(given, lr_decay=0.1, initial_accumulator_value=0.1), "generic", 1),
+    "Deciding": (lambda given: Deciding(given), "eager", 0),
+}
+"""With its form, and graphs: a schedule does not recompile, a first step that creates state does, once."""
+
+
+@pytest.mark.parametrize(("make", "form", "compiled"), OTHERS.values(), ids=OTHERS)
 def test_another_optimizer_is_compiled_as_it_is_written_or_runs_eager(
     make: Make, form: str, compiled: int, graphs: list[GraphModule]
-) -> None:
-    modules = [nn.Linear(8, 2), nn.Linear(8, 2)]
-    modules[1].load_state_dict(modules[0].state_dict())
-    optimizers = [make(module.parameters()) for module in modules]
-    _, program = begin(modules[1], optimizers[1])
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        train(module, optimizer, 8, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
-    assert len(graphs) == compiled, "a schedule does not recompile; a first step that creates state does, once"
-    assert program.report["optimizer"]["form"] == form
-    assert any("runs eager" in note for note in program.notes) == (form == "eager")
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    assert rates[0] == rates[1]
-    assert type(rates[1]) is float
-
-
-WITHOUT_FORMULA: dict[str, Make] = {
-    "RAdam": lambda given: torch.optim.RAdam(given, lr=1e-2, weight_decay=0.1),
-    "RMSprop centered": lambda given: torch.optim.RMSprop(given, lr=1e-3, momentum=0.9, centered=True, eps=1e-3),
-    "Adagrad": lambda given: torch.optim.Adagrad(given, lr_decay=0.1, initial_accumulator_value=0.1),
-}
-
-
-@pytest.mark.parametrize("make", WITHOUT_FORMULA.values(), ids=WITHOUT_FORMULA)
-def test_torchs_optimizers_without_a_formula_are_compiled_to_eagers_numbers(
-    make: Make, graphs: list[GraphModule]
 ) -> None:
     modules = [stack(1), stack(1)]
     optimizers = [make(module.parameters()) for module in modules]
     _, program = begin(modules[1], optimizers[1])
     for module, optimizer in zip(modules, optimizers, strict=True):
-        train(module, optimizer, 12, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
+        train(module, optimizer, 8, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
     # Compiled, torch's RAdam corrects its second moment in single precision.
-    atol = 1e-5 if isinstance(optimizers[0], torch.optim.RAdam) else 1e-6
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=atol)
-    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=atol)
-    assert program.report["optimizer"]["form"] == "generic"
-    assert len(graphs) <= 2, "a schedule does not recompile"
-    assert not program.notes
+    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-5)
+    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=1e-5)
+    assert len(graphs) == compiled
+    assert program.report["optimizer"]["form"] == form
+    assert any("runs eager" in note for note in program.notes) == (form == "eager")
+    assert type(optimizers[1].param_groups[0]["lr"]) is float
 
 
 def test_an_optimizer_that_would_be_recompiled_too_often_runs_eager_and_says_so() -> None:
@@ -550,18 +516,6 @@ def test_a_compiler_that_is_switched_off_is_an_error(monkeypatch: pytest.MonkeyP
     begin(module, optimizer)
     with pytest.raises(NothingCompiled, match="was not compiled"):
         train(module, optimizer, 1)
-
-
-def test_a_compiler_that_is_switched_off_in_torchs_configuration_is_an_error() -> None:
-    backends.register()
-    module = stack(2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    # torch 2.15 leaves the second one changed when a function of fixed shapes is called while it is switched off.
-    with torch._dynamo.config.patch(disable=True, automatic_dynamic_shapes=True):
-        begin(module, optimizer)
-        # Newer versions of torch notice it themselves.
-        with pytest.raises(RuntimeError, match=r"was not compiled|no compiled frames"):
-            train(module, optimizer, 1)
 
 
 def test_a_backend_that_fails_stops_the_run() -> None:

@@ -72,15 +72,15 @@ def test_a_captured_step_follows_a_schedule() -> None:
     optimizers[0].step()
     optimizers[1].step()
     graph = torch.cuda.CUDAGraph()
-    number = update.plan_number
+    number = update.constants()
     with torch.no_grad(), torch.cuda.graph(graph):
         update()
     for step in range(5):
         for optimizer in optimizers:
             optimizer.param_groups[0].update(lr=1e-3 / (1 + step), betas=(0.8 + step / 100, 0.99))
         optimizers[0].step()
-        update.refresh()
+        update.count()
         graph.replay()
-    assert update.plan_number == number
+    assert update.constants() == number
     torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-5)
     assert float(optimizers[1].state_dict()["state"][0]["step"]) == 6

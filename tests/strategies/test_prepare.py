@@ -82,12 +82,11 @@ def test_a_main_thread_that_worked_all_the_time_lost_nothing(monkeypatch: pytest
     assert preparation.cost_seconds == pytest.approx(0.5), "of 4 s, as the main thread was busy in the others"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no compiler"), ImportError("no module"), OSError("disk full")])
 def test_an_error_in_the_background_is_left_to_the_first_compile(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
-        raise error
+        raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch._inductor.cpu_vec_isa, "pick_vec_isa", fail)

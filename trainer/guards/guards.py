@@ -100,9 +100,7 @@ class Guards:
         return self._timing_replays(slowdown, graphs, micro_batch)
 
     @contextlib.contextmanager
-    def _timing_replays(
-        self, slowdown: Slowdown, graphs: Any, micro_batch: MicroBatch
-    ) -> Iterator[dict[str, Any]]:
+    def _timing_replays(self, slowdown: Slowdown, graphs: Any, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
         replays = graphs.replays
         yield {}
         if graphs.given_up or not (micro_batch.begins and micro_batch.ends):
