@@ -13,7 +13,7 @@ def record(label: str, **figures: Any) -> RunRecord:
     return RunRecord(task="toy", **{"label": label, "status": "finished", **figures})
 
 
-def cell(one: RunRecord | None, directory: Path, *overrides: str, exit_code: int = 0) -> Cell:
+def cell(one: RunRecord, directory: Path, *overrides: str, exit_code: int = 0) -> Cell:
     return Cell(overrides=list(overrides), directory=directory, exit_code=exit_code, record=one)
 
 
@@ -58,10 +58,10 @@ def test_the_comparison_and_the_commands_for_more(tmp_path: Path) -> None:
     ]
 
 
-def test_cells_that_failed_or_left_nothing_are_told(tmp_path: Path) -> None:
+def test_cells_that_failed_are_told_once(tmp_path: Path) -> None:
     failed = record("whole", status="failed", reason="RuntimeError: no\nmore")
-    cells = [cell(failed, tmp_path, "a", exit_code=1), cell(None, tmp_path, "b", exit_code=-9)]
-    lines = summary(cells, tmp_path, planned=3)
-    assert "a: failed: RuntimeError: no" in lines
-    assert f"b: killed (SIGKILL): {tmp_path}" in lines
-    assert "stopped after 2 of 3 cells" in lines
+    lines = summary([cell(failed, tmp_path, "a", exit_code=1)], tmp_path, planned=3)
+    assert [line.strip() for line in lines if "RuntimeError" in line] == [
+        f"whole: failed: RuntimeError: no ({tmp_path})"
+    ]
+    assert "stopped after 1 of 3 cells" in lines

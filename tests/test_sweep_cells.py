@@ -22,7 +22,9 @@ def cells(called: Any, monkeypatch: pytest.MonkeyPatch) -> InstantCells:
     return InstantCells(monkeypatch)
 
 
-def test_rounds_take_turns_and_say_which_turn_it_was(command_line: Any, cells: InstantCells) -> None:
+def test_rounds_take_turns_and_pairs_share_caches_that_go_when_both_have_finished(
+    command_line: Any, cells: InstantCells
+) -> None:
     assert command_line(*SWEEP, "compile=eager,whole", "repeat=cold,warm", "hydra.launcher.rounds=2") == 0
     expected = [
         f"compile={arm} repeat={start} round={number}"
@@ -35,45 +37,37 @@ def test_rounds_take_turns_and_say_which_turn_it_was(command_line: Any, cells: I
     assert [(record["round"], record["start"]) for record in records] == [
         (number, start) for number in (1, 2) for _ in range(2) for start in ("cold", "warm")
     ]
+    first, second, third, fourth = (cell.caches for cell in cells.ran[:4])
+    assert first == second != third == fourth
+    assert not list(Path("sweep/caches").iterdir())
 
 
 def test_arms_with_options_of_their_own_are_cells_of_one_sweep(command_line: Any, cells: InstantCells) -> None:
     arms = "hydra.launcher.arms=[eager,'whole compile.whole.mode=max-autotune']"
-    assert command_line(*SWEEP, arms, "seed=0,1") == 0
+    assert command_line(*SWEEP, arms, "seed=0,1", "hydra.launcher.timeout_seconds=60") == 0
     whole = "compile=whole compile.whole.mode=max-autotune"
     assert cells.titles == [f"seed={seed} {arm}" for seed in (0, 1) for arm in ("compile=eager", whole)]
     assert all(cell.described.strategies[0]["mode"] == "max-autotune" for cell in cells.ran[1::2])
-
-
-def test_twins_share_caches_that_are_removed_when_both_have_finished(command_line: Any, cells: InstantCells) -> None:
-    assert command_line(*SWEEP, "compile=eager,whole", "repeat=cold,warm") == 0
-    first, second, third, fourth = (cell.caches for cell in cells.ran)
-    assert first == second != third == fourth
-    assert not list(Path("sweep/caches").iterdir())
+    assert cells.timeouts == [60] * 4
 
 
 def test_every_cell_starts_from_empty_caches_of_its_own_but_for_the_store_of_cached(
     command_line: Any, cells: InstantCells
 ) -> None:
-    assert command_line(*SWEEP, "compile=eager,regional,cached", "seed=0,1") == 0
-    assert len({cell.caches for cell in cells.ran}) == 6
-    assert [(cell.described.label, cell.entry.start) for cell in cells.ran[:3]] == [
+    cells.fails = lambda cell: cell.described.label == "eager"
+    assert command_line(*SWEEP, "compile=eager,regional,cached") == 1
+    assert len({cell.caches for cell in cells.ran}) == 3
+    assert [(cell.described.label, cell.entry.start) for cell in cells.ran] == [
         ("eager", "cold"),
         ("regional", "cold"),
         ("cached", None),
     ]
     for cell in cells.ran:
         assert ("repeat=cold" in cell.command) == (cell.entry.start == "cold"), "so that its record says how it started"
-    assert not list(Path("sweep/caches").iterdir())
+    assert not list(Path("sweep/caches").iterdir()), "of a failed cell without a pair, too"
     cells.ran.clear()
     assert command_line("-m", "sweep=shared", "compile=regional", "hydra.launcher.caches=shared") == 0
     assert [(cell.caches, cell.entry.start) for cell in cells.ran] == [(None, None)]
-
-
-def test_caches_of_a_failed_cell_without_a_twin_are_removed(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: True
-    assert command_line(*SWEEP, "compile=regional") == 1
-    assert not list(Path("sweep/caches").iterdir())
 
 
 def test_arms_take_turns_within_a_seed_unless_cells_run_side_by_side(
@@ -117,10 +111,15 @@ def test_a_sweep_gone_on_with_runs_what_is_not_finished(
 def test_a_sweep_gone_on_with_takes_further_cells(
     command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    old = {"schema": 1, "task": "old", "events": [], "status": "finished", "steady_steps_per_second": 99.0}
+    Path("sweep/0-seed=0").mkdir(parents=True)
+    Path("sweep/0-seed=0/record.json").write_text(json.dumps(old))
     assert command_line(*SWEEP, "seed=0,1") == 0
     assert command_line("-m", "sweep=sweep", "seed=1,2") == 0
     assert cells.titles == ["seed=0", "seed=1", "seed=2"]
-    assert "left alone, not part of this command: 0-seed=0 (finished)" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "left alone, not part of this command: 0-seed=0 (finished)" in said
+    assert "99.00" not in said, "of the run that was in the folder before"
     assert [cell["directory"] for cell in ledger_of(Path("sweep"))["cells"]] == ["0-seed=0", "1-seed=1", "2-seed=2"]
 
 
@@ -168,22 +167,6 @@ def test_cells_that_share_processors_are_no_measure(
     assert command_line(*SWEEP, "hydra.launcher.parallel=-1") == 2
 
 
-def test_every_cell_gets_the_limit_of_time_that_was_asked_for(command_line: Any, cells: InstantCells) -> None:
-    assert command_line(*SWEEP, "hydra.launcher.timeout_seconds=60", "seed=0,1") == 0
-    assert cells.timeouts == [60, 60]
-
-
-def test_a_sweep_directory_used_again_shows_no_figures_of_the_sweep_before(
-    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
-) -> None:
-    old = {"schema": 1, "task": "old", "events": [], "status": "finished", "steady_steps_per_second": 99.0}
-    Path("sweep/0-seed=2").mkdir(parents=True)
-    Path("sweep/0-seed=2/record.json").write_text(json.dumps(old))
-    assert command_line(*SWEEP, "seed=2,0") == 0
-    assert cells.titles == ["seed=2", "seed=0"]
-    assert "99.00" not in capfd.readouterr().out
-
-
 def test_what_an_earlier_attempt_left_is_set_aside(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "sweep" / "0-seed=2").mkdir(parents=True)
@@ -196,17 +179,13 @@ def test_what_an_earlier_attempt_left_is_set_aside(tmp_path: Path) -> None:
 
 def test_overrides_reach_the_cells_as_they_were_written(command_line: Any, cells: InstantCells) -> None:
     given = ("task/data=coco", "task.data.root=\"a b, c=[d] 'e'\"")
-    assert command_line(*SWEEP, *given, "seed=7,8") == 0
-    for cell in cells.ran:
-        assert set(given) < set(cell.command)
-        assert cell.described.config["task"]["data"]["root"] == "a b, c=[d] 'e'"
-
-
-def test_tasks_with_other_options_go_into_one_sweep(command_line: Any, cells: InstantCells) -> None:
-    assert command_line(*SWEEP, "task=captioning,micro", "compile=eager,regional") == 0
-    assert [(cell.described.task, cell.described.label) for cell in cells.ran] == [
-        (task, label) for task in ("captioning", "micro simple_linear") for label in ("eager", "regional")
-    ]
+    assert command_line(*SWEEP, *given) == 0
+    (cell,) = cells.ran
+    assert set(given) < set(cell.command)
+    assert cell.described.config["task"]["data"]["root"] == "a b, c=[d] 'e'"
+    cells.ran.clear()
+    assert command_line("-m", "sweep=tasks", "task=captioning,micro") == 0, "which have other options"
+    assert [cell.described.task for cell in cells.ran] == ["captioning", "micro simple_linear"]
 
 
 def test_a_sweep_named_in_an_experiment_runs_its_cells_once(

@@ -34,8 +34,8 @@ class Cell:
     directory: Path
     exit_code: int
     """Of its process; negative when a signal killed it."""
-    record: RunRecord | None
-    """None when the cell left none."""
+    record: RunRecord
+    """As it left it, or as the sweep wrote it for one that left none."""
 
     @property
     def outcome(self) -> str:
@@ -44,26 +44,21 @@ class Cell:
             return f"killed ({signal.Signals(-self.exit_code).name})"
         if self.exit_code == 2:
             return "refused"
-        if self.record is not None and self.record.status != "running":
+        if self.record.status != "running":
             return self.record.status
         return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
 
 def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: int) -> str:
-    """The comparison of a sweep's runs as text, with the reasons of cells that did not finish and how to see more."""
+    """The comparison of a sweep's runs as text, which has the reasons of those that did not finish, and how to see
+    more."""
     from rich.console import Console
 
-    runs = [Run(cell.directory, cell.record) for cell in cells if cell.record is not None]
+    runs = [Run(cell.directory, cell.record) for cell in cells]
     out = io.StringIO()
     if runs:
         tables.show(compare_runs(runs), Console(file=out, width=width, highlight=False, color_system=None))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    for cell in cells:
-        if cell.outcome != "finished":
-            reason = (cell.record.reason if cell.record is not None else None) or str(cell.directory)
-            name = " ".join(cell.overrides) or cell.directory.name
-            outcome = "" if reason.startswith(cell.outcome) else f"{cell.outcome}: "
-            lines.append(f"{name}: {outcome}{reason.splitlines()[0]}")
     if len(cells) < planned:
         lines.append(f"stopped after {len(cells)} of {planned} cells")
     folder = shlex.quote(str(sweep_dir))

@@ -120,13 +120,11 @@ def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
 
 def git_commit(root: Path = ROOT) -> str | None:
     """Commit of the checkout that ``root`` is in, with ``+dirty`` when files differed; None outside a checkout."""
-    if root == ROOT and not (ROOT / ".git").exists():  # installed, perhaps into a folder of somebody's checkout
-        return None
-    try:
-        commit = _git("rev-parse", "HEAD", root=root).strip()
-        return commit + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no", root=root).strip() else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    if root != ROOT or (ROOT / ".git").exists():  # else installed, perhaps into a folder of somebody's checkout
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            changed = _git("status", "--porcelain", "--untracked-files=no", root=root).strip()
+            return _git("rev-parse", "HEAD", root=root).strip() + "+dirty" * bool(changed)
+    return None
 
 
 def code_version() -> str:
@@ -196,7 +194,7 @@ def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = 
 # ---- processes that torchrun or SLURM has started, on one host or on several: what their environment says, and what of
 # the settings follows it. Lightning's ``TorchElasticEnvironment`` and ``SLURMEnvironment`` read the same variables.
 
-BY_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+BY_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables)."""
 BY_SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_JOB_ID")
 """What srun sets (https://slurm.schedmd.com/srun.html); ``SLURM_NTASKS_PER_NODE`` where it was asked for."""
@@ -237,22 +235,32 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     train alone beside them.
     """
     if "RANK" in environ:
-        by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK"
-        found = _numbers(environ, BY_RANK, f"RANK={environ['RANK']} is set", "start every process by torchrun")
-        rank, local_rank, processes, per_host = found[:4]
-        hosts, job, several = processes // max(per_host, 1), None, ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        names, found, advice = BY_RANK, "RANK", "start every process by torchrun"
     elif environ.get("SLURM_NTASKS", "1") != "1" and environ.get("SLURM_JOB_NAME") not in OWN_SHELL:
-        tasks = f"SLURM_NTASKS={environ['SLURM_NTASKS']} is set"
+        names, found = BY_SRUN, "SLURM_NTASKS"
+        advice = "give sbatch --nodes and --ntasks-per-node, and start by srun"
         if "SLURM_STEP_ID" not in environ:
+            tasks = f"SLURM_NTASKS={environ['SLURM_NTASKS']} is set"
             raise ValueError(f"{tasks} and SLURM_STEP_ID is not: put srun before the command, or ask for one task")
-        found = _numbers(environ, BY_SRUN, tasks, "give sbatch --nodes and --ntasks-per-node, and start by srun")
-        rank, local_rank, processes, per_host, hosts = found[:5]
-        by, job, several = "SLURM", f"{found[5]}.{environ['SLURM_STEP_ID']}", ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
     else:
         return None
+    if missing := [name for name in names if name not in environ]:
+        what = f"{found}={environ[found]} is set and {', '.join(missing)} not"
+        raise ValueError(f"{what}: {advice}, or unset {found}")
+    numbers = []
+    for name in names[:5]:
+        if not environ[name].isdecimal():
+            raise ValueError(f"{name}={environ[name]!r} is not a number: {advice}")
+        numbers.append(int(environ[name]))
+    rank, local_rank, processes, per_host, hosts = numbers
+    by, job = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK", None
+    if names is BY_SRUN:
+        by, job = "SLURM", f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    else:
+        hosts = processes // max(per_host, 1)
     if per_host * hosts != processes or not rank < processes:
         raise ValueError(
-            f"{several[0]}={processes} is not a multiple of {several[1]}={per_host}, or too few for rank {rank}: every "
+            f"{names[2]}={processes} is not a multiple of {names[3]}={per_host}, or too few for rank {rank}: every "
             "host has to start as many processes"
         )
     return Launch(by=by, rank=rank, local_rank=local_rank, processes=processes, per_host=per_host, hosts=hosts, job=job)
@@ -284,9 +292,9 @@ def followed(
                 f"torchrun --nnodes={num_nodes} on each of them, or by srun"
             )
         return devices, num_nodes
-    hosts, each = (
-        ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE") if launch.job else ("the number of hosts", "LOCAL_WORLD_SIZE")
-    )
+    hosts, each = "the number of hosts", "LOCAL_WORLD_SIZE"
+    if launch.job is not None:
+        hosts, each = "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"
     asked = len(devices.split(",")) if isinstance(devices, str) and "," in devices else devices
     if asked not in (None, "auto", -1, "-1", launch.per_host, str(launch.per_host)):
         raise ValueError(
@@ -299,16 +307,3 @@ def followed(
             "trainer.num_nodes out, or start them on as many"
         )
     return (devices if asked is not devices else launch.per_host), launch.hosts if launch.hosts > 1 else num_nodes
-
-
-def _numbers(environ: Mapping[str, str], names: tuple[str, ...], found: str, advice: str) -> list[int]:
-    """The values of ``names``; an address counts as 0."""
-    if missing := [name for name in names if name not in environ]:
-        raise ValueError(f"{found} and {', '.join(missing)} not: {advice}, or unset {found.partition('=')[0]}")
-    numbers = []
-    for name in names:
-        try:
-            numbers.append(0 if name == "MASTER_ADDR" else int(environ[name]))
-        except ValueError:
-            raise ValueError(f"{name}={environ[name]!r} is not a number: {advice}") from None
-    return numbers

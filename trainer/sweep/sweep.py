@@ -98,7 +98,6 @@ class Sweep:
     def _ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
         """Note and print how a cell ended, and remove caches that nobody needs any more."""
         record = result.record
-        assert record is not None
         state = "finished" if result.exit_code == 0 else record.status
         self._note(
             cell, state=state, exit_code=result.exit_code, reason=record.reason, seconds=round(seconds, 3), pid=None
@@ -130,9 +129,8 @@ class Sweep:
                 while is_cell(entry.pid):
                     time.sleep(0.2)
             record = loaded(cell.directory)
-            finished = record is not None and record.status == "finished"
             versions = f"{cell.title} ({entry.code}; now {self._code})"
-            if finished and entry.state != "planned":
+            if record is not None and record.status == "finished" and entry.state != "planned":
                 if entry.code == self._code:
                     self._ends[entry.number] = Cell(
                         overrides=cell.chosen, directory=cell.directory, exit_code=0, record=record
