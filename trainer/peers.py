@@ -354,6 +354,7 @@ def lightning_compile(work: Work) -> Trained:
         max_epochs=-1,
         gradient_clip_val=settings.gradient_clip_val,
         limit_val_batches=0,
+        log_every_n_steps=settings.log_every_n_steps,
         enable_checkpointing=False,
         callbacks=[Measured(work.telemetry)],
         default_root_dir=work.directory,
