@@ -110,5 +110,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-TOGETHER = ("background", "regional", "whole", "modular", "cuda_graph", "cached")
+TOGETHER = (
+    *("background", "regional", "whole", "modular", "cuda_graph", "cached"),
+    *("buckets", "dynamic", "checkpointing", "optimizer"),
+)
 """Strategies whose regions the helper can compile, or which do not change them."""

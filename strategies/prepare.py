@@ -147,9 +147,12 @@ def _import_inductor() -> None:
 def _warm_up(*, workers: bool = True) -> None:
     try:
         from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codecache import torch_key
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.runtime.triton_compat import triton_key
 
+        torch_key()  # a hash over torch's own files, part of every key of the cache
+        torch.compiler.list_backends(())
         if torch.cuda.is_available():
             if workers:
                 AsyncCompile.wakeup()

@@ -316,10 +316,15 @@ def recompute(module: nn.Module) -> None:
     if "forward" in vars(module):
         raise ValueError(f"the forward of this {type(module).__name__} has been replaced on the object itself")
     # A bound method of this object, as the class's own forward is: copies of the module then have their own, too.
+    module.forward = recomputing(module)
+
+
+def recomputing(module: nn.Module) -> types.MethodType:
+    """The forward of ``module`` that computes its activations again."""
     kind = type(module)
     if kind not in _FORWARDS:
         _FORWARDS[kind] = _make_forward(kind)
-    module.forward = types.MethodType(_FORWARDS[kind], module)
+    return types.MethodType(_FORWARDS[kind], module)
 
 
 def keep_activations(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -69,7 +69,7 @@ class Optimizer(CompileOptions):
         captured = any(strategy.captures_step for strategy in program.strategies)
         on_cuda = program.device is not None and program.device.type == "cuda"
         for optimizer in program.optimizers:
-            if reason := _reason_for_eager(optimizer, program):
+            if reason := reason_for_eager(optimizer, program):
                 self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
                 self._report(program, {"form": "eager", "tensors": None, "chunks": None, "graphs": None})
                 continue
@@ -82,7 +82,7 @@ class Optimizer(CompileOptions):
                 program.notes.append(
                     "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
                 )
-            install(optimizer, self._update(optimizer, program), after_first=partial(self._report, program))
+            install(optimizer, self.update_for(optimizer, program), after_first=partial(self._report, program))
         if self.clip:
             fold_clipping(program.module)
 
@@ -131,7 +131,10 @@ class Optimizer(CompileOptions):
         for optimizer in program.optimizers:
             uninstall(optimizer)
 
-    def _update(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
+    def update_for(
+        self, optimizer: torch.optim.Optimizer, program: Program, places: Mapping[Tensor, str] | None = None
+    ) -> Update:
+        """The compiled update of ``optimizer``; ``places`` as of ``places_of`` where ``program`` does not tell."""
         import torch
 
         from strategies.optimizer.functional import FunctionalUpdate, formula_of
@@ -154,7 +157,7 @@ class Optimizer(CompileOptions):
         return FunctionalUpdate(
             optimizer,
             formula,
-            places=_places(program),
+            places=places_of(program) if places is None else places,
             # A copy for each: torch takes guard_filter_fn out of the options that it is given.
             compiler=lambda function: torch.compile(function, **{**arguments, "options": {**options}}),
         )
@@ -174,7 +177,8 @@ class Optimizer(CompileOptions):
                 report[name] = f"{before}, {value}" if isinstance(value, str) else before + value
 
 
-def _reason_for_eager(optimizer: Any, program: Program) -> str | None:
+def reason_for_eager(optimizer: Any, program: Program) -> str | None:
+    """Why its step is not compiled."""
     import torch
 
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -206,7 +210,7 @@ def _is_special(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _places(program: Program) -> dict[Tensor, str]:
+def places_of(program: Program) -> dict[Tensor, str]:
     """The repeated block that each parameter lies in, for those that lie in one."""
     from strategies.regions import expand_blocks, find_containers
 

@@ -9,6 +9,7 @@ compared on the host, which is why the compiled functions need no guards.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -238,6 +239,20 @@ class FunctionalUpdate(Update):
                 own.fill_(1.0)
         self._scaled = max_norm is not None
         self._launch(plan, max_norm)
+
+    def pieces(self) -> list[Callable[[], None]]:
+        """The next step as calls of one compiled function each, without clipping."""
+        self._plan = plan = self._make()
+        self.count()
+        return [
+            functools.partial(run, members, [one.grad for one in members], *others)
+            for run, members, others in plan.chunks
+        ]
+
+    def adopt(self, other: FunctionalUpdate) -> None:
+        """Go by what ``other``, of parameters of the same shapes, has compiled."""
+        self._functions |= other._functions
+        self.adopted = True
 
     def count(self) -> None:
         """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""

@@ -59,6 +59,8 @@ class Update(GraphedStep):
     """Whether it computes torch's formulas in the precision of the weights and draws no random numbers."""
     clips = False
     """Whether it clips by norm itself, in a step before which ``max_norm`` was set."""
+    adopted = False
+    """Whether its functions were compiled before."""
     max_norm: float | None = None
     """Largest norm of all gradients together, in the next step."""
 
@@ -92,7 +94,7 @@ def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Ca
         update()
         if first:
             first = False
-            compiled = update.form == "eager" or counters["stats"]["unique_graphs"] > graphs
+            compiled = update.form == "eager" or update.adopted or counters["stats"]["unique_graphs"] > graphs
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if not compiled and any(parameter.grad is not None for parameter in parameters):
                 raise NothingCompiled(

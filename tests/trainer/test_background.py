@@ -14,27 +14,30 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import Background, Optimizer, Regional
+from strategies import Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
 from strategies.base import Program, Region
-from strategies.regions import compile_in_place
+from strategies.regions import compile_in_place, recompute, recomputes
 from tests.processes import Pair
 from tests.trainer.guarded import as_it_is, backend
 from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.ragged_modules import RAGGED, TextData
+from tests.trainer.ragged_modules import fit as fit_texts
 from trainer import background as engine
-from trainer.background.takeover import Trial
+from trainer.background.trial import Trial
 from trainer.background.wire import Call, call_of, dumps
 from trainer.callback import Compile
 
 REGIONS = ["layers.0", "layers.1", "layers.2"]
 ANSWERS = f"""
 import sys
-sys.stdin.readline()
-for path in {REGIONS!r}:
-    print('noise of a library')
-    print('{{"ready": "%s", "seconds": 1.0}}' % path, flush=True)
-print('{{"done": true}}', flush=True)
-sys.stdin.read()
+for _ in sys.stdin:
+    for path in {REGIONS!r}:
+        for number in range(4):
+            print('noise of a library')
+            print('{{"ready": "%s", "number": %d, "seconds": 1.0}}' % (path, number), flush=True)
+    print('{{"done": true}}', flush=True)
 """
+OPTIMIZER = ANSWERS.replace("'layers.2'", "'layers.2', '<optimizer 0>'")
 
 
 @pytest.fixture
@@ -123,7 +126,7 @@ def test_a_full_disk_leaves_the_run_in_eager(tmp_path: Path, helper: Any, monkey
 
 def test_what_the_helper_cannot_compile_stays_eager_alone(tmp_path: Path, helper: Any) -> None:
     refusal = """print('{"refused": "layers.1", "reason": "odd"}')"""
-    helper(ANSWERS.replace("'layers.1', ", "").replace("sys.stdin.readline()", f"sys.stdin.readline(); {refusal}"))
+    helper(ANSWERS.replace("'layers.1', ", "").replace("sys.stdin:", f"sys.stdin:\n    {refusal}"))
     with pytest.warns(UserWarning, match="odd"):
         callback, _ = train(tmp_path, regional(), Background(force=True, at_step=2), steps=8)
     assert callback.record.eager_parts == {"layers.1": "odd"}
@@ -227,9 +230,92 @@ def test_few_cores_compile_in_the_foreground(tmp_path: Path, monkeypatch: pytest
     assert callback.record.regions_compiled == 3
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        [Regional(backend="aot_eager", blocks=["layers"], parts=[]), Checkpointing(blocks=["layers"])],
+        [Regional(backend="aot_eager", blocks=["layers"], parts=[]), Dynamic()],
+        [Whole(backend="aot_eager")],
+        [Modular(parts={"layers": {"how": "regional", "backend": "aot_eager"}})],
+    ],
+    ids=["checkpointing", "dynamic", "whole", "modular"],
+)
+def test_losses_are_eagers_beside_other_strategies(others: list[Any], tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS.replace("'layers.2'", "'layers.2', 'stem', 'head'"))
+    _, eager = train(tmp_path)
+    ragged = [("0", 1)] if isinstance(others[-1], Dynamic) else []
+    callback, losses = train(tmp_path, *others, Background(force=True, at_step=3), ragged=ragged)
+    assert set(facts(callback)["switched_at_step"]) >= set(REGIONS)
+    assert callback.record.eager_parts == {}
+    torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_the_optimizers_step_takes_over_after_the_regions(tmp_path: Path, helper: Any) -> None:
+    helper(OPTIMIZER)
+    _, eager = train(tmp_path)
+    callback, losses = train(
+        tmp_path, regional(), Optimizer(backend="aot_eager"), Background(force=True, at_step=3), parity="strict"
+    )
+    assert callback.record.report["optimizer"]["form"] == "functional"
+    assert callback.record.eager_parts == {}
+    torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
+    assert callback.record.audits is not None
+    assert callback.record.audits.verdict == "clean"
+
+
+def test_a_wrong_step_of_the_optimizer_is_not_used(tmp_path: Path, helper: Any) -> None:
+    helper(OPTIMIZER)
+
+    def wrong(run: Any) -> Any:
+        return [one * 1.01 if torch.is_tensor(one) and one.is_floating_point() else one for one in run()]
+
+    with backend("wrong_update", wrong, as_it_is) as name:
+        callback, _ = train(tmp_path, regional(), Optimizer(backend=name), Background(force=True, at_step=3))
+    assert "another than torch's own" in callback.record.eager_parts["optimizer"]
+    assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
+
+
+def test_an_optimizer_without_a_formula_stays_eager(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+
+    class Other(Blocks):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.RMSprop(self.parameters())
+
+    strategies = [regional(), Optimizer(backend="aot_eager"), Background(force=True, at_step=3)]
+    callback = Compile(strategies, verbose=False, save=False)
+    fit(Other(), tmp_path, [callback], max_steps=12, max_epochs=-1)
+    assert "RMSprop: only what is computed by formulas" in callback.record.eager_parts["optimizer"]
+    assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
+
+
+def test_buckets_take_over_shape_by_shape(helper: Any) -> None:
+    helper(ANSWERS)
+    losses = []
+    for others in ([], [Background(force=True, at_step=3)]):
+        torch._dynamo.reset()
+        callback = Compile([regional(), Buckets(count=2), *others], ragged=RAGGED, verbose=False, save=False)
+        module = fit_texts(TextData(), [callback], max_steps=60, max_epochs=-1)
+        losses.append([loss for *_, loss in module.trained])
+    torch.testing.assert_close(losses[0][-60:], losses[1][-60:], rtol=1e-4, atol=1e-5)
+    shapes = facts(callback)["shapes"]
+    assert len(shapes) >= 2
+    assert all(row["regions"] == 2 for row in shapes.values()), shapes
+    assert callback.record.eager_parts == {}
+
+
+def test_blocks_that_compute_again_do_so_in_the_helper() -> None:
+    import pickle
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    recompute(block[0])
+    there = pickle.loads(dumps(block))
+    assert recomputes(there[0])
+    assert not recomputes(there[1])
+    assert there(torch.ones(1, 4)).shape == (1, 4)
+
+
 def test_what_it_cannot_go_with_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'background' does not go with 'optimizer'"):
-        train(tmp_path, regional(), Optimizer(backend="aot_eager"), Background(force=True))
     with pytest.raises(ValueError, match="nothing to compile"):
         train(tmp_path, Background(force=True))
     with pytest.raises(ValueError, match=r"compile.background.niceness=40 must be between 0 and 19"):
@@ -299,7 +385,7 @@ def on_a_rank(folder: Path, scripts: list[str]) -> tuple[dict[str, int], list[st
 
 @pytest.mark.xdist_group("two_processes")
 def test_processes_switch_at_the_same_steps(pair: Pair, tmp_path: Path) -> None:
-    late = ANSWERS.replace("sys.stdin.readline()", "sys.stdin.readline(); import time; time.sleep(1)")
+    late = ANSWERS.replace("sys.stdin:", "sys.stdin:\n    import time; time.sleep(1)")
     (first, *_), (second, *_) = pair(on_a_rank, tmp_path, [ANSWERS, late])
     assert set(first) == set(REGIONS)
     assert first == second

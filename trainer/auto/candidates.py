@@ -82,6 +82,7 @@ class Candidates:
         is called with in this step, which is not captured."""
         options, arms = Options(force=bool(self._background)), list(self.known.arms.values())
         able = self._background is not False and options.left_out is None
+        able = able and (self._program.padding is None or self._program.padding.dynamic is not False)
         if not self._loop.everywhere(able and all(other.name in TOGETHER for other in others)):
             return
         for name in ("regional", "whole"):

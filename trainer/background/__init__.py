@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -20,6 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from strategies.background import Background as Options
 from strategies.base import Program, Region
 from strategies.errors import one_line
@@ -27,8 +31,8 @@ from strategies.prepare import INDUCTOR, import_beside
 from strategies.regions import outermost, switch_off
 from trainer.background.wire import Call, Request, call_of
 
-ENDING_SECONDS = 5.0
-"""How long a helper is waited for once it was asked to end."""
+Key = tuple[str, int]
+"""A region's path, and the number of the shapes it is called with."""
 
 
 class Background:
@@ -41,10 +45,15 @@ class Background:
 
     def __init__(self, options: Options, program: Program) -> None:
         self._options, self._program = options, program
-        self._calls: dict[str, Call] = {}
+        padding = program.padding
+        self.by_shape = padding is not None and padding.dynamic is False
+        """Whether each shape of batch has graphs of its own, so that regions take over shape by shape."""
+        self.gates: dict[str, Gate] = {}
+        """Where ``by_shape``: the calls of the regions by their paths."""
+        self._calls: dict[Key, Call] = {}
         self._before: dict[str, Callable[..., Any] | None] = {}
         self._missing: set[str] = set()
-        self._ready: dict[str, dict[str, Any]] = {}
+        self._ready: dict[Key, dict[str, Any]] = {}
         self.failed: str | None = None
         """Why nothing more will become ready, if so."""
         self.refused: dict[str, str] = {}
@@ -59,13 +68,16 @@ class Background:
         self._folder: Path | None = None
         self._importing: threading.Thread | None = None
         self._unread = b""
-        self._sent = False
+        self._sent: set[Key] = set()
         self._began = 0.0
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of each region that is ready: seconds that the helper took for it."""
-        return {path: facts["seconds"] for path, facts in self._ready.items()}
+        """Of each region that is ready: seconds that the helper took for it, in all its shapes."""
+        seconds: dict[str, float] = {}
+        for (path, _), facts in self._ready.items():
+            seconds[path] = round(seconds.get(path, 0.0) + facts["seconds"], 3)
+        return seconds
 
     def start(self) -> None:
         """Start the helper, which first imports what it needs, and record what the regions are called with next."""
@@ -82,9 +94,14 @@ class Background:
     def record(self) -> None:
         """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
         for region in outermost(self._program):
-            self._missing.add(region.path)
-            self._before[region.path] = self._program.module.get_submodule(region.path)._compiled_call_impl
-            switch_off(self._program, region, self._recorder(region))
+            module = self._program.module.get_submodule(region.path)
+            self._before[region.path] = module._compiled_call_impl
+            if self.by_shape:
+                self.gates[region.path] = gate = Gate(module, functools.partial(self._keep, region))
+                switch_off(self._program, region, gate)
+            else:
+                self._missing.add(region.path)
+                switch_off(self._program, region, self._recorder(region))
 
     def stop_recording(self) -> None:
         """One step has been taken: what was not called in it is left out."""
@@ -103,7 +120,12 @@ class Background:
     @property
     def complete(self) -> bool:
         """Whether something is ready, and nothing that the helper could have compiled is missing."""
-        return bool(self._ready) and self._calls.keys() <= self._ready.keys() | self.refused.keys()
+        return bool(self._ready) and not self._open
+
+    @property
+    def _open(self) -> list[Key]:
+        """What the helper has not answered."""
+        return [key for key in self._calls if key not in self._ready and key[0] not in self.refused]
 
     def imported(self, *, wait: bool = False) -> bool:
         """Whether Inductor is imported, by a thread beside the training that begins once something is ready."""
@@ -141,34 +163,51 @@ class Background:
             if region.path in self._missing and module.training:
                 self._missing.discard(region.path)
                 module._compiled_call_impl = before
-                try:
-                    self._calls[region.path] = call_of(region.path, module, region.arguments, args, kwargs)
-                except Exception as error:  # anything that a user's object raises when it is pickled
-                    self.refused[region.path] = f"it cannot be described to the helper: {one_line(error)}"
+                self._keep(region, 0, args, kwargs)
             return (before or module._call_impl)(*args, **kwargs)
 
-        return call
+        padding = self._program.padding  # what marks inputs does it here as it will when they are compiled
+        return call if padding is None or padding.around_region is None else padding.around_region(call)
+
+    def keep(self, call: Call) -> None:
+        """Let the helper compile ``call`` as well."""
+        self._calls[call.path, call.number] = call
+
+    def _keep(self, region: Region, number: int, args: Any, kwargs: Any) -> None:
+        """Keep a call under way, the first one with inputs of these shapes."""
+        module = self._program.module.get_submodule(region.path)
+        own, module._compiled_call_impl = module._compiled_call_impl, None
+        try:
+            call = call_of(region.path, module, region.arguments, args, kwargs, number)
+            self._calls[region.path, number] = call
+        except Exception as error:  # anything that a user's object raises when it is pickled
+            self.refused[region.path] = f"it cannot be described to the helper: {one_line(error)}"
+        finally:
+            module._compiled_call_impl = own
 
     # ---- between two steps -----------------------------------------------------------------------------------------
 
-    def ready(self) -> set[str]:
-        """Paths of the regions whose code lies in torch's cache by now. Between two steps; never waits."""
+    def ready(self) -> set[Key]:
+        """What lies in torch's cache by now: regions by their paths, and shapes by their numbers. Between two steps;
+        never waits."""
         if not self.done:
             self._read()
-            if not self._sent and not self.done and (self._calls or self.refused):
-                self._send()
+            unsent = [call for key, call in self._calls.items() if key not in self._sent]
+            if not self.done and (unsent or (self.refused and not self._sent)):
+                self._send(unsent)
         return set(self._ready)
 
     def wait(self) -> None:
         """Return once something is known of every region."""
-        while len(self.ready() | self.refused.keys()) < len(self._calls | self.refused) and not self.done:
+        while self.ready() is not None and self._open and not self.done:
             time.sleep(0.02)
 
-    def _send(self) -> None:
+    def _send(self, calls: list[Call]) -> None:
         self.stop_recording()
-        self._sent = True
+        self._sent |= {(call.path, call.number) for call in calls}
+        order = [one.path for one in outermost(self._program)]
+        calls.sort(key=lambda call: (call.number, order.index(call.path) if call.path in order else len(order)))
         try:
-            calls = [self._calls[one.path] for one in outermost(self._program) if one.path in self._calls]
             main = main_script() if any(call.needs_main for call in calls) else None
             assert self._program.device is not None
             loop, chosen = self._program.loop, any(one.chooser for one in self._program.strategies)
@@ -181,9 +220,10 @@ class Background:
                 max_device_gib=self._options.max_device_gib,
                 together=loop is not None and loop.world_size > 1,
                 validates=chosen or (loop is not None and loop.validates),  # what is tried is compared in eval mode too
+                last=not self.by_shape,
             )
             assert self._folder is not None
-            file = self._folder / "request.pickle"
+            file = self._folder / f"request-{len(self._sent)}.pickle"
             file.write_bytes(pickle.dumps(request))
             assert self._process is not None
             assert self._process.stdin is not None
@@ -214,14 +254,16 @@ class Background:
         if not isinstance(message, dict):
             return
         if "ready" in message:
-            self._ready[message["ready"]] = message
+            self._ready[message["ready"], message.get("number", 0)] = message
         elif "refused" in message:
             self.refused[message["refused"]] = message["reason"]
         elif "modules" in message:
             self.modules += message["modules"]
         elif "done" in message:
-            self.done, self.seconds = True, time.perf_counter() - self._began
-            self._end()
+            self.seconds = time.perf_counter() - self._began
+            if not self.by_shape:  # else other shapes may come
+                self.done = True
+                self._end()
 
     def _last_words(self) -> str:
         assert self._folder is not None
@@ -254,6 +296,41 @@ class Background:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+class Gate:
+    """A region's call by the shapes of its inputs: compiled where that is ready, eager where it is not.
+
+    Args:
+        module: The region.
+        new: Called with a number, and the arguments of the call under way, for shapes that come for the first time.
+    """
+
+    def __init__(self, module: nn.Module, new: Callable[[int, Any, Any], None]) -> None:
+        self._module, self._new = module, new
+        self.numbers: dict[Any, int] = {}
+        """By shapes, in the order in which they came."""
+        self.called: set[int] = set()
+        """Numbers of those that came since it was last emptied, in calls that train."""
+        self.ready: set[int] = set()
+        self.compiled: Callable[..., Any] | None = None
+        self.trials: dict[int, Callable[..., Any]] = {}
+        """What runs the next call that trains, by the number of its shapes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is there for these shapes."""
+        shapes = tuple([getattr(one, "shape", None) for one in (*args, *kwargs.values())])
+        number = self.numbers.get(shapes)
+        if self._module.training and torch.is_grad_enabled():
+            if number is None:
+                self.numbers[shapes] = number = len(self.numbers)
+                self._new(number, args, kwargs)
+            self.called.add(number)
+        if number in self.ready and self.compiled is not None:
+            return self.compiled(*args, **kwargs)
+        if number in self.trials:
+            return self.trials[number](*args, **kwargs)
+        return self._module._call_impl(*args, **kwargs)
 
 
 _REAPED: list[subprocess.Popen[bytes]] = []

@@ -1,7 +1,7 @@
 """``python -m trainer.background.helper``: compiles regions for a training that does not wait; started by it.
 
-Reads the path of a pickled ``Request`` from its standard input, writes a line of JSON for each region, and ends when
-its standard input does: when the training closes it, or is gone.
+Reads paths of pickled ``Request``s from its standard input, writes a line of JSON for each region, and ends when its
+standard input does: when the training closes it, or is gone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import queue
 import select
 import sys
 import threading
@@ -28,25 +29,28 @@ def main(niceness: int, max_host_gib: float) -> None:
     # What libraries print goes to the file of errors; the training reads lines of ours alone.
     parent = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    first = threading.Event()
-    asked: list[str] = []
-    threading.Thread(target=_watch, args=(max_host_gib, asked, first), daemon=True).start()
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(max_host_gib, asked), daemon=True).start()
     import torch  # noqa: F401
 
     from strategies.prepare import Preparation
 
     Preparation().wait()
-    first.wait()
+    name = asked.get()
     from trainer.background.wire import Request
 
-    with open(asked[0], "rb") as file:
-        request = pickle.load(file)
-    assert isinstance(request, Request)
-    _compile(request, parent)
-    _report(parent, done=True)
+    while True:
+        with open(name, "rb") as file:
+            request = pickle.load(file)
+        assert isinstance(request, Request)
+        _compile(request, parent)
+        _report(parent, done=True)
+        if request.last:
+            return
+        name = asked.get()
 
 
-def _watch(max_host_gib: float, asked: list[str], first: threading.Event) -> None:
+def _watch(max_host_gib: float, asked: queue.SimpleQueue[str]) -> None:
     """End this process when the training is gone, or memory is."""
     text = b""
     while True:
@@ -55,10 +59,9 @@ def _watch(max_host_gib: float, asked: list[str], first: threading.Event) -> Non
             chunk = os.read(0, 1 << 16)
             if not chunk:
                 _end("the training is over", 0)
-            text += chunk
-            if b"\n" in text and not asked:
-                asked.append(text.split(b"\n")[0].decode())
-                first.set()
+            *names, text = (text + chunk).split(b"\n")
+            for name in names:
+                asked.put(name.decode())
         with contextlib.suppress(OSError, ValueError):
             with open("/proc/self/statm") as file:
                 gib = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -111,7 +114,7 @@ def _compile(request: Any, parent: TextIO) -> None:
             else:
                 if call is request.calls[0]:
                     _report(parent, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
-                _report(parent, ready=call.path, seconds=round(time.perf_counter() - began, 3))
+                _report(parent, ready=call.path, number=call.number, seconds=round(time.perf_counter() - began, 3))
         for call in request.calls if request.validates else ():
             with contextlib.suppress(Exception):  # then validation compiles it
                 _compile_call(call, trains=False)
@@ -125,6 +128,12 @@ def _compile_call(call: Any, *, trains: bool = True) -> None:
     from strategies.base import Program
     from strategies.regions import compile_in_place
 
+    if call.path.startswith("<optimizer"):
+        from trainer.background.update import Shadow
+
+        for _ in Shadow(call.pickled).pieces() if trains else ():
+            pass
+        return
     module, args, kwargs = pickle.loads(call.pickled)
     compile_in_place(Program(module=module), "", call.arguments)
     if not trains:

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from strategies.background import Background as Options
 from strategies.base import Program, Region
 from strategies.compose import compiler_settings
 from strategies.errors import one_line
 from strategies.loop import Loop
+from strategies.optimizer import Optimizer
 from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
-from trainer.background import Background
-from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit, without_autocast
+from trainer.background import Background, Key
+from trainer.background.trial import Trial
+from trainer.background.update import UpdateTakeover
+from trainer.telemetry.meter import shape_of
 from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import Telemetry
 
@@ -38,10 +36,8 @@ CHANCES = 10
 """Optimizer steps within which a region that is ready has to be called."""
 LAPS = 4000
 """Steps of each phase of which the seconds are kept."""
-
-SAYS_NOTHING = 0.5
-"""A tolerance beyond this would let anything pass: the region draws random numbers, a compiler others."""
-SEED = 0
+NO_NEW_SHAPE = 200
+"""Steps without a new shape of batch after which none is waited for, where the data do not tell how many there are."""
 
 
 class Takeover:
@@ -69,6 +65,13 @@ class Takeover:
         self._outer = outermost(program)
         self._pending = list(self._outer)
         self._trials: list[Trial] = []
+        self._shapes: dict[tuple[Any, ...], set[Key]] = {}
+        """What regions are called with in batches of each shape, where they take over shape by shape."""
+        self._taken: dict[Key, int] = {}
+        self._tried: set[tuple[str, Any]] = set()
+        self._batch: tuple[Any, ...] = ()
+        self._new_at = 0
+        self._update: UpdateTakeover | None = None
         self._waited: dict[str, int] = {}
         self._imported = False
         self._between_steps, self._began = True, False
@@ -86,9 +89,19 @@ class Takeover:
     def start(self) -> None:
         """Training begins, in eager; every process has a helper of its own, because device numbers are part of keys."""
         if self._loop.world_size > 1:
+            if self.helper.by_shape:
+                raise ValueError(
+                    "compile.background: with buckets on several devices, each would take over at steps of its own; "
+                    "leave one of them out"
+                )
             from trainer.loops.processes import Agreement
 
             self._agreement = Agreement()
+        for strategy in self._program.strategies:
+            if isinstance(strategy, Optimizer):
+                keep, compares = self.helper.keep, self._parity != "off"
+                self._update = UpdateTakeover(strategy, self._program, keep, compares=compares)
+                self._update.record()
         self.helper.start()
         self._program.notes.append(
             f"background: eager at first; {len(self._outer)} regions are compiled by another process and take over"
@@ -97,8 +110,9 @@ class Takeover:
 
     # ---- around each batch -----------------------------------------------------------------------------------------
 
-    def before_batch(self) -> None:
-        """A batch is on the device. Let the next regions be tried in its step."""
+    def before_batch(self, batch: Any) -> None:
+        """``batch`` is on the device. Let the next regions be tried in its step."""
+        self._batch = shape_of(batch)
         if not self._between_steps:
             return
         self._between_steps = False
@@ -108,10 +122,35 @@ class Takeover:
         if due is not None:
             self.helper.wait()
         known = self.helper.ready() if self._import(wait=due is not None) else set()
-        for region in self._next(known):
+        if self.helper.by_shape:
+            self._try_shapes(known)
+            return
+        for region in self._next({path for path, _ in known}):
             trial = Trial(program=self._program, region=region, parity=self._parity)
             self._trials.append(trial)
             switch_off(self._program, region, trial)
+
+    def _try_shapes(self, known: set[Key]) -> None:
+        """Let regions be tried that are ready for batches of this shape, each kind of region once for each shape."""
+        for region in self._outer:
+            if region.path in self._program.eager_parts:
+                continue
+            gate = self.helper.gates[region.path]
+            for shapes, number in gate.numbers.items():
+                key = region.path, number
+                if key not in known or number in gate.ready or key not in self._shapes.get(self._batch, ()):
+                    continue
+                if gate.ready and (region.kind, shapes) in self._tried:
+                    self._take(key)
+                elif len(self._trials) < self._options.regions_per_step:
+                    trial = Trial(program=self._program, region=region, parity=self._parity, gate=gate, number=number)
+                    self._trials.append(trial)
+                    gate.trials[number] = trial
+
+    def _take(self, key: Key) -> None:
+        path, number = key
+        self.helper.gates[path].ready.add(number)
+        self._taken[key] = self._loop.steps_done + 1
 
     def _next(self, known: set[str]) -> list[Region]:
         """The regions to try in this step; several processes try the same ones, once all of them can."""
@@ -119,7 +158,7 @@ class Takeover:
         if self._agreement is not None:
             settled = [one not in self._pending or one.path in known for one in self._outer] + [False]
             left = [one.path in self._program.eager_parts for one in self._outer]
-            answer = self._agreement.exchange(len(settled) - settled.index(False), bool(self._pending), *left)
+            answer = self._agreement.exchange(len(settled) - settled.index(False), self._waits, *left)
             if self._asked:  # what comes back is of the step before, and nothing at first
                 self._agreed = answer
             self._asked = True
@@ -137,7 +176,12 @@ class Takeover:
             return
         self._between_steps, self._began = True, True
         self._time()
-        ready = self.helper.ready()
+        for path, gate in self.helper.gates.items():
+            if self._batch not in self._shapes:
+                self._shapes[self._batch], self._new_at = set(), self._loop.steps_done
+            self._shapes[self._batch] |= {(path, number) for number in gate.called}
+            gate.called.clear()
+        ready = {path for path, _ in self.helper.ready()}
         for trial in self._trials:
             self._judge(trial)
         self._trials.clear()
@@ -146,9 +190,30 @@ class Takeover:
         if self.helper.failed is not None:
             for region in [one for one in self._pending if one.path not in ready]:
                 self._leave(region, self.helper.failed)
+        if not self._pending and self._update is not None and not self._update.over:
+            update_failed = self.helper.failed if self._switched else "no region runs compiled"
+            self._update.advance(ready, self.helper.refused, update_failed)
         alone = self._agreement is None
-        if not self._pending if alone else self._agreed is not None and not self._agreed[1]:
+        if self.helper.by_shape:
+            if not self._waits and self._has_all_shapes():
+                self._finish()
+        elif not self._waits if alone else self._agreed is not None and not self._agreed[1]:
             self._finish()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something is still to take over."""
+        return bool(self._pending) or (self._update is not None and not self._update.over)
+
+    def _has_all_shapes(self) -> bool:
+        """Whether every shape that has come is taken over, and no other one is to come soon."""
+        gates = [self.helper.gates[path] for path in self._switched]
+        if any(len(gate.ready) < len(gate.numbers) for gate in gates) and not self.helper.done:
+            return False
+        padding = self._program.padding
+        expected = 0 if padding is None else sum(map(len, padding.batch_sizes.values()))
+        complete = 0 < expected <= len(self._shapes)
+        return complete or self._loop.steps_done - self._new_at >= NO_NEW_SHAPE
 
     def _import(self, *, wait: bool) -> bool:
         """Whether Inductor is imported and set up."""
@@ -161,8 +226,11 @@ class Takeover:
         return True
 
     def _judge(self, trial: Trial) -> None:
-        region = trial.region
-        switch_off(self._program, region)
+        region, gate = trial.region, trial.gate
+        if gate is None:
+            switch_off(self._program, region)
+        else:
+            gate.trials.pop(trial.number, None)
         if not trial.over:
             self._waited[region.path] = waited = self._waited.get(region.path, 0) + 1
             if waited >= CHANCES:
@@ -171,13 +239,18 @@ class Takeover:
         if trial.failed is not None:
             self._leave(region, trial.failed)
             return
-        self._pending.remove(region)
-        switch_on(self._program, region)
-        for inner in self._inside(region):
-            switch_on(self._program, inner)
-        guard_calls(self._program, self._failed)
         self.vague |= trial.vague
         step = self._loop.steps_done + 1
+        if gate is not None:
+            self._tried.add((region.kind, trial.shapes))
+            self._take((region.path, trial.number))
+            if region not in self._pending:
+                return
+        self._pending.remove(region)
+        switch_on(self._program, region)
+        for inner in self._inside(region) if gate is None else ():
+            switch_on(self._program, inner)
+        guard_calls(self._program, self._failed)
         self._switched[region.path] = step
         compared = "" if trial.share is None else f", its trial was {trial.share:.1%} of the tolerance from eager"
         line = f"{region.path} runs compiled from step {step} on{compared}"
@@ -211,6 +284,8 @@ class Takeover:
 
     def _finish(self) -> None:
         self.over = True
+        if self.helper.by_shape:
+            self.helper.close()  # a shape that comes later stays eager
         self._report()
         if self._switched:
             where = self._program.report["background"]["switched"]
@@ -226,6 +301,7 @@ class Takeover:
             "switched_at_step": dict(self._switched),
             "switched": f"in steps {steps[0]} to {steps[-1]}" if steps else None,
             "regions": len(self._outer),
+            "shapes": self._shape_facts() if self.helper.by_shape else None,
             "helper_seconds": self.helper.seconds,
             "helper_failed": self.helper.failed,
             "helper_region_seconds": self.helper.facts,
@@ -236,165 +312,23 @@ class Takeover:
             "cache_misses": figures.cache_misses,
         }
 
+    def _shape_facts(self) -> dict[str, dict[str, int]]:
+        """By shapes of batch: regions that run compiled, and the step from which the last of them does."""
+        found: dict[str, dict[str, int]] = {}
+        for batch, keys in self._shapes.items():
+            name = " ".join("x".join(map(str, shape)) for shape in batch)
+            taken = [self._taken[key] for key in keys if key in self._taken]
+            found[name] = {"regions": len(taken), "from_step": max(taken, default=0)}
+        return found
+
     def close(self) -> None:
         """The training is over: end the helper, and note what did not take over in time."""
         self.helper.close()
         if not self.over:
             self.over = True
+            if self._update is not None:
+                self._update.leave("the run ended before it was compiled")
             for region in list(self._pending):
                 switch_off(self._program, region)
                 give_up(self._program, [region, *self._inside(region)], "the run ended before it was compiled")
         self._report()
-
-
-# ---- a region's code beside eager's ----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, kw_only=True)
-class Trial:
-    """One region, from its next call on until ``failed`` or ``passed`` is known."""
-
-    program: Program
-    region: Region
-    parity: str
-    """``off``, ``on`` or ``strict``; with ``off`` it only has to run."""
-    failed: str | None = None
-    """Why the region stays eager."""
-    passed: bool = False
-    vague: bool = False
-    """Whether the comparison could say nothing."""
-    share: float | None = None
-    """The largest difference as a share of its tolerance."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the region has been called."""
-        return self.passed or self.failed is not None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Eager's own call; before it, the trial, at the first one that trains."""
-        module = self.program.module.get_submodule(self.region.path)
-        if not self.over and module.training and torch.is_grad_enabled():
-            try:
-                with _apart(module):
-                    self._try(module, args, kwargs)
-                self.passed = self.failed is None
-            except Exception as error:  # whatever it is, eager can do it
-                self.failed = one_line(error)
-            finally:
-                switch_off(self.program, self.region, self)
-        return module._call_impl(*args, **kwargs)
-
-    def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        unit = rounding_unit(self.program.precision, next(module.parameters(), torch.empty(0)).device)
-        switch_off(self.program, self.region)
-        if self.parity == "off":
-            switch_on(self.program, self.region)
-            _pass(module, args, kwargs, dict(module.named_parameters()))
-            return
-        reference = self._eager(module, args, kwargs, None)
-        switch_on(self.program, self.region)
-        seen = _pass(module, args, kwargs, dict(module.named_parameters()))
-        switch_off(self.program, self.region)
-        if reference.keys() != seen.keys():
-            raise ValueError("compiled, other gradients exist than in eager")
-        comparison = Comparison(MULTIPLES[self.parity])
-        sizes = norms(reference.values())
-        comparison.keep("outputs", reference, sizes=sizes, least=max(TENSOR_FLOOR, 16 * unit))
-        apart = comparison.distances({"outputs": seen})
-        del seen
-        comparison.noise.append(comparison.distances({"outputs": self._eager(module, args, kwargs, unit)}))
-        complaints, figures = comparison.verdict(apart)
-        if complaints:  # a learned loss: rounding dwarfs it, and it moves little where inputs are a rounding off
-            with without_autocast():
-                exact = self._eager(module, args, kwargs, None, torch.double)
-            comparison.noise.append(comparison.distances({"outputs": exact}))
-            complaints, figures = comparison.verdict(apart)
-        self.share = round(figures["outputs"]["difference"] / figures["outputs"]["tolerance"], 4)
-        self.vague = bool((comparison.tolerances("outputs") > SAYS_NOTHING).any())
-        if complaints:
-            self.failed = f"it computes something else than eager: {complaints[0]}"
-
-    def _eager(
-        self, module: nn.Module, args: Any, kwargs: Any, unit: float | None, precision: torch.dtype | None = None
-    ) -> dict[str, Tensor]:
-        """A pass in eager, with weights and inputs one rounding off where ``unit`` is given, or in ``precision``."""
-        weights = {name: _cast(one.detach(), precision) for name, one in module.named_parameters()}
-        if unit is not None:
-            weights = {name: one.clone() for name, one in weights.items()}
-            perturb([one for one in weights.values() if one.is_floating_point()], unit, SEED)
-        for name, one in module.named_parameters():
-            weights[name].requires_grad_(one.requires_grad)
-        state = {**weights, **{name: _cast(buffer, precision).clone() for name, buffer in module.named_buffers()}}
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return torch.func.functional_call(module, state, args, kwargs)
-
-        return _pass(call, args, kwargs, weights, unit, precision)
-
-
-def _pass(
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    weights: dict[str, Tensor],
-    unit: float | None = None,
-    precision: torch.dtype | None = None,
-) -> dict[str, Tensor]:
-    """Outputs of one call on copies of its inputs, and what its backward gives inputs and ``weights``."""
-    inputs: dict[str, Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        name = f"input {len(inputs)}"
-        inputs[name] = _copy(_cast(value, precision), unit)
-        return inputs[name]
-
-    args, kwargs = pytree.tree_map(copied, (args, kwargs))
-    torch.manual_seed(SEED if unit is None else SEED + 1)
-    results = [one for one in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(one, Tensor)]
-    seen = {f"output {number}": one.detach() for number, one in enumerate(results) if one.is_floating_point()}
-    if not seen:
-        raise ValueError("its call returns no tensors that could be compared")
-    ends = [one for one in results if one.requires_grad]
-    wanted = {name: one for name, one in {**inputs, **weights}.items() if one.requires_grad}
-    if ends and wanted:
-        generator = torch.Generator(ends[0].device).manual_seed(SEED)
-        # Of few bits, so that they are the same in every precision.
-        drawn = [torch.empty_like(one, dtype=torch.float).normal_(generator=generator).bfloat16() for one in ends]
-        given = [one.to(end.dtype) for one, end in zip(drawn, ends, strict=True)]
-        gradients = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
-        seen |= {name: one for name, one in zip(wanted, gradients, strict=True) if one is not None}
-    return seen
-
-
-def _cast(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
-    return tensor if precision is None or not tensor.is_floating_point() else tensor.to(precision)
-
-
-@torch.no_grad()
-def _copy(tensor: Tensor, unit: float | None) -> Tensor:
-    """The same values in memory of the same geometry, on which compiled code depends."""
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    if unit is not None and copy.is_floating_point():
-        perturb([copy], unit, SEED)
-    return copy.requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _apart(module: nn.Module) -> Iterator[None]:
-    """Inside, what draws random numbers or changes buffers leaves no trace."""
-    devices = {one.device for one in module.parameters() if one.device.type == "cuda"}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    torch.clear_autocast_cache()  # weights cast for the step's own graph stay out of these
-    with torch.random.fork_rng(sorted(device.index for device in devices)):
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
-                        buffer.copy_(before)

@@ -6,12 +6,15 @@ import io
 import operator
 import pickle
 import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from strategies.regions import recomputes, recomputing
 
 KEPT_ELEMENTS = 4096
 """Integers on the host up to this many are sent as they are (tables of positions); all others become zeros, which
@@ -25,6 +28,8 @@ class Call:
     """One call of a region, as the training makes it."""
 
     path: str
+    number: int = 0
+    """Which of the shapes that the region is called with, in the order in which they came."""
     arguments: dict[str, Any]
     """Of ``torch.compile``."""
     pickled: bytes
@@ -56,15 +61,18 @@ class Request:
     ``strategies.torch_patches.one_compile_for_all_ranks``."""
     validates: bool
     """Whether forwards in eval mode are compiled as well, once all else is."""
+    last: bool
+    """Whether no request follows."""
     threads: int = field(default_factory=torch.get_num_threads)
     torch_state: dict[str, Any] = field(default_factory=lambda: torch_state())
     configurations: dict[str, bytes] = field(default_factory=lambda: configurations())
 
 
-def call_of(path: str, module: nn.Module, arguments: dict[str, Any], args: Any, kwargs: Any) -> Call:
+def call_of(path: str, module: nn.Module, arguments: dict[str, Any], args: Any, kwargs: Any, number: int = 0) -> Call:
     """The call under way. Raises what pickle raises for what it cannot send."""
     return Call(
         path=path,
+        number=number,
         arguments=arguments,
         pickled=dumps((module, args, dict(kwargs))),
         autocast={kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES},
@@ -81,6 +89,9 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
+        if isinstance(owner, nn.Module) and vars(owner).get("forward") is value and recomputes(owner):
+            return recomputing, (owner,)
         if not isinstance(value, Tensor):
             return NotImplemented
         kind = type(value)

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from strategies import Program, Ragged, Strategy
+from strategies import Program, Ragged, Stage, Strategy
 from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop
 from strategies.prepare import Preparation
@@ -209,10 +209,12 @@ class CompiledTraining:
         loop.cuda_graphs = self._cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = self._loop = loop
-        begin(self.strategies, self.program)
+        later = self._taking_over is not None and not self.program.sharded and bool(self.program.regions)
+        begin([one for one in self.strategies if one.stage is not Stage.OPTIMIZER or not later], self.program)
         if self._own is not None:
             self._own.begin(self.record, self.program.module, loop, logs)
-        if self._taking_over is not None and not self.program.sharded and self.program.regions:
+        if later:
+            assert self._taking_over is not None
             make: Any = pkgutil.resolve_name(str(self._taking_over.takeover))
             parity = self._guarding.parity
             self._takeover = make(self._taking_over, loop, self.program, self.telemetry, self._settings, parity)
@@ -334,7 +336,7 @@ class CompiledTraining:
             if self._takeover.over:
                 self._guard(loop, program, compared=not loop.anywhere(self._takeover.vague))
             else:
-                self._takeover.before_batch()
+                self._takeover.before_batch(batch)
         self._check_before(batch)
         self._log_notes(program)
         self.mark_step()
