@@ -68,18 +68,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 def work(options: argparse.Namespace) -> int:
     """Raises ValueError for a row or runs that are not there."""
-    if options.list:
-        list_rows(options.records)
-    elif options.same:
-        return same(options.what)
-    elif options.publish or options.tables:
-        if options.publish:
-            file = options.records / f"{options.publish}.jsonl"
-            print(f"{file}: {publish(options.what, file)} records")
+    if options.same:
+        lines = same_table(find(options.what or ["outputs"]))
+        print("\n".join(lines))
+        shares = [float(share) for line in lines for share in re.findall(r"\(([\d.]+)%\)", line)]
+        return int(any(share > 100 * MAX_FALSE_CALLS for share in shares))
+    if options.publish:
+        file = options.records / f"{options.publish}.jsonl"
+        print(f"{file}: {publish(options.what, file)} records")
+    if options.publish or options.tables:
         for changed in refresh(options.records):
             print(f"{changed}: made anew")
-    else:
-        return verify(options)
+        return 0
+    rows = published_rows(options.records)
+    if not options.list:
+        return verify(options, rows)
+    for name, row in rows.items():
+        speed = range_text(RATIO, row.figures.get(RATIO, ()))
+        what = f"{speed} times eager" if RATIO in row.figures else "what the others are compared with"
+        print(f"{name:<40} {what}, {len(row.records)} rounds, {row.records[0].device}")
     return 0
 
 
@@ -91,36 +98,26 @@ def published_rows(records: Path) -> dict[str, PublishedRow]:
     return {f"{file.stem}/{row.arm}": row for file in files for row in rows_of(find([file]))}
 
 
-def list_rows(records: Path) -> None:
-    """Print each row with its ratio and where it was measured."""
-    for name, row in published_rows(records).items():
-        ratio = range_text(RATIO, row.figures.get(RATIO, ()))
-        what = f"{ratio} times eager" if RATIO in row.figures else "what the others are compared with"
-        print(f"{name:<40} {what}, {len(row.records)} rounds, {row.records[0].device}")
-
-
-def verify(options: argparse.Namespace) -> int:
+def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     """Run a row again, print how it compares with the published one."""
-    rows = published_rows(options.records)
     if len(options.what) != 1 or (name := options.what[0]) not in rows:
         given = f"{' '.join(options.what)!r} is not a row" if options.what else "name a row"
         raise ValueError(f"{given}; there are {', '.join(rows)}")
-    row = rows[name]
+    row, file = rows[name], name.partition("/")[0]
     if row.records[0].device_type == "cuda" and not options.smoke and not has_gpu():
         raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here: --smoke trains its arm in small")
-    base = rows[next(each for each in rows if each.startswith(f"{name.partition('/')[0]}/"))]
+    base = rows[next(each for each in rows if each.startswith(f"{file}/"))]
     out = options.out or Path("outputs/verify", f"{name.replace('/', '-')}-{datetime.datetime.now():%F_%H-%M-%S}")
-    arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
-    command = ["-m", "trainer", *arguments]
-    print(shlex.join(["python", *command]), flush=True)
+    command = ["-m", "trainer", *sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)]
+    shown = shlex.join(["python", *command])
+    print(shown, flush=True)
     code = subprocess.run([sys.executable, *command], check=False).returncode
     ran = rows_of(find([out])) if code in (0, 1) else []
     found = next((each for each in ran if each.records and each.records[0].label == row.records[0].label), None)
     if found is None or not ran[0].records:
         print(f"{name} did not run to its end here (exit code {code}): the lines above say why")
         return 1
-    eager = ran[0] if options.smoke else None
-    text, holds = report(name, row, found, command=shlex.join(["python", *command]), eager=eager)
+    text, holds = report(name, row, found, command=shown, eager=ran[0] if options.smoke else None)
     print(text)
     return int(not holds or code != 0)
 
@@ -175,19 +172,16 @@ def report(
     ours, theirs = row.records[0], here.records[0]
     same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
     expected = row.figures if eager is None else {LOSS: eager.figures.get(LOSS, ())}
-    verdicts = {
-        figure: lands(figure, values, here.figures.get(figure, ()), same_gpu=same_gpu)
-        for figure, values in expected.items()
-    }
+    verdicts = [lands(figure, values, here.figures.get(figure, ()), same_gpu) for figure, values in expected.items()]
     words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
     columns = {
-        "figure": list(verdicts),
+        "figure": list(expected),
         "published" if eager is None else "eager here": [range_text(*each) for each in expected.items()],
-        "here": [range_text(figure, here.figures.get(figure, ())) for figure in verdicts],
-        "verdict": [words[verdict] for verdict in verdicts.values()],
+        "here": [range_text(figure, here.figures.get(figure, ())) for figure in expected],
+        "verdict": [words[verdict] for verdict in verdicts],
     }
-    failed = [figure for figure, verdict in verdicts.items() if verdict is False]
-    compared = sum(verdict is not None for verdict in verdicts.values())
+    failed = [figure for figure, verdict in zip(expected, verdicts, strict=True) if verdict is False]
+    compared = sum(verdict is not None for verdict in verdicts)
     if eager is not None:
         conclusion = f"ran here in small; its loss {'is not' if failed else 'is'} eager's"
     elif failed:
@@ -202,26 +196,18 @@ def report(
     for package in PACKAGES:
         if ours.versions.get(package) != theirs.versions.get(package):
             remarks.append(f"{package} {theirs.versions.get(package)} here, {ours.versions.get(package)} published")
-    lines = [
-        "",
-        f"{name}: {conclusion}",
-        f"  published: {conditions_of(row.records)} · rounds: {len(row.records)}",
-        f"  here:      {conditions_of(here.records)} · rounds: {len(here.records)}",
-        f"  command:   {command}",
-        *plain_lines(columns, 100),
-        *(f"  {remark}" for remark in remarks),
-    ]
     if not same_gpu and STEP in expected:
-        lines.append("  times and memory are compared on a GPU of the same model alone")
-    return "\n".join(lines), not failed
-
-
-def same(paths: list[str]) -> int:
-    """Print how often a difference is called between an arm and itself; 1 where that is more than 5%."""
-    lines = same_table(find(paths or ["outputs"]))
-    print("\n".join(lines))
-    shares = [float(share) for line in lines for share in re.findall(r"\(([\d.]+)%\)", line)]
-    return int(any(share > 100 * MAX_FALSE_CALLS for share in shares))
+        remarks.append("times and memory are compared on a GPU of the same model alone")
+    return "\n".join(
+        [
+            f"\n{name}: {conclusion}",
+            f"  published: {conditions_of(row.records)} · rounds: {len(row.records)}",
+            f"  here:      {conditions_of(here.records)} · rounds: {len(here.records)}",
+            f"  command:   {command}",
+            *plain_lines(columns, 100),
+            *(f"  {remark}" for remark in remarks),
+        ]
+    ), not failed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

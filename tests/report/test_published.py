@@ -158,8 +158,8 @@ def test_several_workloads_make_no_table() -> None:
     ],
 )
 def test_a_figure_holds_within_the_published_range(name: str, here: float, same_gpu: bool, holds: bool | None) -> None:
-    assert lands(name, (1.5, 1.55, 1.6), (here,), same_gpu=same_gpu) is holds
-    assert lands(name, (1.5,), (), same_gpu=same_gpu) is (None if name == "ms a step" else False), "it is missing here"
+    assert lands(name, (1.5, 1.55, 1.6), (here,), same_gpu) is holds
+    assert lands(name, (1.5,), (), same_gpu) is (None if name == "ms a step" else False), "it is missing here"
 
 
 def test_an_arm_is_no_faster_than_itself_but_a_lasting_difference_is_seen() -> None:

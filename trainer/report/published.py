@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,9 @@ MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
 MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
+COLD, WARM = "warm-up s, cold", "warm-up s, warm"
 COUNTS = ("graphs", "graph breaks", "recompiles")
-NAMES = (RATIO, STEP, "device ms a step", "warm-up s, cold", "warm-up s, warm", "peak GiB", *COUNTS, LOSS)
+NAMES = (RATIO, STEP, "device ms a step", COLD, WARM, "peak GiB", *COUNTS, LOSS)
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
@@ -152,27 +153,30 @@ def _rows(found: WorkloadComparison, runs: Sequence[Run]) -> list[PublishedRow]:
 
 def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figures:
     records = [run.record for run in row.cell.finished]
-    per_run: dict[str, Callable[[RunRecord], float | None]] = {
-        STEP: lambda record: None if (seconds := step_seconds(record)) is None else seconds * 1e3,
-        "peak GiB": lambda record: record.peak_device_memory_gib,
-        "graphs": lambda record: record.graphs,
-        "graph breaks": lambda record: record.graph_breaks,
-        "recompiles": lambda record: record.recompiles,
-        LOSS: lambda record: record.final_loss,
-    }
-    found: dict[str, list[float | None]] = {name: [of(record) for record in records] for name, of in per_run.items()}
+    steps = [step_seconds(record) for record in records]
     busy = [record.report.get("profile", {}).get("busy_seconds_per_step") for record in (*profiled, *records)]
-    found["device ms a step"] = [None if seconds is None else seconds * 1e3 for seconds in busy]
-    for name, warmup in (("cold", row.cold_warmup_seconds), ("warm", row.warm_warmup_seconds)):
-        found[f"warm-up s, {name}"] = [] if warmup is None else list(warmup.values)
-    if row.cold_warmup_seconds is None:
-        found["warm-up s, cold"] += [record.warmup_seconds for record in profiled if record.cache in (None, "cold")]
-    if base is not None:
-        others = {(run.record.seed, run.record.round): step_seconds(run.record) for run in base.cell.finished}
-        pairs = [(step_seconds(record), others.get((record.seed, record.round))) for record in records]
-        found[RATIO] = [theirs / ours for ours, theirs in pairs if ours and theirs]
-    there = {name: tuple(value for value in found.get(name, ()) if value is not None) for name in NAMES}
+    others = {} if base is None else {_key(run.record): step_seconds(run.record) for run in base.cell.finished}
+    pairs = zip(steps, (others.get(_key(record)) for record in records), strict=True)
+    found: dict[str, Sequence[float | None]] = {
+        RATIO: [theirs / ours for ours, theirs in pairs if ours and theirs],
+        STEP: [seconds and seconds * 1e3 for seconds in steps],
+        "device ms a step": [seconds and seconds * 1e3 for seconds in busy],
+        COLD: [record.warmup_seconds for record in profiled if record.cache in (None, "cold")],
+        WARM: row.warm_warmup_seconds.values if row.warm_warmup_seconds else (),
+        "peak GiB": [record.peak_device_memory_gib for record in records],
+        "graphs": [record.graphs for record in records],
+        "graph breaks": [record.graph_breaks for record in records],
+        "recompiles": [record.recompiles for record in records],
+        LOSS: [record.final_loss for record in records],
+    }
+    if row.cold_warmup_seconds is not None:
+        found[COLD] = row.cold_warmup_seconds.values
+    there = {name: tuple(value for value in values if value is not None) for name, values in found.items()}
     return {name: values for name, values in there.items() if values}
+
+
+def _key(record: RunRecord) -> tuple[int | None, int | None]:
+    return record.seed, record.round
 
 
 def range_text(name: str, values: Sequence[float]) -> str:
@@ -216,20 +220,17 @@ def conditions_of(records: Sequence[RunRecord]) -> str:
     """Device, processor, versions, dates, and what was seen of the machine, in one line."""
     facts = [record.machine for record in records if record.machine is not None]
 
-    def span(name: str, form: str) -> str | None:
-        seen = [value for each in facts if (value := getattr(each, name)) is not None]
-        low, high = (
-            str(end) if isinstance(end, int) else number(end) for end in (min(seen, default=0), max(seen, default=0))
-        )
-        return form.format(low if low == high else f"{low} to {high}") if seen else None
+    def span(name: str, form: str) -> str:
+        seen = sorted(value for each in facts if (value := getattr(each, name)) is not None)
+        ends = dict.fromkeys(str(end) if isinstance(end, int) else number(end) for end in (*seen[:1], *seen[-1:]))
+        return form.format(" to ".join(ends)) if seen else ""
 
     def joined(values: Iterable[str | None]) -> str:
         return " / ".join(dict.fromkeys(value for value in values if value))
 
-    throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
-    on_gpu = any(each.gpu_clock_mhz is not None for each in facts)
     commits = (commit[:10] + commit[40:] for commit in (record.git_commit or "" for record in records))  # or "+dirty"
     versions = {name: joined(record.versions.get(name) for record in records) for name in PACKAGES}
+    throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
     parts = [
         joined(record.device for record in records),
         joined(record.processor for record in records if record.processor != record.device),
@@ -242,9 +243,10 @@ def conditions_of(records: Sequence[RunRecord]) -> str:
         span("gpu_power_watts", "at most {} W"),
         span("gpu_power_limit_watts", "power limit {} W"),
         span("gpu_celsius", "{} °C"),
-        f"throttled: {', '.join(throttled) or 'no'}" if on_gpu else None,
     ]
-    return " · ".join(part for part in parts if part)
+    if any(each.gpu_clock_mhz is not None for each in facts):
+        parts.append(f"throttled: {', '.join(throttled) or 'no'}")
+    return " · ".join(filter(None, parts))
 
 
 def refreshed(text: str, records: Path = RECORDS) -> str:
@@ -303,7 +305,7 @@ def _drawn_from(picture: Path) -> str | None:
     return None if found is None else found[1].decode()
 
 
-def lands(name: str, published: Sequence[float], here: Sequence[float], *, same_gpu: bool) -> bool | None:
+def lands(name: str, published: Sequence[float], here: Sequence[float], same_gpu: bool) -> bool | None:
     """Whether the median of ``here`` is within what was published and its tolerance; None where the two cannot be
     compared: it is a time on another device, or there is none. What every machine has must be there."""
     if not here or not published:
