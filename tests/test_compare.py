@@ -53,7 +53,7 @@ def test_unlike_runs_are_refused_in_one_line_that_says_how_to_go_on(
     assert "captioning are unlike: device: NVIDIA H200 (1 run), NVIDIA A100 (1 run)" in errors
     assert "--allow-unlike" in errors
     assert main([str(tmp_path), "--allow-unlike"]) == 0
-    assert "unlike the baseline: device NVIDIA A100, there NVIDIA H200" in capsys.readouterr().out
+    assert "unlike: device: NVIDIA H200 (1 run), NVIDIA A100 (1 run)" in capsys.readouterr().out
 
 
 def test_runs_of_which_no_two_are_of_one_workload_are_refused(

@@ -135,6 +135,7 @@ def losses_are_eagers_at_every_step(run_dir: Path, record: RunRecord, eager: Bas
     assert len(set(losses.values())) == STEPS, "the model learns"
     assert max(relative_differences(losses, eager.losses)) <= eager.tolerance
     assert record.final_loss == pytest.approx(losses[STEPS])
+    assert dict(record.losses) == pytest.approx(losses)  # type: ignore[arg-type]
 
 
 def a_combination_is_applied_whole(record: RunRecord, task: str) -> None:

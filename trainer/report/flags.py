@@ -28,7 +28,6 @@ NOT_COMPARED = "not compared"
 """Verdict of a comparison that would have shown nothing; graver than one that was not possible."""
 BUSY = "measured while the machine was busy"
 THIN = "thin"
-UNLIKE = "unlike"
 """First words of these flags."""
 
 
@@ -88,7 +87,6 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     flags = [*_not_finished(cell), *_rolled_back(cell)]
     if busy:
         flags.append(f"{BUSY}: {busy[0]}{_of(busy, cell)}")
-    flags += _unlike(cell, baseline)
     if parity not in (None, "passed"):
         flags.append(f"comparison with eager before the first step: {parity}")
     flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
@@ -135,14 +133,6 @@ def _rolled_back(cell: Cell) -> Iterator[str]:
     for what, reasons in found.items():
         if reasons:
             yield f"{what}{_of(reasons, cell)}: {reasons[0].splitlines()[0]}"
-
-
-def _unlike(cell: Cell, baseline: Cell | None) -> Iterator[str]:
-    ours, theirs = ([_conditions(run.record) for run in each.finished] for each in (cell, baseline or cell))
-    for name in dict.fromkeys(name for each in ours for name in each):
-        own, other = (dict.fromkeys(one[name] for one in each if name in one) for each in (ours, theirs))
-        if other and own.keys() != other.keys():
-            yield f"{UNLIKE} the baseline: {name} {' and '.join(own)}, there {' and '.join(other)}"
 
 
 def _compiled(cell: Cell) -> Iterator[str]:

@@ -37,6 +37,8 @@ class Curves:
         self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
         self.last_loss: float | None = None
         """Mean loss of the newest window read back."""
+        self.losses: list[list[float]] = []
+        """Of every window read back: its last step and its mean loss."""
         self.nonfinite: NonFinite | None = None
         """The first step, of those read so far, whose loss was not a finite number."""
         self.steps_per_second: float | None = None
@@ -96,7 +98,9 @@ class Curves:
             if self._meter.add(step):
                 totals.add(step)
                 seconds.append(step.seconds)
-        self.last_loss = sum(losses) / len(steps) if losses else self.last_loss
+        if losses:
+            self.last_loss = sum(losses) / len(steps)
+            self.losses.append([steps[-1].number, self.last_loss])
         self.nonfinite = self.nonfinite or first_nonfinite(steps, losses)
         rates = totals.rates()
         self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second

@@ -25,7 +25,17 @@ from trainer.telemetry.curves import Curves, Points, Ranks, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
-from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock, progress_points
+from trainer.telemetry.meter import (
+    MAX_POINTS,
+    DataWait,
+    Meter,
+    NonFinite,
+    Rates,
+    SeenShapes,
+    Step,
+    StepClock,
+    progress_points,
+)
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -368,6 +378,8 @@ class Telemetry:
         record.pause_seconds = self.pause_seconds
         if (loss := self.last_loss) is not None:
             record.final_loss = loss if math.isfinite(loss) else None
+            every = -(-len(self._curves.losses) // MAX_POINTS)
+            record.losses = [pair for pair in self._curves.losses[::-every][::-1] if math.isfinite(pair[1])]
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
