@@ -1,8 +1,5 @@
 """Bench: a training up to its first step, of which any submodules can be compiled by themselves, each try from the
-same state. A try tells whether a step fails to compile, departs from eager's or is slower.
-
-Nothing is trained: the first step is never taken, no checkpoint, record or artifact is written.
-"""
+same state. A try tells whether a step fails to compile, departs from eager's or is slower. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import inspect
 import itertools
 import os
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,25 +21,21 @@ import torch
 from torch import nn
 
 from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, Trial, holds, searched
-from scripts.explain.recorder import kind_of, wrap_training_loader
+from scripts.steps import ONE_DEVICE, copied, kind_of, several_devices, training, wrap_training_loader
 from strategies import Modular, Program, Stage, Strategy
 from strategies.compose import aside, eager
 from strategies.errors import one_line
 from strategies.modular import Part
 from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
-from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.preflight import REPLAYED_FROM
-from trainer.guards.rollback import throwaway
 from trainer.guards.slowdown import MARGIN
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import replaced
-from trainer.process import process_settings
-from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware, source
 from trainer.telemetry.files import number as figure
@@ -97,10 +89,8 @@ class Bench:
             regions=[_node(program.module.get_submodule(path), path, called) for path in paths],
             strategy=strategy.name if strategy is not None else None,
             requests={path: _not_neutral(self._requests[path]) for path in paths},
-            paths=[path for path, _ in program.module.named_modules() if path],
             optimizer=bool(program.compiled_beside_regions),
             device=trainer.strategy.root_device.type,
-            versions=hardware.versions(),
             notes=list(notes),
         )
 
@@ -280,22 +270,25 @@ def with_config(config: Config, use: Callable[[Bench], object], *, shapes: int) 
     Of the epoch's first batches, so many of different ``shapes`` are kept and tried.
     """
     strategies, notes = searched(config.compile.values())
-    if config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto":
-        notes.append("several devices: tried on one, without what DDP or FSDP changes")
-    tried = throwaway(config, strategies, val_every_n_steps=0, checkpoint_every_n_steps=0)
-    with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="bisect-") as folder:
-        compile_ = compile_callback(tried, new_record(tried, []))
-        L.seed_everything(config.seed, verbose=False)
-        data = config.task.build_data(seed=config.seed)
-        module = config.task.build_module(max_steps=config.trainer.max_steps)
-        callback = BenchCallback(compile_, use, notes, shapes=shapes)
-        trainer = build_trainer(tried, Path(folder), [callback, compile_])
-        trainer.loggers = []
-        callback.run(trainer, module, datamodule=data)
+    if several_devices(config):
+        notes.append(ONE_DEVICE.format("tried"))
+
+    def callbacks(compile_: Compile) -> list[L.Callback]:
+        return [BenchCallback(compile_, use, notes, shapes=shapes), compile_]
+
+    with training(config, strategies, callbacks, val_every_n_steps=0, checkpoint_every_n_steps=0) as made:
+        fit(made.trainer, made.module, datamodule=made.data)
 
 
 class _Done(BaseException):
     """The bench was used. Not an Exception, so that nobody takes it for a failure."""
+
+
+def fit(trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
+    """Fit up to the first batch, at which a ``BenchCallback`` ends."""
+    with contextlib.suppress(_Done):
+        trainer.fit(module, **data)
+        raise ValueError("the training loader brings no batch")
 
 
 class BenchCallback(L.Callback):
@@ -306,12 +299,6 @@ class BenchCallback(L.Callback):
     ) -> None:
         self._compile, self._use, self._notes, self._max_shapes = compile_, use, list(notes), shapes
         self._chosen: dict[str, Any] = {}
-
-    def run(self, trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
-        """Fit up to the first batch."""
-        with contextlib.suppress(_Done):
-            trainer.fit(module, **data)
-            raise ValueError("the training loader brings no batch")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Strategies are applied: stand between the training loader and the loop."""
@@ -342,7 +329,7 @@ class BenchCallback(L.Callback):
         if len(seen) > len(self._chosen):
             self._notes.append(f"{len(seen)} shapes of batch were seen, {len(self._chosen)} of them tried (--shapes)")
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
-        return [copy.deepcopy(batch) for batch in list(self._chosen.values())[:1] * 2]
+        return [copied(batch) for batch in list(self._chosen.values())[:1] * 2]
 
 
 def beyond_tolerance(facts: dict[str, Any]) -> str:

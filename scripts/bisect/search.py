@@ -5,8 +5,6 @@ Top-down to the smallest submodule that shows the symptom alone, bottom-up to th
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +13,11 @@ from typing import Any, Protocol
 from strategies.base import Stage, Strategy
 from strategies.compose import label
 from trainer.auto.rule import refuse_choice
-from trainer.telemetry.files import finite
 
 SYMPTOMS = ("fails", "breaks", "differs", "slower")
 """What a compile can do wrong, in the order in which a program is searched for it."""
 OPTIMIZER = "optimizer step"
 """Stands among the module paths of a trial for the compiled optimizer step."""
-SCHEMA = 4
-"""Raised when the name or the meaning of a field changes."""
 NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
 """Exit codes."""
 MAX_CULPRITS = 8
@@ -30,8 +25,6 @@ MAX_CULPRITS = 8
 CLEARLY = 0.5
 """Share of the time that the whole loses, from which on a part is held to lose it."""
 INDUCTOR_DEFAULTS: dict[str, Any] = {"mode": "default", "options": {}}
-DEFAULTS: dict[str, Any] = {**INDUCTOR_DEFAULTS, "dynamic": None}
-"""Options that are tried at their default."""
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",
     Stage.STEP: "left out, a captured step runs no single submodule",
@@ -43,7 +36,6 @@ class Trial:
     """One try: these submodules compiled each by itself, all others eager, on every batch one after the other."""
 
     symptom: str
-    """One of ``SYMPTOMS``: what is looked for."""
     paths: tuple[str, ...]
     """Submodules, and ``OPTIMIZER`` for the optimizer step."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +51,7 @@ class Outcome:
     reason: str | None = None
     """What was seen, in one line; None where nothing was."""
     phase: str | None = None
-    """``forward``, ``backward`` or ``optimizer step`` of a failure; None where that is not known."""
+    """``forward``, ``backward`` or ``optimizer step`` of a failure."""
     where: str | None = None
     """``file:line in function`` that the compiler or the error names."""
     code: str | None = None
@@ -77,7 +69,6 @@ class Node:
     """A submodule, and those below it."""
 
     path: str
-    """As in ``module.get_submodule(path)``."""
     kind: str
     """Name of its class."""
     source: str | None = None
@@ -87,7 +78,6 @@ class Node:
     called: bool = True
     """Whether a step calls it: a list of modules is not called, nor is a layer whose weight alone is used."""
     children: list[Node] = field(default_factory=list)
-    """Direct children in the module tree."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,12 +90,9 @@ class Site:
     """Name of the strategy that does so; None where only the optimizer step is compiled."""
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The options of each region that a ``Part`` of ``modular`` would have to set, by path."""
-    paths: list[str] = field(default_factory=list)
-    """Every submodule of the model, for wildcards that match no other."""
     optimizer: bool = False
     """Whether a strategy compiles the optimizer step."""
     device: str = "cpu"
-    versions: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -118,11 +105,9 @@ class Culprit:
     """The smallest submodule, or the optimizer step, that shows the symptom when nothing else is compiled."""
 
     path: str
-    kind: str | None = None
-    """Name of its class; None for the optimizer step."""
-    source: str | None = None
     outcome: Outcome
-    """What was seen of it alone."""
+    kind: str | None = None
+    source: str | None = None
     copies: list[str] = field(default_factory=list)
     """Others like it that show it too, compiled together."""
     own_code: bool = False
@@ -138,8 +123,6 @@ class OptionTried:
     changes: dict[str, Any] = field(default_factory=dict)
     shows: bool = False
     reason: str | None = None
-    backend: bool = False
-    """Whether it is another compiler, and shows whose fault it is rather than how to continue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,14 +131,12 @@ class Report:
 
     task: str
     strategies: str
-    command: list[str]
-    """Overrides as they were given."""
     symptom: str | None = None
     """One of ``SYMPTOMS``; None where nothing is wrong."""
     searched_for: list[str] = field(default_factory=list)
     """Symptoms that the whole was tried for."""
     whole: Outcome | None = None
-    """What was seen with everything compiled; None where nothing was tried."""
+    """What was seen with everything compiled."""
     culprits: list[Culprit] = field(default_factory=list)
     together: list[str] = field(default_factory=list)
     """What shows it when all of it is compiled, and nothing of it alone does."""
@@ -165,25 +146,16 @@ class Report:
     rest_is_clean: bool | None = None
     """Whether compiling the rest shows nothing; None where there is no rest."""
     rest_reason: str | None = None
-    suggestions: list[str] = field(default_factory=list)
-    """Commands that continue without the symptom."""
     trials: int = 0
     seconds: float = 0.0
     device: str = ""
-    versions: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    schema: int = SCHEMA
 
     @property
     def exit_code(self) -> int:
         if self.symptom is None:
             return NOTHING_WRONG
         return FOUND if self.culprits else ONLY_TOGETHER
-
-    def as_json(self) -> str:
-        """Everything, and the exit code."""
-        facts: dict[str, Any] = {**dataclasses.asdict(self), "exit_code": self.exit_code}
-        return json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
 
 
 class Bench(Protocol):
@@ -199,8 +171,8 @@ class Search:
 
     Args:
         report: Filled in as the search goes.
-        begins: Called before each trial with what is compiled, as it may take long.
-        ended: Called after each trial with its number, what was compiled, and what came of it.
+        begins: Called before each trial with its number and what is compiled, as it may take long.
+        ended: Called after each trial with the same, and what came of it.
     """
 
     def __init__(
@@ -208,16 +180,16 @@ class Search:
         bench: Bench,
         report: Report,
         *,
-        begins: Callable[[str], None] = lambda what: None,
-        ended: Callable[[int, str, Outcome], None] = lambda number, what, outcome: None,
+        begins: Callable[[int, str], object] = lambda number, what: None,
+        ended: Callable[[int, str, Outcome], object] = lambda number, what, outcome: None,
     ) -> None:
         self._bench, self._report, self._begins, self._ended = bench, report, begins, ended
         self._site = site = bench.site
-        self._nodes = {node.path: node for region in site.regions for node in _all(region)}
+        self._nodes = {node.path: node for node in _all(site.regions)}
         self._known: dict[frozenset[str], Outcome] = {}
         self._min_lost_seconds: float | None = None
-        report.device, report.versions = site.device, dict(site.versions)
-        report.notes.extend(site.notes)
+        report.device = site.device
+        report.notes += site.notes
 
     def run(self, symptoms: Sequence[str] = SYMPTOMS) -> None:
         """Look for the first of ``symptoms`` that the whole shows, and for what is at fault."""
@@ -225,14 +197,15 @@ class Search:
         for symptom in queue:
             report.searched_for.append(symptom)
             self._symptom = symptom
-            report.whole = outcome = self._do("everything", self._site.everything)
+            report.whole = outcome = self._try("everything", self._site.everything)
             if outcome.shows:
                 report.symptom = symptom
                 self._known = {frozenset(self._site.everything): outcome}
                 if symptom == "slower" and outcome.lost_seconds is not None:
                     self._min_lost_seconds = CLEARLY * outcome.lost_seconds
                 self._submodules(outcome)
-                self._options()
+                if [culprit.path for culprit in report.culprits] != [OPTIMIZER]:
+                    self._options()
                 break
             if outcome.reason is not None:
                 report.notes.append(f"looked for '{symptom}', and it failed: {outcome.reason}")
@@ -267,8 +240,10 @@ class Search:
         if found is None:
             return None
         node = self._nodes.get(found)
-        about: dict[str, Any] = {} if node is None else {"kind": node.kind, "source": node.source}
-        return Culprit(path=found, outcome=self._outcome([found]), own_code=bool(paths), **about)
+        culprit = Culprit(path=found, outcome=self._outcome([found]), own_code=bool(paths))
+        if node is not None:
+            culprit.kind, culprit.source = node.kind, node.source
+        return culprit
 
     def _first(self, paths: Sequence[str]) -> str | None:
         """The first path that shows it alone. Of those alike, one is tried first, then the others together."""
@@ -283,8 +258,7 @@ class Search:
                 if len(others) == 1:
                     return others[0]
                 half = len(others) // 2
-                halves = (others[:half], others[half:])
-                others = next((one for one in halves if self._outcome(one).shows), [])
+                others = next((one for one in (others[:half], others[half:]) if self._outcome(one).shows), [])
         return None
 
     def _without_found(self, paths: Sequence[str]) -> list[str]:
@@ -321,28 +295,26 @@ class Search:
 
     def _options(self) -> None:
         """Which option, changed alone, makes it go away with everything compiled."""
-        report = self._report
-        if [culprit.path for culprit in report.culprits] != [OPTIMIZER]:
-            for option in options(self._site, self._symptom):
-                outcome = self._do(f"everything, {option.text}", self._site.everything, option.changes)
-                option.shows, option.reason = outcome.shows, outcome.reason
-                report.options.append(option)
+        for option in options(self._site, self._symptom):
+            outcome = self._try(f"everything, {option.text}", self._site.everything, option.changes)
+            option.shows, option.reason = outcome.shows, outcome.reason
+            self._report.options.append(option)
 
     def _outcome(self, paths: Sequence[str]) -> Outcome:
         key = frozenset(paths)
         if key not in self._known:
-            self._known[key] = self._do(named(paths), tuple(paths))
+            self._known[key] = self._try(named(paths), tuple(paths))
         return self._known[key]
 
-    def _do(self, what: str, paths: tuple[str, ...], changes: dict[str, Any] | None = None) -> Outcome:
-        what = f"{self._symptom}? {what}"
+    def _try(self, what: str, paths: tuple[str, ...], changes: dict[str, Any] | None = None) -> Outcome:
         self._report.trials += 1
-        self._begins(what)
-        minimum = self._min_lost_seconds
-        outcome = self._bench.trial(
-            Trial(symptom=self._symptom, paths=paths, changes=changes or {}, min_lost_seconds=minimum)
+        number, what = self._report.trials, f"{self._symptom}? {what}"
+        self._begins(number, what)
+        given = Trial(
+            symptom=self._symptom, paths=paths, changes=changes or {}, min_lost_seconds=self._min_lost_seconds
         )
-        self._ended(self._report.trials, what, outcome)
+        outcome = self._bench.trial(given)
+        self._ended(number, what, outcome)
         return outcome
 
 
@@ -353,19 +325,19 @@ def options(site: Site, symptom: str) -> Iterator[OptionTried]:
 
     def typed(name: str, value: Any, **more: Any) -> OptionTried:
         text = "null" if value is None else str(value).lower()
-        return OptionTried(text=f"{prefix}{name}={text}", changes={name: value}, **more)
+        return OptionTried(text=f"{prefix}{name}={text}", changes={name: value, **more})
 
     set_anywhere = {name for request in requests for name in request}
-    yield from (typed(name, default) for name, default in DEFAULTS.items() if name in set_anywhere)
+    yield from (
+        typed(name, value) for name, value in (*INDUCTOR_DEFAULTS.items(), ("dynamic", None)) if name in set_anywhere
+    )
     if symptom == "fails" and any(request.get("fullgraph", True) for request in requests):
         yield typed("fullgraph", False)
     used = {request.get("backend", "inductor") for request in requests}
     for backend in ("aot_eager", "eager") if requests and symptom in ("fails", "differs") else ():
         if backend in used:
             break
-        option = typed("backend", backend, backend=True)
-        option.changes |= INDUCTOR_DEFAULTS
-        yield option
+        yield typed("backend", backend, **INDUCTOR_DEFAULTS)
 
 
 def named(paths: Sequence[str]) -> str:
@@ -389,10 +361,10 @@ def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]
     return kept, notes
 
 
-def _all(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.children:
-        yield from _all(child)
+def _all(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        yield from _all(node.children)
 
 
 def _called(nodes: Iterable[Node]) -> Iterator[str]:

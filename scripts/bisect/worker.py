@@ -1,7 +1,4 @@
-"""Worker: a bench in a process of its own, which may crash or hang without ending the search. Imports no torch.
-
-The process is ``python -m scripts.bisect.worker FD``; what it is asked and answers are objects on that pipe.
-"""
+"""Worker: a bench in a process of its own, which may crash or hang without ending the search. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +10,8 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +29,7 @@ class WorkerFailed(ValueError):
     """The worker could not be started; the message holds its last lines."""
 
 
-def serve(pipe: Connection, overrides: Sequence[str], config_dir: str | None, shapes: int) -> None:
+def serve(pipe: Any, overrides: Sequence[str], config_dir: str | None, shapes: int) -> None:
     """Build what the overrides say, send its ``Site``, then do what is asked until the other side ends."""
     from scripts.bisect.bench import Bench, with_config
     from trainer.config import compose
@@ -49,31 +42,41 @@ def serve(pipe: Connection, overrides: Sequence[str], config_dir: str | None, sh
     with_config(compose(overrides, config_dir=config_dir), answer, shapes=shapes)
 
 
+def work(pipe: Any, folder: str, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """What the process does."""
+    with contextlib.suppress(OSError, AttributeError):  # on Linux: end with the other side, in whatever trial
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()  # a Ctrl-C is the other side's to handle
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    log = os.open(Path(folder, "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    from trainer import errors
+
+    try:
+        serve(pipe, *arguments)
+    except EOFError:
+        pass
+    except errors.REFUSALS as error:
+        pipe.send(ValueError("\n".join(line.removeprefix("error: ") for line in errors.explain(error))))
+
+
 class RemoteBench:
     """Does trials in a worker process, and in a new one after it was lost.
 
     Args:
-        overrides: As for ``python -m trainer``.
+        arguments: Of ``serve`` after the pipe.
         trial_seconds: A trial that takes longer is ended, and counts as hung.
         serve: What the process does.
     """
 
-    def __init__(
-        self,
-        overrides: Sequence[str],
-        *,
-        config_dir: str | None = None,
-        shapes: int,
-        trial_seconds: float,
-        serve: Callable[..., None] = serve,
-    ) -> None:
-        self._serve, self._arguments = serve, (list(overrides), config_dir, shapes)
-        self._seconds = trial_seconds
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, *arguments: Any, trial_seconds: float, serve: Callable[..., None] = serve) -> None:
+        self._serve, self._arguments, self._seconds = serve, arguments, trial_seconds
+        self._process: Any = None
         self._pipe: Any = None
         # Whatever a killed worker leaves behind is in here, compiler caches included: nothing comes from older ones.
         self._folder = tempfile.TemporaryDirectory(prefix="bisect-", ignore_cleanup_errors=True)
-        self._log = Path(self._folder.name, "log.txt")
         try:
             self.site = self._start()
         except BaseException:
@@ -89,60 +92,46 @@ class RemoteBench:
 
     def trial(self, trial: Trial) -> Outcome:
         """Do one trial; a worker that is lost on the way is its outcome."""
-        outcome = self._ask(trial)
+        if self._process is None:
+            self._start()
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(trial)
+        outcome = self._answer(self._seconds)
         if outcome is None:
-            return self._lost(trial)
+            outcome = self._lost(trial)
         assert isinstance(outcome, Outcome)
         if outcome.crashed:
             self._end()
         return outcome
 
     def _start(self) -> Site:
-        self._pipe, theirs = multiprocessing.Pipe()
-        # What `python -m` finds in the working directory, the worker finds as well.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.bisect.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": paths, "TMPDIR": self._folder.name},
-                start_new_session=True,  # a Ctrl-C is ours to handle
-            )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        given = (theirs, self._folder.name, self._serve, self._arguments)
+        self._process = context.Process(target=work, args=given)
+        self._process.start()
         theirs.close()
-        self._pipe.send((self._serve, self._arguments))
         site = self._answer(START_SECONDS)
         if site is None:
+            last = "".join(self._last_lines()[-15:]).rstrip()
             self._end()
-            last = "".join(self._last_lines()[-15:])
-            raise WorkerFailed(f"the process that does the trials ended before the first one:\n{last.rstrip()}")
+            raise WorkerFailed(f"the process that does the trials ended before the first one:\n{last}")
         assert isinstance(site, Site)
         return site
 
-    def _ask(self, request: Trial) -> object:
-        """The answer; None when the process was lost, or is still at it when its time is over."""
-        if self._process is None:
-            self._start()
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe.send(request)
-        return self._answer(self._seconds)
-
     def _answer(self, seconds: float) -> object:
+        """None when the process was lost, or is still at it when its time is over."""
         try:
             answer = self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, ConnectionError):
-            assert self._process is not None
-            self._process.wait()
+            self._process.join()
             return None
         if isinstance(answer, ValueError):
             raise answer
         return answer
 
     def _lost(self, trial: Trial) -> Outcome:
-        assert self._process is not None
-        code, lines = self._process.returncode, self._last_lines()
+        code, lines = self._process.exitcode, self._last_lines()
         if code is None:
             reason = f"hangs: not through after {self._seconds:g} seconds"
         elif code < 0:
@@ -155,12 +144,13 @@ class RemoteBench:
         for text, below in itertools.pairwise(lines):
             if text.startswith(("Current thread", "Stack")) and (found := STACK.match(below)):
                 where = where or f"{found['file']}:{found['line']} in {found['function']}"
-        self._end()
         return Outcome(shows=trial.symptom == "fails", reason=reason, where=where, crashed=True)
 
     def _last_lines(self) -> list[str]:
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        return text.splitlines(keepends=True)[-MAX_LINES:]
+        with contextlib.suppress(OSError):
+            text = Path(self._folder.name, "log.txt").read_text(encoding="utf-8", errors="replace")
+            return text.splitlines(keepends=True)[-MAX_LINES:]
+        return []
 
     def _end(self) -> None:
         """End the worker and all that it has started: compile workers, data workers."""
@@ -169,32 +159,6 @@ class RemoteBench:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()  # before it had a group of its own
+        process.join()
         self._pipe.close()
-
-
-def main() -> None:
-    """Be the worker, until the other side closes the pipe."""
-    with contextlib.suppress(OSError, AttributeError):  # on Linux: end with the other side, in whatever trial
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.enable()
-    pipe = Connection(int(sys.argv[1]))
-    from trainer import errors
-
-    code = 0
-    try:
-        serve, arguments = pipe.recv()
-        serve(pipe, *arguments)
-    except EOFError:
-        pass
-    except errors.REFUSALS as error:
-        pipe.send(ValueError("\n".join(line.removeprefix("error: ") for line in errors.explain(error))))
-    except BaseException as error:
-        print(error) if isinstance(error, SystemExit) else traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)  # at once, whatever threads the compiler has left
-
-
-if __name__ == "__main__":
-    main()

@@ -8,23 +8,21 @@ this reads more, at a price that no run should pay.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch._dynamo.utils as dynamo_utils
-from lightning.pytorch.trainer.states import RunningStage
-from torch import Tensor
 
 from scripts.explain import Break, Graphs, Recompile, read_break, read_recompile
+from scripts.steps import copied, kind_of, wrap_training_loader
 from strategies import Program
 from strategies.compose import eager
 from strategies.regions import RegionCall, region_calls
@@ -137,19 +135,17 @@ class CompilerRecorder:
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Silence torch's own reports of what is explained anyway; whoever sets TORCH_LOGS wants to read them."""
-    if os.environ.get("TORCH_LOGS"):
-        yield
-        return
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._dynamo")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _place(where: Line | None) -> str:
@@ -157,31 +153,6 @@ def _place(where: Line | None) -> str:
     path = Path(where.file if where is not None else "")
     names = (path.stem.split("_")[0], *(parent.name for parent in path.parents))
     return "optimizer" if any(name in OPTIMIZERS for name in names) else "outside regions"
-
-
-def kind_of(batch: Any) -> str:
-    """Dtypes and shapes of everything in a batch that is a tensor, and the types of the rest, with names."""
-    return ", ".join(_parts("", batch)) or "empty"
-
-
-def _parts(name: str, value: Any) -> Iterator[str]:
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, Tensor):
-        shape = " x ".join(map(str, value.shape)) or "scalar"
-        yield f"{name} {str(value.dtype).removeprefix('torch.')} {shape}".strip()
-        return
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(option.name, getattr(value, option.name)) for option in dataclasses.fields(value)]
-    else:
-        if value is not None:
-            yield f"{name} {type(value).__name__}".strip()
-        return
-    for key, item in items:
-        yield from _parts(f"{name}.{key}" if name else str(key), item)
 
 
 class ChosenBatches:
@@ -209,7 +180,7 @@ class ChosenBatches:
             self.kinds[kind] += 1
             self.looked_at += 1
             if first is None:
-                first = _copied(batch)
+                first = copied(batch)
             if new or self.run < FIRST_BATCHES * self._accumulate or self.run % self._accumulate:
                 self.run += 1
                 yield batch
@@ -224,27 +195,7 @@ class ChosenBatches:
                 break
         while self.run % self._accumulate:
             self.run += 1
-            yield _copied(first)
-
-
-def _copied(batch: Any) -> Any:
-    """A batch that a step may change."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:  # a class that refuses; then steps get the same object
-        return batch
-
-
-def wrap_training_loader(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> None:
-    """Have the training loop iterate over what ``wrap`` makes of its loader."""
-    strategy: Any = trainer.strategy
-    process = strategy.process_dataloader
-
-    def process_dataloader(loader: Any) -> Any:
-        processed = process(loader)
-        return wrap(processed) if trainer.state.stage is RunningStage.TRAINING else processed
-
-    strategy.process_dataloader = process_dataloader
+            yield copied(first)
 
 
 class StepRecorder(L.Callback):

@@ -14,23 +14,19 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from scripts.explain import Explanation, merged_breaks, merged_recompiles
 from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
+from scripts.steps import ONE_DEVICE, several_devices, training
 from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
 from trainer.auto.rule import refuse_choice
-from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
-from trainer.guards.rollback import throwaway, throwaway_trainer
-from trainer.process import process_settings
-from trainer.run import new_record
+from trainer.guards.rollback import throwaway_trainer
 from trainer.settings import Config
 from trainer.telemetry import hardware, source
 
@@ -44,32 +40,29 @@ def explain(config: Config, options: Options, *, command: Sequence[str] = ()) ->
     strategies = prepared(given, options.backend)
     if not strategies:
         raise ValueError(f"compile={label(given)}: compiles nothing, there is nothing to explain")
-    tried = throwaway(
+    options.progress("building data and model")
+    recorders: list[StepRecorder] = []
+
+    def callbacks(compile_: Compile) -> list[L.Callback]:
+        recorders.append(StepRecorder(compile_, options))
+        return [compile_, *recorders]
+
+    with training(
         config,
         strategies,
+        callbacks,
+        command=command,
         max_steps=MAX_STEPS,
         val_every_n_steps=2 if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
-    )
-    record = new_record(tried, list(command))
-    with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        compile_ = compile_callback(tried, record)
-        L.seed_everything(config.seed, verbose=False)
-        options.progress("building data and model")
-        data = config.task.build_data(seed=config.seed)
-        module = config.task.build_module(max_steps=config.trainer.max_steps)
-        recorder = StepRecorder(compile_, options)
-        trainer: Any = build_trainer(tried, Path(folder), [compile_, recorder])
-        # Take away what would write: TensorBoard's files and the best checkpoint.
-        trainer.loggers = []
-        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint)]
-        explanation = _fit(trainer, module, compile_, recorder, given, datamodule=data)
+    ) as made:
+        explanation = _fit(made.trainer, made.module, made.compile_, recorders[0], given, datamodule=made.data)
     explanation.command = list(command)
-    if config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto":
-        explanation.not_looked_at.append("several devices: looked at on one, without what DDP or FSDP changes")
-    if config.trainer.val_every_n_steps and not recorder.validated:
+    if several_devices(config):
+        explanation.not_looked_at.append(ONE_DEVICE.format("looked at"))
+    if config.trainer.val_every_n_steps and not recorders[0].validated:
         explanation.not_looked_at.append("validation: the steps were over before one")
     return explanation
 

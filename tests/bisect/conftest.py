@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.bisect.bench import Bench, BenchCallback
+from scripts.bisect.bench import Bench, BenchCallback, fit
 from scripts.bisect.search import Outcome, Report, Search, Trial
 from scripts.bisect.search import searched as those_searched
 from strategies import Whole
@@ -48,7 +48,7 @@ def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: An
     callback = BenchCallback(compile_, use, notes)
     with tempfile.TemporaryDirectory() as folder:
         trainer = throwaway_trainer(folder, [callback, compile_], max_steps=1, limit_val_batches=0)
-        callback.run(trainer, module, train_dataloaders=loader)
+        fit(trainer, module, train_dataloaders=loader)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def searched() -> Searched:
         **options: Any,
     ) -> Report:
         torch.manual_seed(0)
-        report = Report(task="planted", strategies="whole", command=[])
+        report = Report(task="planted", strategies="whole")
 
         def use(bench: Bench) -> None:
             Search(Forgetful(bench), report).run(symptoms or ("fails", "breaks", "differs"))

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bisect.__main__ import modular_overrides, wildcards, with_changes, written
+from scripts.bisect.__main__ import modular_overrides, written
 from scripts.bisect.search import OPTIMIZER, Node, Site
-from strategies import Modular, Regional, Whole
+from strategies import Modular, Whole
 from strategies.optimizer import Optimizer
 from trainer.config import compose
-
-PATHS = [
-    "net",
-    "net.blocks",
-    *(f"net.blocks.{number}{below}" for number in range(3) for below in ("", ".mlp")),
-    "net.head",
-]
 
 
 def site(**requests: object) -> Site:
     region = Node(path="net", kind="Net")
-    return Site(regions=[region], strategy="whole", requests={"net": requests}, paths=PATHS)
-
-
-def test_numbers_become_wildcards_where_nothing_else_matches() -> None:
-    mlps = [f"net.blocks.{number}.mlp" for number in range(3)]
-    assert wildcards([*mlps, "net.head"], PATHS) == ["net.blocks.*.mlp", "net.head"]
-    assert wildcards(mlps[1:], PATHS) == mlps[1:]
+    return Site(regions=[region], strategy="whole", requests={"net": requests})
 
 
 def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
@@ -54,17 +41,6 @@ def test_an_optimizer_at_fault_is_left_out() -> None:
 
 def test_nothing_left_is_eager() -> None:
     assert modular_overrides(["compile=whole", "seed=1"], [Whole()], site(), []) == ["seed=1", "compile=eager"]
-
-
-def test_an_option_is_changed_in_the_strategy_itself(edge: None) -> None:
-    strategies = [Regional(options={"max_autotune": True, "triton.cudagraphs": True}, blocks=["net.blocks"])]
-    overrides = with_changes(["compile=regional"], strategies, {"options": {"max_autotune": True}})
-    assert overrides == [
-        "compile=regional",
-        "+compile.regional.options={max_autotune:true}",
-        "compile.regional.blocks=[net.blocks]",
-    ]
-    assert compose(overrides).compile["regional"].options == {"max_autotune": True}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

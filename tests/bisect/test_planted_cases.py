@@ -127,7 +127,7 @@ def test_what_fails_while_something_else_is_looked_for_is_searched_as_a_failure(
 
 
 def test_nothing_wrong_with_a_demo_model() -> None:
-    report = Report(task="boring", strategies="whole", command=[])
+    report = Report(task="boring", strategies="whole")
     loader = BoringModel().train_dataloader()
     with_module(
         BoringModel(),

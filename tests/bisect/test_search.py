@@ -26,7 +26,7 @@ class Tries:
 
 
 def search(regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
-    bench, found = Tries(regions, shows), Report(task="mine", strategies="whole", command=[])
+    bench, found = Tries(regions, shows), Report(task="mine", strategies="whole")
     Search(bench, found).run(["differs"])
     assert len(bench.tried) == len(set(bench.tried)), "no set is tried twice"
     return found, bench.tried

@@ -44,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*overrides: str, seconds: float = 60.0) -> RemoteBench:
-    return RemoteBench(overrides, shapes=1, trial_seconds=seconds, serve=stand_in)
+    return RemoteBench(overrides, trial_seconds=seconds, serve=stand_in)
 
 
 def trial(path: str, symptom: str = "fails") -> Trial:
