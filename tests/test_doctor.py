@@ -85,7 +85,7 @@ def test_a_torch_that_crashes_or_hangs_ends_its_own_process_only(stub: Path, mon
     monkeypatch.setattr(devices_module, "PROBE_SECONDS", 0.5)
     facts = ask_torch()
     assert "torch" not in facts.stages
-    assert facts.failed == "it took too long and was stopped"
+    assert facts.failed == "it took longer than 0.5 s and was stopped"
 
 
 def test_a_tiny_function_is_compiled_for_real_and_leaves_nothing(
@@ -104,7 +104,7 @@ def test_a_compiler_that_does_nothing_raises_or_takes_too_long_is_an_error(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     stub.write_text("import time; time.sleep(60)\n")
-    assert "after 0.5 s" in compiling(seconds=0.5).message
+    assert "it took longer than 0.5 s" in compiling(seconds=0.5).message
     stub.write_text("raise RuntimeError('Failed to find a C compiler')\n")
     assert (
         compiling(seconds=100).message == "a tiny function does not compile: RuntimeError: Failed to find a C compiler"
@@ -191,20 +191,11 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "argument --compile-seconds: -1 must be above 0" in capsys.readouterr().err
 
 
-def test_the_backend_of_attention_is_named_and_a_wrong_cudnn_told() -> None:
-    def told(version: str, **changes: object) -> Finding:
-        backends = {"with a mask": "cudnn_attention", "causal": "flash_attention"}
-        seen = {"backends": backends, "cudnn": 91900, "cudnn_failed": None}
-        stages = {
-            "torch": {**IMPORTED, "version": version},
-            "cuda": {"available": True},
-            "attention": {**seen, **changes},
-        }
-        return named(list(devices(TorchFacts(stages=stages, devices=[GPU]))), "attention")
+def test_a_cudnn_whose_backward_is_wrong_is_told() -> None:
+    def told(version: str) -> list[Finding]:
+        stages = {"torch": {**IMPORTED, "version": version}, "cuda": {"available": True}}
+        return [one for one in devices(TorchFacts(stages=stages, devices=[GPU])) if one.name == "attention"]
 
-    said = "with a mask: cudnn_attention, causal: flash_attention; cuDNN 9.19.0"
-    assert (told("2.15.0").status, told("2.15.0").message) == (OK, said)
-    wrong = told("2.11.0+cu130")
+    (wrong,) = told("2.11.0+cu130")
     assert (wrong.status, "NaN at lengths of 64 modulo 128" in wrong.message) == (WARNING, True)
-    assert told("2.11.0", backends={"with a mask": "flash_attention"}).status == OK
-    assert told("2.15.0", cudnn=None, cudnn_failed="cuDNN version incompatibility").status == WARNING
+    assert told("2.15.0") == []

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from strategies.cached.store import distrust_of
 from strategies.toolchain import SWITCHES, cache_directories, switched_off, unwritable
-from tasks.resources import CGROUPS, available_gib, memory_limit_gib, words
+from tasks.resources import CGROUPS, free_bytes, words
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 COLOURS = {OK: "32", WARNING: "33", ERROR: "31"}
@@ -34,8 +34,6 @@ BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
 GIB = 1 << 30
 LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
 """A cold compile of a model of ordinary size writes some hundred MiB."""
-FEW_FILES = 10_000
-"""Inodes; every kernel is several small files."""
 SHARED = Path("/dev/shm")
 LITTLE_SHARED_GIB = 1.0
 LITTLE_MEMORY_GIB = 4.0
@@ -62,7 +60,7 @@ WRONG = ("TRITON_INTERPRET=1",)
 """Of those, with which no run makes sense."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Finding:
     name: str
     status: str
@@ -81,70 +79,51 @@ class Finding:
 
 
 def ok(name: str, message: str) -> Finding:
-    return Finding(name=name, status=OK, message=message)
+    return Finding(name, OK, message)
 
 
 def warning(name: str, message: str, fix: str) -> Finding:
-    return Finding(name=name, status=WARNING, message=message, fix=fix)
+    return Finding(name, WARNING, message, fix)
 
 
 def error(name: str, message: str, fix: str) -> Finding:
-    return Finding(name=name, status=ERROR, message=message, fix=fix)
+    return Finding(name, ERROR, message, fix)
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    exit_code: int | None
-    """None when it took too long; negative when a signal killed it."""
-    output: str
-    errors: str
+def call(
+    command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[str, str, str | None]:
+    """Run ``command`` to its end or for ``seconds``; what it has started ends with it, at a Ctrl-C too.
 
-    @property
-    def failed(self) -> str | None:
-        """Why it did not end well, in a line, or None when it did."""
-        if self.exit_code == 0:
-            return None
-        if self.exit_code is None:
-            return "it took too long and was stopped"
-        if self.exit_code < 0:
-            return f"it was killed by {signal.Signals(-self.exit_code).name}"
-        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        return lines[-1] if lines else f"it ended with exit code {self.exit_code}"
-
-
-def call(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Run ``command`` to its end or for ``seconds``; what it has started ends with it, at a Ctrl-C too."""
+    Returns what it printed, its errors, and why it did not end well, in a line, or None where it did.
+    """
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,
+    )
+    late = False
     try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=None if environment is None else {**os.environ, **environment},
-            start_new_session=True,
-        )
-    except OSError as failure:
-        return Outcome(exit_code=127, output="", errors=f"{command[0]}: {failure.strerror}")
-    try:
-        output, errors = child.communicate(timeout=seconds)
-        return Outcome(exit_code=child.returncode, output=output, errors=errors)
+        try:
+            output, errors = child.communicate(timeout=seconds)
+        finally:
+            late = child.returncode is None
+            if late:
+                os.killpg(child.pid, signal.SIGKILL)
     except subprocess.TimeoutExpired:
-        _end(child)
         output, errors = child.communicate()
-        return Outcome(exit_code=None, output=output, errors=errors)
-    except BaseException:
-        _end(child)
-        child.wait()
-        raise
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    if late:
+        return output, errors, f"it took longer than {seconds:g} s and was stopped"
+    if child.returncode < 0:
+        return output, errors, f"it was killed by {signal.Signals(-child.returncode).name}"
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    failed = lines[-1] if lines else f"it ended with exit code {child.returncode}"
+    return output, errors, failed if child.returncode else None
 
 
 def packages() -> Iterator[Finding]:
@@ -230,21 +209,14 @@ def place(name: str, directory: Path, other: str, *, runs_files: bool = False) -
     """Whether a folder can be written to, by nobody else, with room; ``other`` is how to choose another one."""
     if reason := unwritable(directory):
         return error(name, f"{directory} cannot be written to: {reason}", other)
-    system = os.statvfs(directory)
-    if runs_files and system.f_flag & getattr(os, "ST_NOEXEC", 0):
-        return error(name, f"{directory} is mounted noexec: compiled code cannot be loaded from it", other)
-    free_gib, files = system.f_bavail * system.f_frsize / GIB, system.f_favail
+    free_gib = shutil.disk_usage(directory).free / GIB
     message = f"{directory}, {free_gib:.1f} GiB free"
     if free_gib < NO_DISK_GIB:
         return error(name, f"{directory} is full: {free_gib * 1024:.0f} MiB free", other)
     if runs_files and (reason := distrust_of(os.path.realpath(directory))):
         message = f"{directory}: {reason}, and compiled code in it is unpickled and loaded"
         return warning(name, message, other.replace("on another disk", "that only you can write"))
-    if free_gib < LITTLE_DISK_GIB:
-        return warning(name, message, other)
-    if system.f_files and files < FEW_FILES:  # some file systems count none
-        return warning(name, f"{message}, but only {files} more files fit", other)
-    return ok(name, message)
+    return warning(name, message, other) if free_gib < LITTLE_DISK_GIB else ok(name, message)
 
 
 def shared_memory(total_gib: float) -> Finding:
@@ -259,21 +231,17 @@ def shared_memory(total_gib: float) -> Finding:
 def limits(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """A line for processors and one for memory, by the kernel's account and the container's."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield processors(allowed, quota(cgroups), os.environ.get("OMP_NUM_THREADS"))
-    limit = memory_limit_gib(cgroups)
-    free = min((value for value in (available_gib(), limit) if value is not None), default=None)
-    if free is None:
-        return
-    message = f"{free:.1f} GiB free" + ("" if limit is None else f" (the container may use {limit:.1f} more)")
-    if free < LITTLE_MEMORY_GIB:
+    share = words(cgroups / "cpu.max")  # microseconds of each period, or max
+    quota = int(share[0]) / int(share[1]) if len(share) == 2 and share[0] != "max" else None
+    yield processors(allowed, quota, os.environ.get("OMP_NUM_THREADS"))
+    if (free := free_bytes()) is not None:
+        message = f"{free / GIB:.1f} GiB free"
         fix = "close something, or set TORCHINDUCTOR_COMPILE_THREADS=1: each compiling process takes memory"
-        yield warning("memory", message, fix)
-    else:
-        yield ok("memory", message)
+        yield warning("memory", message, fix) if free / GIB < LITTLE_MEMORY_GIB else ok("memory", message)
 
 
 def processors(allowed: int, quota: float | None, threads: str | None) -> Finding:
-    """Whether torch would start more threads than it gets processors for."""
+    """Whether torch would start more threads than the container gets processors' time for (``quota``)."""
     if quota is None or quota >= allowed:
         return ok("processors", f"{allowed} (of {os.cpu_count()} in the machine)")
     message = f"{allowed} are seen, the container gets the time of {quota:g}"
@@ -282,13 +250,3 @@ def processors(allowed: int, quota: float | None, threads: str | None) -> Findin
     fitting = max(1, int(quota))
     fix = f"set OMP_NUM_THREADS={fitting} and TORCHINDUCTOR_COMPILE_THREADS={fitting}: more threads wait in a queue"
     return warning("processors", message, fix)
-
-
-def quota(cgroups: Path) -> float | None:
-    """Processors whose time the container gets, by cgroup version 2 or 1; None without a limit."""
-    two = words(cgroups / "cpu.max")
-    one = [*words(cgroups / "cpu" / "cpu.cfs_quota_us"), *words(cgroups / "cpu" / "cpu.cfs_period_us")]
-    for given in (two, one):
-        if len(given) == 2 and given[0] not in ("max", "-1"):
-            return int(given[0]) / int(given[1])
-    return None

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from scripts.arguments import exit_code, parser, seconds
 from scripts.doctor import ERROR, WARNING, Finding, limits, packages, places, variables, warning
 from scripts.doctor.devices import ask_torch, compiling, cpp, devices
-from trainer.telemetry.files import finite
 
 EXAMPLES = """\
 examples:
@@ -45,10 +44,9 @@ def examined(options: argparse.Namespace) -> int:
     errors, warnings = (sum(finding.status == status for finding in findings) for status in (ERROR, WARNING))
     if options.json:
         listed = [dataclasses.asdict(finding) for finding in findings]
-        facts = finite({"errors": errors, "warnings": warnings, "findings": listed})
-        print(json.dumps(facts, indent=1, allow_nan=False), flush=True)
+        print(json.dumps({"errors": errors, "warnings": warnings, "findings": listed}, indent=1), flush=True)
     else:
-        print(f"{count(errors, 'error')}, {count(warnings, 'warning')}", flush=True)
+        print(f"errors: {errors}, warnings: {warnings}", flush=True)
     return int(errors > 0)
 
 
@@ -67,15 +65,8 @@ def diagnosis(*, compiles: bool, seconds: float) -> Iterator[Finding]:
         yield warning("compile", "not tried", "fix the errors above first")
         return
     if sys.stderr.isatty():
-        print(f"compiling a tiny function, {seconds:g} s at most ...", end="\r", file=sys.stderr, flush=True)
-    finding = compiling(seconds=seconds)
-    if sys.stderr.isatty():
-        print("\033[K", end="", file=sys.stderr, flush=True)
-    yield finding
-
-
-def count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+        print(f"compiling a tiny function, {seconds:g} s at most ...", file=sys.stderr, flush=True)
+    yield compiling(seconds=seconds)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

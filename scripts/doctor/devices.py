@@ -1,4 +1,4 @@
-"""Torch as it imports, the CUDA driver and devices, Triton; the C++ compiler, and a tiny compile."""
+"""Torch as it imports, the CUDA driver and devices, Triton, the C++ compiler, and a tiny compile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,12 +27,6 @@ PROBE = (sys.executable, "-P", str(Path(__file__).with_name("probe.py")))
 PROBE_SECONDS = 120.0
 """Importing torch from a cold network disk takes a minute."""
 LITTLE_DEVICE_GIB = 1.0
-PROGRAM = """\
-#include <omp.h>
-#include <cstdio>
-int main() { std::printf("%d threads\\n", omp_get_max_threads()); }
-"""
-CPP_SECONDS = 60.0
 TOLERANCE = 1e-4
 SLOW_SECONDS = 90.0
 REINSTALL = "install torch anew: https://pytorch.org/get-started/locally"
@@ -51,9 +43,9 @@ class TorchFacts:
 
 
 def ask_torch() -> TorchFacts:
-    outcome = call(PROBE, seconds=PROBE_SECONDS)
-    facts = TorchFacts(failed=outcome.failed)
-    for line in outcome.output.splitlines():
+    output, _, failed = call(PROBE, seconds=PROBE_SECONDS)
+    facts = TorchFacts(failed=failed)
+    for line in output.splitlines():
         if line.startswith('{"stage"'):
             stage = json.loads(line)
             if stage["stage"] == "device":
@@ -124,32 +116,14 @@ def _with_cuda(facts: TorchFacts) -> Iterator[Finding]:
             yield warning(name, message, fix)
         else:
             yield ok(name, message + ("" if device["bf16"] else ", no bf16: precision=auto uses 32 bits"))
-    if "attention" in facts.stages:
-        yield attention(facts)
+        if cudnn_attention_fails(facts.stages["torch"]["version"], (capability[0], capability[1])):
+            message = (
+                "where cuDNN runs it, its backward can give NaN at lengths of 64 modulo 128 (pytorch issue 196678)"
+            )
+            fix = "pad to other lengths, as buckets do; torch.backends.cuda.enable_cudnn_sdp(False); or torch 2.14"
+            yield warning("attention", message, fix)
     if triton is not None:
         yield ok("triton", triton)
-
-
-def attention(facts: TorchFacts) -> Finding:
-    """The backends that attention runs in, and whether cuDNN is right."""
-    stage = facts.stages["attention"]
-    backends = ", ".join(f"{name}: {backend}" for name, backend in stage["backends"].items())
-    message = backends or "torch does not report which"
-    if version := stage["cudnn"]:
-        message += f"; cuDNN {version // 10000}.{version % 10000 // 100}.{version % 100}"
-    if stage["cudnn_failed"]:
-        return warning("attention", f"{message}: {stage['cudnn_failed']}", "take cuDNN's folder out of LD_LIBRARY_PATH")
-    failing = any(
-        cudnn_attention_fails(facts.stages["torch"]["version"], (device["capability"][0], device["capability"][1]))
-        for device in facts.devices
-    )
-    if failing and "cudnn_attention" in stage["backends"].values():
-        return warning(
-            "attention",
-            f"{message}: its backward can give NaN at lengths of 64 modulo 128 (pytorch issue 196678)",
-            "pad to other lengths, as buckets do; torch.backends.cuda.enable_cudnn_sdp(False); or torch 2.14",
-        )
-    return ok("attention", message)
 
 
 def nvidia_boards() -> int:
@@ -166,32 +140,11 @@ def version_of(package: str) -> str | None:
 
 
 def cpp(*, needed: bool) -> Finding:
-    """Whether the compiler compiles, links OpenMP and makes a program that runs.
-
-    On a machine whose kernels Triton writes it is not ``needed``, and its lack a warning.
-    """
-    report = error if needed else warning
+    """Whether there is a compiler. On a machine whose kernels Triton writes it is not ``needed``."""
     if missing := missing_toolchain():
         message, _, fix = missing.rpartition(": ")
-        return report("c++ compiler", message, fix)
-    compiler = shutil.which(cpp_compiler()) or cpp_compiler()
-    with tempfile.TemporaryDirectory(prefix="crucible-doctor-") as folder:
-        source, program = Path(folder) / "three_lines.cpp", Path(folder) / "three_lines"
-        source.write_text(PROGRAM, encoding="utf-8")
-        flags = ["-Xpreprocessor", "-fopenmp", "-lomp"] if sys.platform == "darwin" else ["-fopenmp"]
-        command = [compiler, "-O2", *flags, str(source), "-o", str(program)]
-        built = call(command, seconds=CPP_SECONDS)
-        if built.failed:
-            first = next((line for line in built.errors.splitlines() if "error" in line), built.failed)
-            fix = "install libomp" if "omp" in first else f"run this yourself: {shlex.join(command)}"
-            return report("c++ compiler", f"{compiler} does not compile three lines: {first.strip()}", fix)
-        ran = call([str(program)], seconds=CPP_SECONDS)
-    if ran.failed:
-        fix = f"is {tempfile.gettempdir()} mounted noexec? set TMPDIR to a folder whose files may be run"
-        return report("c++ compiler", f"what {compiler} compiles does not run: {ran.failed}", fix)
-    version = call([compiler, "--version"], seconds=CPP_SECONDS).output.splitlines()
-    threads = f"OpenMP with {ran.output.strip()} ({version[0] if version else '?'})"
-    return ok("c++ compiler", f"{compiler} compiles and runs, {threads}")
+        return (error if needed else warning)("c++ compiler", message, fix)
+    return ok("c++ compiler", cpp_compiler())
 
 
 def compiling(*, seconds: float) -> Finding:
@@ -202,18 +155,14 @@ def compiling(*, seconds: float) -> Finding:
             variable: stack.enter_context(tempfile.TemporaryDirectory(prefix="doctor-", dir=directory))
             for variable, directory in cache_directories().items()
         }
-        outcome = call([*PROBE, "compile"], seconds=seconds, environment=folders)
+        output, errors, failed = call([*PROBE, "compile"], seconds=seconds, environment=folders)
         made = [file for folder in folders.values() for file in Path(folder).rglob("*") if file.is_file()]
-    if outcome.exit_code is None:
-        return error(
-            "compile",
-            f"a tiny function was not compiled after {seconds:g} s",
-            "a slow disk or a busy machine? --compile-seconds waits longer, TORCHINDUCTOR_COMPILE_THREADS=1 may help",
-        )
-    if outcome.failed:
-        message = f"a tiny function does not compile: {reason(outcome.errors)}"
-        return error("compile", message, "fix what is reported above first")
-    facts = json.loads(outcome.output.splitlines()[-1])
+    if failed:
+        if errors.strip():
+            failed = reason(errors)
+        fix = "fix what is reported above first; --compile-seconds waits longer for a slow disk or a busy machine"
+        return error("compile", f"a tiny function does not compile: {failed}", fix)
+    facts = json.loads(output.splitlines()[-1])
     if not made:
         return error("compile", "nothing was compiled: the compiler is switched off", "see the environment above")
     if not facts["difference"] <= TOLERANCE:

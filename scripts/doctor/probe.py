@@ -45,23 +45,6 @@ def devices() -> None:
             total_gib=total / 2**30,
             bf16=torch.cuda.is_bf16_supported(),
         )
-    report("attention", **attention(torch))
-
-
-def attention(torch: Any) -> dict[str, Any]:
-    """The backend that ``scaled_dot_product_attention`` takes in bf16, and cuDNN's version."""
-    facts: dict[str, Any] = {"backends": {}, "cudnn": None, "cudnn_failed": None}
-    try:
-        facts["cudnn"] = torch.backends.cudnn.version()
-    except RuntimeError as error:  # another version than torch was built with
-        facts["cudnn_failed"] = str(error).splitlines()[0]
-    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    mask = torch.ones(128, 128, device="cuda", dtype=torch.bool).tril()
-    choose = getattr(torch, "_fused_sdp_choice", None)  # private: torch has no public name for it
-    for name, given in (("with a mask", {"attn_mask": mask}), ("causal", {"is_causal": True})):
-        if choose is not None:
-            facts["backends"][name] = torch.nn.attention.SDPBackend(choose(query, query, query, **given)).name.lower()
-    return facts
 
 
 def tiny() -> None:
