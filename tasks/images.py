@@ -1,14 +1,11 @@
-"""Images that tasks share: files decoded and cropped to one square size, data sets of them, and drawn scenes."""
+"""Images that tasks share: files decoded and cropped to one square size, and drawn scenes as data sets."""
 
 from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,78 +13,20 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-Item = TypeVar("Item")
-MAX_SUBSTITUTIONS = 50
-"""Bad images in a row after which a source is taken to be unusable."""
 
+def read_image(path: str | Path, *, image_size: int) -> Tensor:
+    """Read JPEG, PNG and whatever else PIL reads, in any mode, its centre resized, as uint8 RGB [3, H, W].
 
-class ImageError(ValueError):
-    """An image file that does not decode; the message names the file."""
-
-
-class ImageDataset(Dataset[Item]):
-    """Examples with an image each; the next one that decodes takes the place of one that does not.
-
-    Item ``i`` is the same in every run. A subclass has a length and reads an example.
-    """
-
-    def __init__(self, place: str, *, images: int) -> None:
-        """``place``: where the examples come from, for messages."""
-        self.place = place
-        self.left_out: dict[str, int] = {}
-        """Items left out before any image is read, by reason."""
-        # In shared memory, so that the main process sees what worker processes found.
-        self._undecodable = torch.zeros(images, dtype=torch.uint8).share_memory_()
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def read(self, index: int) -> Item:
-        """Example ``index``. Raises ImageError for an image that does not decode."""
-        raise NotImplementedError
-
-    def image_id(self, index: int) -> int:
-        """The image of example ``index``, as a number below ``images``."""
-        return index
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Items left out so far, by reason; images that do not decode are found as they are read."""
-        undecodable = int(self._undecodable.sum())
-        return {**self.left_out, **({"image does not decode": undecodable} if undecodable else {})}
-
-    def __getitem__(self, index: int) -> Item:
-        attempts = min(MAX_SUBSTITUTIONS, len(self))
-        for offset in range(attempts):
-            position = (index + offset) % len(self)
-            image_id = self.image_id(position)
-            if self._undecodable[image_id]:
-                continue
-            try:
-                return self.read(position)
-            except ImageError as error:
-                self._undecodable[image_id] = 1
-                print(f"left out: {error}", file=sys.stderr, flush=True)
-        raise ValueError(f"{self.place}: {attempts} examples in a row have images that do not decode")
-
-
-def read_image(path: Path, *, image_size: int) -> Tensor:
-    """Read JPEG, PNG and whatever else PIL reads, in any colour mode, as uint8 RGB [3, H, W].
-
-    Raises ImageError, naming the file, for one that is missing, broken or cut short.
+    Raises ValueError, naming the file, for one that is missing, broken or cut short.
     """
     try:
         with Image.open(path) as image:
             # A JPEG decodes at a half, a quarter or an eighth of its size for little more than that share of the time.
             image.draft("RGB", (2 * image_size, 2 * image_size))
-            return fit_image(image, image_size=image_size)
+            fitted = ImageOps.fit(_to_rgb(image), (image_size, image_size), method=Image.Resampling.BILINEAR)
     except Exception as error:  # PIL's plug-ins raise many kinds, struct.error and SyntaxError included
-        raise ImageError(f"{path} does not decode ({type(error).__name__})") from None
-
-
-def fit_image(image: Image.Image, *, image_size: int) -> Tensor:
-    """Resize the shorter side and crop the centre of an image of any mode; returns uint8 RGB [3, H, W]."""
-    return to_tensor(ImageOps.fit(_to_rgb(image), (image_size, image_size), method=Image.Resampling.BILINEAR))
+        raise ValueError(f"{path} does not decode ({type(error).__name__})") from None
+    return to_tensor(fitted)
 
 
 def to_tensor(image: Image.Image) -> Tensor:
@@ -98,34 +37,11 @@ def to_tensor(image: Image.Image) -> Tensor:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):
         # 16-bit grey: PIL's own conversion clips at 255 and would turn nearly every pixel white.
-        return Image.fromarray((np.asarray(image, dtype=np.float32) / 257.0).clip(0, 255).astype(np.uint8)).convert(
-            "RGB"
-        )
+        grey = (np.asarray(image, dtype=np.float32) / 257.0).clip(0, 255).astype(np.uint8)
+        image = Image.fromarray(grey)
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
-
-
-class KeptImages:
-    """Item ``i`` is item ``i % count`` of ``item``, which is asked for it once.
-
-    Filled as images are asked for, by whichever process is first; two that make the same image write the same bytes.
-    """
-
-    def __init__(self, item: Callable[[int], tuple[Tensor, int]], *, count: int, image_size: int) -> None:
-        """``count``: different images, 3 bytes a pixel each."""
-        self._item = item
-        self._images = torch.empty((count, 3, image_size, image_size), dtype=torch.uint8).share_memory_()
-        self._labels = torch.full((count,), -1).share_memory_()
-
-    def __call__(self, index: int) -> tuple[Tensor, int]:
-        """Image (uint8 [3, H, W]; not to be written to) and class."""
-        place = index % len(self._images)
-        if int(self._labels[place]) < 0:
-            image, label = self._item(place)
-            self._images[place] = image
-            self._labels[place] = label  # last: whoever sees it sees the image
-        return self._images[place], int(self._labels[place])
 
 
 COLOURS = {
@@ -224,14 +140,11 @@ def make_scene(key: str, *, max_objects: int = 9) -> Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenes:
-    """The scenes ``key/0``, ``key/1``, ..."""
+    """The scenes ``key/0``, ``key/1``, ...; ``key`` names the seed and the split."""
 
     key: str
-    """Names the seed and the split."""
     max_objects: int
-    """Most shapes in a scene."""
     image_size: int
-    """Width and height in pixels."""
 
     def __getitem__(self, index: int) -> Scene:
         return make_scene(f"{self.key}/{index}", max_objects=self.max_objects)
@@ -240,10 +153,39 @@ class Scenes:
         """Draw scene ``index`` as uint8 [3, H, W]."""
         return to_tensor(self[index].draw(self.image_size))
 
-    def labelled_image(self, index: int) -> tuple[Tensor, int]:
-        """Draw scene ``index``, of one shape; returns it with its class, see ``shape_classes``."""
-        (shape,) = self[index].shapes
-        return self.image(index), SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
+
+class LabelledScenes(Dataset[tuple[Tensor, int]]):
+    """Scenes of one shape: uint8 [3, H, W], and the class, see ``shape_classes``.
+
+    ``distinct``: so many scenes are drawn once, kept in shared memory (3 bytes a pixel) and repeated.
+    """
+
+    def __init__(self, key: str, count: int, *, image_size: int, distinct: int | None = None) -> None:
+        self.scenes, self._count = Scenes(key=key, max_objects=1, image_size=image_size), count
+        self._distinct = None if distinct is None else min(distinct, count)
+        if self._distinct is not None:
+            self._images = torch.empty((self._distinct, 3, image_size, image_size), dtype=torch.uint8).share_memory_()
+            self._labels = torch.full((self._distinct,), -1).share_memory_()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index >= self._count:
+            raise IndexError(index)
+        if self._distinct is None:
+            return self._draw(index)
+        place = index % self._distinct
+        # Filled as images are asked for, by whichever process is first; two that draw the same write the same bytes.
+        if int(self._labels[place]) < 0:
+            self._images[place], label = self._draw(place)
+            self._labels[place] = label  # last: whoever sees it sees the image
+        return self._images[place], int(self._labels[place])
+
+    def _draw(self, index: int) -> tuple[Tensor, int]:
+        (shape,) = self.scenes[index].shapes
+        label = SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
+        return self.scenes.image(index), label
 
 
 def shape_classes() -> list[str]:

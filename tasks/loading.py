@@ -4,6 +4,7 @@ the byte-level BPE that is trained on training texts and kept in a file."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,7 +55,7 @@ class ResumableSampler(DistributedSampler[int]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader over a ResumableSampler with the state hooks that Lightning looks for before it calls one resumable."""
+    """A loader over a ResumableSampler with the hooks by which Lightning saves and restores it."""
 
     position: Callable[[], dict[str, int]]
     """Where training stands, ``{"epoch", "batches"}``; only the training loop knows, the loader fetches ahead."""
@@ -86,8 +87,6 @@ class ResumableDataModule(L.LightningDataModule):
         self.seed = seed
         self._loading = loading
         self._is_set_up = False
-        self._sampler: ResumableSampler | None = None
-        self._resume_at = {"epoch": 0, "batches": 0}
 
     def open(self) -> str:
         """Set ``train_set`` and ``val_set``; returns where the examples come from, for messages.
@@ -114,17 +113,11 @@ class ResumableDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Whole batches only, so that every training step has one batch size."""
         replicas, rank = self._replicas()
-        self._sampler = ResumableSampler(
-            self.train_set,
-            num_replicas=replicas,
-            rank=rank,
-            seed=self.seed,
-            batch_size=self._loading.batch_size,
+        sampler = ResumableSampler(
+            self.train_set, num_replicas=replicas, rank=rank, seed=self.seed, batch_size=self._loading.batch_size
         )
-        self._sampler.resume(**self._resume_at)
-        loader = self._loader(self.train_set, self._sampler, drop_last=True)
-        assert isinstance(loader, ResumableLoader)
-        loader.position = self.state_dict
+        loader = ResumableLoader(self.train_set, sampler=sampler, drop_last=True, **self._options())
+        loader.position = self._position
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -133,56 +126,37 @@ class ResumableDataModule(L.LightningDataModule):
         sampler: DistributedSampler[Any] | None = None
         if replicas > 1:
             sampler = DistributedSampler(self.val_set, num_replicas=replicas, rank=rank, shuffle=False)
-        return self._loader(self.val_set, sampler, drop_last=False)
+        return DataLoader(self.val_set, sampler=sampler, **self._options())
 
-    def _loader(
-        self, data: Dataset[Any], sampler: DistributedSampler[Any] | None, *, drop_last: bool
-    ) -> DataLoader[Any]:
+    def _options(self) -> dict[str, Any]:
         workers = self._loading.workers()
-        kind = ResumableLoader if isinstance(sampler, ResumableSampler) else DataLoader
-        return kind(
-            data,
-            batch_size=self._loading.batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=self.collate,
+        return {
+            "batch_size": self._loading.batch_size,
+            "num_workers": workers,
+            "persistent_workers": workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            "collate_fn": self.collate,
             # Its own generator: making an iterator would otherwise draw from the global one, which a resumed run
             # restores, and the two runs would part.
-            generator=torch.Generator().manual_seed(self.seed),
-        )
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
 
-    def state_dict(self) -> dict[str, int]:
-        """Where training stands: the epoch and the batches of it that the training loop has taken."""
+    def _position(self) -> dict[str, int]:
+        """The epoch and the batches of it that the training loop has taken."""
         trainer = self.trainer
-        if trainer is None or self._sampler is None:
-            return dict(self._resume_at)
+        assert trainer is not None
         # What the loop took, not what the loader fetched ahead. A checkpoint written after a training step counts it.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        epoch = trainer.current_epoch
-        if batches >= trainer.num_training_batches:
-            return {"epoch": epoch + 1, "batches": 0}
-        return {"epoch": epoch, "batches": batches}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue at ``state_dict`` with the next loader that is built."""
-        self._resume_at = {"epoch": state_dict["epoch"], "batches": state_dict["batches"]}
-        if self._sampler is not None:
-            self._sampler.resume(**self._resume_at)
+        whole = batches >= trainer.num_training_batches
+        return {"epoch": trainer.current_epoch + whole, "batches": 0 if whole else batches}
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Training and validation items left out so far, by reason: from the ``skipped`` of sets of user data."""
-        if not self._is_set_up:
-            return {}
-        counts: dict[str, int] = {}
-        for data in (self.train_set, self.val_set):
-            skipped: dict[str, int] = getattr(data, "skipped", {})  # generated sets leave nothing out
-            for reason, count in skipped.items():
-                counts[reason] = counts.get(reason, 0) + count
-        return counts
+        """Training and validation items left out, by reason: from the ``skipped`` of sets of user data."""
+        counts: Counter[str] = Counter()
+        for data in (self.train_set, self.val_set) if self._is_set_up else ():
+            counts.update(getattr(data, "skipped", {}))  # generated sets leave nothing out
+        return dict(counts)
 
     def _replicas(self) -> tuple[int, int]:
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)

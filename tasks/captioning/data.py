@@ -6,16 +6,16 @@ Shape letters: B batch, H height, W width, S tokens of the longest caption (begi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from tasks.captioning.task import Examples
-from tasks.images import ImageDataset
 from tasks.loading import BEGIN, END, ResumableDataModule, decode, load_tokenizer, pad_rows
 
 if TYPE_CHECKING:
@@ -40,20 +40,14 @@ class CaptionBatch(NamedTuple):
         return ("useful_tokens",)
 
 
-@dataclass(kw_only=True, slots=True)
-class Collate:
-    """Make a batch of (image, tokens) pairs."""
-
-    pad_to: int | None
-    """Positions of every batch; None: as many as the longest caption needs."""
-
-    def __call__(self, items: Sequence[tuple[Tensor, Tensor]]) -> CaptionBatch:
-        images, rows = zip(*items, strict=True)
-        tokens_BS = pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1)
-        return CaptionBatch(torch.stack(images), tokens_BS, sum(len(row) - 1 for row in rows))
+def collate(items: Sequence[tuple[Tensor, Tensor]], *, pad_to: int | None) -> CaptionBatch:
+    """Make a batch of ``pad_to`` positions; None: as many as the longest caption needs."""
+    images, rows = zip(*items, strict=True)
+    tokens_BS = pad_rows(rows, width=None if pad_to is None else pad_to + 1)
+    return CaptionBatch(torch.stack(images), tokens_BS, sum(len(row) - 1 for row in rows))
 
 
-class CaptionDataset(ImageDataset[tuple[Tensor, Tensor]]):
+class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of image (uint8 [3, H, W]) and tokens (int64, begin ... end); item ``i`` is the same in every run."""
 
     def __init__(self, examples: Examples, tokenizer: Tokenizer, *, max_positions: int) -> None:
@@ -61,43 +55,31 @@ class CaptionDataset(ImageDataset[tuple[Tensor, Tensor]]):
 
         Raises ValueError when no example is left.
         """
-        count = len(examples.captions)
-        super().__init__(examples.place, images=count)
         self._image = examples.image
         encodings = tokenizer.encode_batch_fast(examples.captions)
         lengths = np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
         # A caption of n tokens is begin + n + end: n + 1 positions are read, n + 1 predicted.
         empty, too_long = lengths == 0, lengths + 1 > max_positions
-        for reason, left_out in (("empty caption", empty), ("caption too long", too_long)):
-            if left_out.any():
-                self.left_out[reason] = self.left_out.get(reason, 0) + int(left_out.sum())
+        counts = {"empty caption": int(empty.sum()), "caption too long": int(too_long.sum())}
+        self.skipped = {reason: count for reason, count in counts.items() if count}
+        """Examples left out, by reason."""
         self._kept = np.flatnonzero(~(empty | too_long))
         if not len(self._kept):
-            reasons = ", ".join(f"{reason}: {count}" for reason, count in self.left_out.items()) or "it is empty"
-            raise ValueError(f"{examples.place} holds no usable example ({reasons})")
+            raise ValueError(f"{examples.place} holds no usable example ({self.skipped or 'it is empty'})")
         # Flat arrays instead of a list of lists: forked workers share their pages, because no reference count changes.
-        kept = [encodings[index].ids for index in self._kept]
-        self._ends = np.cumsum([len(ids) for ids in kept])
-        self._ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in kept])
-        self._image_ids = np.arange(count) if examples.image_ids is None else np.array(examples.image_ids)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
+        self.lengths: NDArray[np.int64] = lengths[self._kept] + 1
         """Text positions that the model computes for each example: one more than the caption has tokens."""
-        return np.diff(self._ends, prepend=0) + 1
+        self._ends = (self.lengths - 1).cumsum()
+        self._ids = np.concatenate([np.asarray(encodings[index].ids, dtype=np.int32) for index in self._kept])
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def image_id(self, index: int) -> int:
-        return int(self._image_ids[self._kept[index]])
-
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
-        end = int(self._ends[index])
-        start = int(self._ends[index - 1]) if index else 0
-        tokens = torch.empty(end - start + 2, dtype=torch.long)
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        end, count = int(self._ends[index]), int(self.lengths[index]) - 1
+        tokens = torch.empty(count + 2, dtype=torch.long)
         tokens[0], tokens[-1] = BEGIN, END
-        tokens[1:-1] = torch.from_numpy(self._ids[start:end])
+        tokens[1:-1] = torch.from_numpy(self._ids[end - count : end])
         return self._image(int(self._kept[index])), tokens
 
 
@@ -111,7 +93,7 @@ class CaptionDataModule(ResumableDataModule):
     def __init__(self, task: Captioning, *, seed: int) -> None:
         super().__init__(task.data, seed=seed)
         self._task = task
-        self.collate = Collate(pad_to=task.data.pad_to)
+        self.collate = partial(collate, pad_to=task.data.pad_to)
 
     def open(self) -> str:
         size, data = self._task.size, self._task.data

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
     BatchCounts,
@@ -42,11 +42,9 @@ class Examples:
     captions: list[str]
     """One caption an example; an image with several captions is several examples."""
     image: Callable[[int], Tensor]
-    """Index of an example to its uint8 image [3, H, W]; raises ``ImageError`` for a file that does not decode."""
+    """Index of an example to its uint8 image [3, H, W]; raises ValueError for a file that does not decode."""
     place: str
     """Where the examples come from, for messages: a folder or a file."""
-    image_ids: list[int] | None = None
-    """The image of each example, as a number below the number of examples; None: every example has its own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +139,9 @@ class Lognormal(GeneratedCaptions):
 
     def generate(self, key: str, count: int, image_size: int) -> Examples:
         captions = [self._caption(f"{key}/{index}") for index in range(count)]
-        return Examples(captions=captions, image=Noise(key, image_size), place="captions of lognormal lengths")
+        return Examples(
+            captions=captions, image=partial(_noise, key, image_size), place="captions of lognormal lengths"
+        )
 
     def _caption(self, key: str) -> str:
         draw = random.Random(key)
@@ -151,36 +151,10 @@ class Lognormal(GeneratedCaptions):
         return " ".join(WORDS[(start + stride * index) % len(WORDS)] for index in range(words))
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Images of random pixels."""
-
-    key: str
-    size: int
-
-    def __call__(self, index: int) -> Tensor:
-        """uint8 [3, size, size], the same at every call with ``index``."""
-        import torch
-
-        # Not hash(): that differs from process to process.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.key}/{index}".encode()))
-        return torch.randint(0, 256, (3, self.size, self.size), dtype=torch.uint8, generator=generator)
-
-
-class FileCaption(NamedTuple):
-    """One caption of one image file."""
-
-    path: Path
-    """The image."""
-    caption: str
-    """Its caption, as written in the file."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Coco(CaptionData):
-    """Captioned images in COCO's layout: ``annotations/captions_train*.json`` and ``train*/``, the same with ``val``.
-
-    Of several years the latest is read. Without validation files some training images are held out.
+    """Captioned images in COCO's layout: ``annotations/captions_train2017.json`` and ``train2017/``, the same with
+    ``val``, of any year; of several the latest. Without validation files some training images are held out.
     """
 
     root: str = ""
@@ -195,42 +169,39 @@ class Coco(CaptionData):
             raise ValueError("task.data.root='' must name a folder")
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """List both splits. Raises ValueError, naming the file or folder, for one that cannot be used."""
-        found = self._split("train")
-        if found is None:
-            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
-        train, place = found
-        val = self._split("val")
-        if val is None:
-            # By a hash of the file's name: all captions of an image fall on one side.
-            held = held_out({item.path: item.path.name for item in train}, share=self.val_share)
-            val = [item for item in train if item.path in held], place
-            train = [item for item in train if item.path not in held]
-        return _examples(train, place, image_size), _examples(*val, image_size)
-
-    def _split(self, name: str) -> tuple[list[FileCaption], Path] | None:
-        """Captions, and the file that lists them."""
-        root = Path(self.root)
-        file = max((root / "annotations").glob(f"captions_{name}*.json"), default=None)
+        file = self._annotations("train")
         if file is None:
-            return None
-        # train2017 for captions_train2017.json, else the last folder whose name begins with the split's.
-        folder = root / file.stem.removeprefix("captions_")
-        if not folder.is_dir():
-            folder = max((path for path in root.glob(f"{name}*") if path.is_dir()), default=folder)
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder of images")
-        return read_annotations(file, folder), file
+            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
+        train, val_file = _read(file), self._annotations("val")
+        if val_file is not None:
+            val = _read(val_file)
+        else:
+            # By a hash of the file's name: all captions of an image fall on one side.
+            held = held_out({path: path.name for path, _ in train}, share=self.val_share)
+            val = [item for item in train if item[0] in held]
+            train = [item for item in train if item[0] not in held]
+        return _examples(train, file, image_size), _examples(val, val_file or file, image_size)
+
+    def _annotations(self, split: str) -> Path | None:
+        return max(Path(self.root, "annotations").glob(f"captions_{split}*.json"), default=None)
 
 
-def _examples(items: list[FileCaption], place: Path, image_size: int) -> Examples:
-    first: dict[Path, int] = {}
-    return Examples(
-        captions=[" ".join(item.caption.split()) for item in items],
-        image=partial(_image, [item.path for item in items], image_size),
-        place=str(place),
-        image_ids=[first.setdefault(item.path, index) for index, item in enumerate(items)],
-    )
+def _read(file: Path) -> list[tuple[Path, str]]:
+    """Image and caption of each annotation. Raises ValueError, naming the file, for one that cannot be used."""
+    folder = file.parents[1] / file.stem.removeprefix("captions_")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder of images")
+    try:
+        content = json.loads(file.read_bytes())
+        paths = {image["id"]: folder / image["file_name"] for image in content["images"]}
+        return [(paths[each["image_id"]], " ".join(str(each["caption"]).split())) for each in content["annotations"]]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
+
+
+def _examples(items: list[tuple[Path, str]], file: Path, image_size: int) -> Examples:
+    paths, captions = [path for path, _ in items], [caption for _, caption in items]
+    return Examples(captions=captions, image=partial(_image, paths, image_size), place=str(file))
 
 
 def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
@@ -239,22 +210,12 @@ def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
     return read_image(paths[index], image_size=image_size)
 
 
-def read_annotations(file: Path, folder: Path) -> list[FileCaption]:
-    """Read a caption annotation file; raises ValueError, naming it, where it is missing or not of that format."""
-    try:
-        content = json.loads(file.read_bytes())
-        paths = {image["id"]: folder / image["file_name"] for image in content["images"]}
-        # An annotation of an image that the file does not list is of a missing image, not of a broken file.
-        return [
-            FileCaption(paths.get(each["image_id"], folder / f"image {each['image_id']}"), str(each["caption"] or ""))
-            for each in content["annotations"]
-        ]
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error})") from None
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
+def _noise(key: str, image_size: int, index: int) -> Tensor:
+    import torch
+
+    # Not hash(): that differs from process to process.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{key}/{index}".encode()))
+    return torch.randint(0, 256, (3, image_size, image_size), dtype=torch.uint8, generator=generator)
 
 
 @dataclass(kw_only=True, slots=True)

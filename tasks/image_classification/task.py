@@ -5,8 +5,8 @@ Labelled images are drawn shapes, or a folder of images.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,9 +16,12 @@ from tasks.base import BatchCounts, Declaration, Loading, TrainedTask, held_out,
 if TYPE_CHECKING:
     import lightning
     from torch import Tensor
+    from torch.utils.data import Dataset
 
     from tasks.image_classification.model import ClassifierNet
     from tasks.module import ScoredModule
+
+    Labelled = tuple[Tensor, int]
 
 
 VAL_NAMES = ("val", "valid", "validation", "test")
@@ -26,34 +29,22 @@ VAL_NAMES = ("val", "valid", "validation", "test")
 
 
 @dataclass(kw_only=True, slots=True)
-class LabelledExamples:
-    """One split."""
-
-    count: int
-    """Examples."""
-    item: Callable[[int], tuple[Tensor, int]]
-    """Index of an example to its uint8 image [3, H, W] and its class; raises ``ImageError`` for an image that does
-    not decode."""
-    place: str
-    """Where the examples come from, for messages: a folder or a name."""
-
-
-@dataclass(kw_only=True, slots=True)
 class LabelledData(Loading):
     """Base of every source of labelled images."""
+
+    def place(self) -> str:
+        """Where the images come from, for messages."""
+        raise NotImplementedError
 
     def class_names(self) -> list[str]:
         """Classes of the data; the label of an image is the index of its class.
 
-        Raises ValueError, naming the file, for a source that cannot be used.
+        Raises ValueError, naming the file, for a source that cannot be used. So does ``sets``.
         """
         raise NotImplementedError
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
-        """List training and validation examples with images of ``image_size`` pixels square.
-
-        Raises ValueError, naming the file, for a source that cannot be used.
-        """
+    def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
+        """Training and validation images, uint8 [3, ``image_size``, ``image_size``], each with its class."""
         raise NotImplementedError
 
 
@@ -77,33 +68,25 @@ class LabelledShapes(LabelledData):
         LabelledData.__post_init__(self)
         require_fields("task.data", self, train_images=1, val_images=1, distinct=1)
 
+    def place(self) -> str:
+        return "the embedded shapes"
+
     def class_names(self) -> list[str]:
         from tasks.images import shape_classes
 
         return shape_classes()
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
-        from tasks.images import KeptImages, Scenes
+    def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
+        from tasks.images import LabelledScenes
 
-        train, val = (
-            Scenes(key=f"{seed}/{split}", max_objects=1, image_size=image_size).labelled_image
-            for split in ("train", "val")
-        )
-        if self.distinct is not None:
-            train = KeptImages(train, count=min(self.distinct, self.train_images), image_size=image_size)
-        place = "the embedded shapes"
-        return (
-            LabelledExamples(count=self.train_images, item=train, place=place),
-            LabelledExamples(count=self.val_images, item=val, place=place),
-        )
+        train = LabelledScenes(f"{seed}/train", self.train_images, image_size=image_size, distinct=self.distinct)
+        return train, LabelledScenes(f"{seed}/val", self.val_images, image_size=image_size)
 
 
 @dataclass(kw_only=True, slots=True)
 class ImageFolder(LabelledData):
-    """Images of ``root/train/<class>/`` and ``root/val/<class>/``, or of ``root/<class>/`` with a share held out.
-
-    Files and classes are those of ``torchvision.datasets.ImageFolder``.
-    """
+    """Images of ``root/train/<class>/`` and ``root/val/<class>/``, or of ``root/<class>/`` with a share held out, by
+    ``torchvision.datasets.ImageFolder``."""
 
     root: str = ""
     """The folder."""
@@ -116,22 +99,31 @@ class ImageFolder(LabelledData):
         if not self.root:
             raise ValueError("task.data.root='' must name a folder of images")
 
-    def class_names(self) -> list[str]:
-        return _listed(self._folders()[0])[0]
+    def place(self) -> str:
+        return self.root
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[LabelledExamples, LabelledExamples]:
+    def class_names(self) -> list[str]:
+        return _listed(self._folders()[0]).classes
+
+    def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
+        from torch.utils.data import Subset
+
+        from tasks.images import read_image
+
         folder, val_folder = self._folders()
-        classes, train = _listed(folder)
-        if val_folder is None:
-            # By class and name: the files of every class may be called 0001.jpg, 0002.jpg, ...
-            names = {item: f"{classes[item[1]]}/{Path(item[0]).name}" for item in train}
-            out = held_out(names, share=self.val_share)
-            train, val = [item for item in train if item not in out], [item for item in train if item in out]
-        else:
-            val_classes, val = _listed(val_folder)
-            if val_classes != classes:
-                raise ValueError(f"{self.root}: training and validation images are of different classes")
-        return self._examples(train, image_size), self._examples(val, image_size)
+        train, val = (copy.copy(_listed(each)) for each in (folder, val_folder or folder))
+        for each in (train, val):
+            each.loader = functools.partial(read_image, image_size=image_size)
+        if val.classes != train.classes:
+            raise ValueError(f"{self.root}: training and validation images are of different classes")
+        if val_folder is not None:
+            return train, val
+        # By class and name: the files of every class may be called 0001.jpg, 0002.jpg, ...
+        names = {
+            index: f"{train.classes[label]}/{Path(file).name}" for index, (file, label) in enumerate(train.samples)
+        }
+        out = held_out(names, share=self.val_share)
+        return Subset(train, sorted(names.keys() - out)), Subset(train, sorted(out))
 
     def _folders(self) -> tuple[str, str | None]:
         """Of training and validation images; None: a share is held out."""
@@ -140,27 +132,16 @@ class ImageFolder(LabelledData):
             return self.root, None
         return str(train), next((str(folder) for folder in others if folder.is_dir()), None)
 
-    def _examples(self, files: list[tuple[str, int]], image_size: int) -> LabelledExamples:
-        return LabelledExamples(count=len(files), item=functools.partial(_read, files, image_size), place=self.root)
-
 
 @functools.lru_cache(maxsize=4)
-def _listed(folder: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """Classes, and each file with its class; once: the network asks for classes before training asks for images."""
+def _listed(folder: str) -> Any:
+    """torchvision's data set; once: the network asks for classes before training asks for images."""
     from torchvision import datasets
 
     try:
-        found = datasets.ImageFolder(folder)
+        return datasets.ImageFolder(folder)
     except OSError as error:
         raise ValueError(f"task.data.root: {str(error).strip().partition(chr(10))[0]}") from None
-    return found.classes, found.samples
-
-
-def _read(files: list[tuple[str, int]], image_size: int, index: int) -> tuple[Tensor, int]:
-    from tasks.images import read_image
-
-    path, label = files[index]
-    return read_image(Path(path), image_size=image_size), label
 
 
 @dataclass(kw_only=True, slots=True)
@@ -265,12 +246,11 @@ class ImageClassification(TrainedTask):
             ) from None
 
     def class_count(self) -> int:
-        """Outputs of the network. Raises ValueError for fewer than the data's classes."""
+        """Outputs of the network. Raises ValueError for fewer than the embedded data's classes; other data are opened
+        later."""
         if self.classes is not None and type(self.data) is not LabelledShapes:
-            return self.classes  # the data need not be opened; each label is compared as it is read
+            return self.classes
         found = len(self.data.class_names())
-        if self.classes is None:
-            return found
-        if self.classes < found:
+        if self.classes is not None and self.classes < found:
             raise ValueError(f"task.classes={self.classes} must be at least {found}, the classes of the data")
-        return self.classes
+        return self.classes or found

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.language.sources import Documents, TextData
 from tasks.layers import IGNORED
 from tasks.loading import BEGIN, END, PAD, SPECIAL_TOKENS, ResumableDataModule, load_tokenizer, pad_rows
 from tasks.resources import load_or_make
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from tasks.language.task import TextTask
 
 
 class TextBatch(NamedTuple):
@@ -50,16 +52,10 @@ class TextBatch(NamedTuple):
         return ("useful_tokens",)
 
 
-@dataclass(kw_only=True, slots=True)
-class CollateText:
-    """Make a batch of rows of tokens."""
-
-    pad_to: int | None
-    """Positions of every batch; None: as many as the longest row needs."""
-
-    def __call__(self, rows: Sequence[Tensor]) -> TextBatch:
-        tokens_BS = pad_rows(rows, width=None if self.pad_to is None else self.pad_to + 1)
-        return TextBatch(tokens_BS, sum(len(row) - 1 for row in rows))
+def collate_text(rows: Sequence[Tensor], *, pad_to: int | None) -> TextBatch:
+    """Make a batch of ``pad_to`` positions; None: as many as the longest row needs."""
+    tokens_BS = pad_rows(rows, width=None if pad_to is None else pad_to + 1)
+    return TextBatch(tokens_BS, sum(len(row) - 1 for row in rows))
 
 
 class TextDataset(Dataset[Tensor]):
@@ -67,9 +63,10 @@ class TextDataset(Dataset[Tensor]):
 
     def __init__(
         self,
-        documents: Documents,
+        texts: Sequence[str],
         tokenizer: Tokenizer,
         *,
+        place: str,
         packing: str,
         positions: int,
         extra: int,
@@ -77,7 +74,8 @@ class TextDataset(Dataset[Tensor]):
         """Tokenize all documents and lay out the rows.
 
         Args:
-            documents: What to tokenize.
+            texts: One a document.
+            place: Where they come from, for messages.
             tokenizer: Its ``BEGIN`` and ``END`` mark documents.
             packing: ``packed``: documents one after the other, each with its end, cut into rows of ``positions``;
                 what is left at the end makes no row. ``documents``: a row is begin, document, end, cut to
@@ -92,7 +90,7 @@ class TextDataset(Dataset[Tensor]):
         self._packed = packing == "packed"
         self._positions, self._extra = positions, extra
         # One flat array instead of a list of lists: forked workers share its pages, as no reference count changes.
-        self._ids = load_tokens(documents.texts, tokenizer)
+        self._ids = load_tokens(texts, tokenizer)
         self._ends = np.flatnonzero(self._ids == END)
         tokens = np.diff(self._ends, prepend=-1) + 1  # begin and end included
         if self._packed:
@@ -103,7 +101,7 @@ class TextDataset(Dataset[Tensor]):
                 self.skipped["rest of a document that is too long"] = cut
         if not len(self.lengths):
             raise ValueError(
-                f"{documents.place} holds {len(self._ids):,} tokens: too few for a packed row of {positions} positions "
+                f"{place} holds {len(self._ids):,} tokens: too few for a packed row of {positions} positions "
                 "(task.data.max_tokens)"
             )
 
@@ -250,51 +248,39 @@ class TextDataModule(ResumableDataModule):
     tokenizer: Tokenizer
     train_set: TextDataset
     val_set: TextDataset
-    extra = 1
-    """Tokens of a row beyond the positions that the model computes."""
 
-    def __init__(self, config: TextData, *, vocabulary_size: int, max_tokens: int, seed: int) -> None:
-        """``max_tokens``: positions that the model takes; ``vocabulary_size``: most tokens that are learned."""
-        super().__init__(config, seed=seed)
-        self._config = config
-        self._vocabulary_size = vocabulary_size
-        self._positions = min(value for value in (max_tokens, config.max_tokens, config.pad_to) if value is not None)
-        self.collate = CollateText(pad_to=config.pad_to)
+    def __init__(self, task: TextTask, *, vocabulary_size: int, seed: int) -> None:
+        """``vocabulary_size``: most tokens that are learned."""
+        super().__init__(task.data, seed=seed)
+        self._task, self._vocabulary_size = task, vocabulary_size
 
     def open(self) -> str:
-        train, val = self._config.documents()
-        self.tokenizer = load_tokenizer(train.texts, vocabulary_size=self._vocabulary_size)
-        self.train_set, self.val_set = (
-            TextDataset(
-                documents,
-                self.tokenizer,
-                packing=self._config.packing,
-                positions=self._positions,
-                extra=self.extra,
-            )
-            for documents in (train, val)
-        )
-        return train.place
+        task, data = self._task, self._task.data
+        train, val = data.documents()
+        self.tokenizer = load_tokenizer(train, vocabulary_size=self._vocabulary_size)
+        most = min(each for each in (task.max_positions(), data.max_tokens, data.pad_to) if each is not None)
+        rows: dict[str, Any] = {"packing": data.packing, "positions": most, "extra": task.extra}
+        val_place = f"the validation text of {data.place()} (task.data.val_share={data.val_share})"
+        self.train_set = TextDataset(train, self.tokenizer, place=data.place(), **rows)
+        self.val_set = TextDataset(val, self.tokenizer, place=val_place, **rows)
+        self.collate = self.collation()
+        return data.place()
+
+    def collation(self) -> Callable[[list[Any]], Any]:
+        """Makes a batch of rows."""
+        return partial(collate_text, pad_to=self._task.data.pad_to)
 
 
 class MaskedDataModule(TextDataModule):
     """Loads batches of masked rows."""
 
-    extra = 0
-
-    def __init__(self, config: TextData, *, mask_token: int, max_tokens: int, masked_share: float, seed: int) -> None:
-        """``mask_token``: above all tokens of the tokenizer."""
-        super().__init__(config, vocabulary_size=mask_token, max_tokens=max_tokens, seed=seed)
-        self._mask_token, self._masked_share = mask_token, masked_share
-
-    def open(self) -> str:
-        place = super().open()
-        self.collate = CollateMasked(
+    def collation(self) -> Callable[[list[Any]], Any]:
+        task: Any = self._task
+        return CollateMasked(
             seed=self.seed,
-            share=self._masked_share,
-            mask_token=self._mask_token,
+            share=task.masked_share,
+            mask_token=task.network.mask_token,
             token_count=self.tokenizer.get_vocab_size(),
-            pad_to=self._config.pad_to,
-            padded=self._config.packing == "documents",
+            pad_to=task.data.pad_to,
+            padded=task.data.packing == "documents",
         )
-        return place

@@ -1,21 +1,34 @@
-"""Language tasks: predict the next token of a text (GPT-2, Llama), or hidden ones from those around them
-(BERT)."""
+"""Language tasks: predict the next token of a text (GPT-2, Llama), or hidden ones from those around them (BERT).
+
+Text is Python's standard library, text files or JSON lines.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
+import itertools
+import json
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
     BatchCounts,
     Declaration,
+    Loading,
     TrainedTask,
+    held_out,
     require_at_least,
+    require_choice,
     require_fields,
     require_multiple,
     require_share,
 )
-from tasks.language.sources import Stdlib, TextData
 
 if TYPE_CHECKING:
     import lightning
@@ -24,12 +37,179 @@ if TYPE_CHECKING:
     from tasks.module import ScoredModule
 
 
+PACKINGS = ("packed", "documents")
+Named = Iterable[tuple[str, str]]
+"""Name and text of each document; the name decides on which side it falls."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TextData(Loading):
+    """Base of every source of text.
+
+    A source says how documents are read (``read``); how they are split and made into rows is the same for all.
+    """
+
+    num_workers: int | None = 0
+    """Loader processes a device; None: one less than this process' cores, at most 8. A row is a slice of memory, which
+    no process makes faster than the training's own."""
+    packing: str = "packed"
+    """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful; or
+    ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted."""
+    max_tokens: int | None = None
+    """Positions of a packed row, most positions of a document; None: as many as the network takes."""
+    pad_to: int | None = None
+    """Positions of every batch of ``documents``, at most ``max_tokens``; None: as many as its longest one needs."""
+    max_documents: int | None = None
+    """Most documents to read, both splits together; None: all. A fixed choice, the same in every run."""
+    val_share: float = 0.02
+    """Share of the documents held out for validation, at least one; the same documents in every run. Of a source that
+    is one document, its end."""
+
+    def __post_init__(self) -> None:
+        Loading.__post_init__(self)
+        require_choice("task.data.packing", self.packing, PACKINGS)
+        require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
+        require_share("task.data.val_share", self.val_share, below_one=True)
+        if self.pad_to is not None and self.packing == "packed":
+            raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents: packed rows are full")
+
+    def read(self) -> tuple[Named, Named | None]:
+        """Training documents, and validation documents where the user names some; None: a share is held out.
+
+        Raises ValueError, naming the file, for a source that cannot be used.
+        """
+        raise NotImplementedError
+
+    def place(self) -> str:
+        """Where the documents come from, for messages."""
+        raise NotImplementedError
+
+    def documents(self) -> tuple[list[str], list[str]]:
+        """Training and validation documents, one text each, the same ones in every run; blank ones are left out.
+
+        Raises ValueError, naming the file, for a source that cannot be used, and for too little text on a side.
+        """
+        given = self.read()
+        named, val_named = (
+            [(name, text) for name, text in itertools.islice(side or (), self.max_documents) if text.strip()]
+            for side in given
+        )
+        train, val = [text for _, text in named], [text for _, text in val_named]
+        if given[1] is None and len(train) == 1:
+            at = min(max(1, round(len(train[0]) * (1 - self.val_share))), len(train[0]) - 1)
+            train, val = [train[0][:at]], [train[0][at:]]
+        elif given[1] is None:
+            held = held_out({name: name for name, _ in named}, share=self.val_share)
+            train, val = ([text for name, text in named if (name in held) is out] for out in (False, True))
+        if not any(train) or not any(val):
+            raise ValueError(f"{self.place()} holds too little text to train on and to validate")
+        return train, val
+
+
+def read_text(file: Path) -> str:
+    """Read UTF-8, with a byte order mark or without; line ends become newlines. Raises ValueError, naming the file."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as UTF-8 text ({error})") from None
+
+
+@dataclass(kw_only=True, slots=True)
+class TextFiles(TextData):
+    """UTF-8 files: of text, a document each, and of JSON lines (``.jsonl``), a document a line."""
+
+    path: str = ""
+    """A file, a folder (its ``.txt`` and ``.jsonl`` files at any depth), or a pattern such as ``/data/**/*.md``."""
+    key: str = "text"
+    """Key of the text within the object of a JSON line."""
+    val_path: str = ""
+    """Validation text, as ``path``; empty: a share of the documents is held out."""
+
+    def __post_init__(self) -> None:
+        TextData.__post_init__(self)
+        if not self.path:
+            raise ValueError("task.data.path='' must name a text file, a folder or a pattern")
+
+    def read(self) -> tuple[Named, Named | None]:
+        val = self._documents("task.data.val_path", self.val_path) if self.val_path else None
+        return self._documents("task.data.path", self.path), val
+
+    def place(self) -> str:
+        return self.path
+
+    def _documents(self, option: str, path: str) -> Iterator[tuple[str, str]]:
+        """Documents, named by their path below the folder or the part of the pattern without wildcards."""
+        root = Path(path)
+        if root.is_dir():
+            files = sorted(file for file in root.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())
+        else:
+            files = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
+            while glob.has_magic(str(root)) or root == Path(path):
+                root = root.parent
+        if not files:
+            raise ValueError(f"{option}={path!r} is not a file, a folder with .txt or .jsonl files, or a pattern")
+        for file in files:
+            name, text = file.relative_to(root).as_posix(), read_text(file)
+            if file.suffix != ".jsonl":
+                yield name, text
+                continue
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    yield f"{name}:{number}", self._of_line(line, f"{file} line {number}")
+
+    def _of_line(self, line: str, place: str) -> str:
+        try:
+            item = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place} is not JSON ({error})") from None
+        text = item.get(self.key) if isinstance(item, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f"{place} has no text under the key {self.key!r} (task.data.key)")
+        return text
+
+
+DEFINITION = re.compile(r"^(?:@[^\n]*\n)*(?:async def |def |class )", re.MULTILINE)
+"""A function or class at the left margin, with its decorators."""
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Stdlib(TextData):
+    """Python's standard library as it is installed here: some 13 MB, which differ from one Python to the next.
+
+    A document is a top-level function or class; the code before a file's first one is a document too.
+    """
+
+    def read(self) -> tuple[Named, Named | None]:
+        return self._documents(), None
+
+    def place(self) -> str:
+        return "Python's standard library"
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        """Documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""
+        folder = Path(sysconfig.get_path("stdlib"))
+        relative = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+        names = [name for name in relative if not LEFT_OUT.intersection(name.split("/")[:-1])]
+        if not names:
+            raise ValueError(f"{folder} holds no Python sources; take task/data=text")
+        names.sort(key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
+        for name in names:
+            with contextlib.suppress(ValueError):  # a few are not UTF-8
+                for number, part in enumerate(definitions(read_text(relative[name]))):
+                    yield f"{name}:{number}", part
+
+
+def definitions(text: str) -> list[str]:
+    """A Python source in pieces, which joined are the whole but for blank ones."""
+    starts = [match.start() for match in DEFINITION.finditer(text)]
+    edges = [0, *(start for start in starts if start), len(text)]
+    return [part for begin, end in itertools.pairwise(edges) if (part := text[begin:end]).strip()]
+
+
 @dataclass(kw_only=True, slots=True)
 class Dimensions:
     """What the networks defined here have in common."""
-
-    least: ClassVar[tuple[int, int]] = (259, 2)
-    """Of vocabulary_size and max_tokens."""
 
     layers: int = 4
     """Blocks."""
@@ -43,14 +223,8 @@ class Dimensions:
     """Most positions."""
 
     def __post_init__(self) -> None:
-        vocabulary_size, max_tokens = self.least
-        require_fields("task.network", self, layers=1, width=1, heads=1)
-        require_fields("task.network", self, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
+        require_fields("task.network", self, layers=1, width=1, heads=1, vocabulary_size=259, max_tokens=2)
         require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
-
-    def limits(self) -> tuple[int, int]:
-        """Outputs of the head, most positions."""
-        return self.vocabulary_size, self.max_tokens
 
     def learning_rate(self) -> float:
         """2.6e-4 for GPT-2: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
@@ -117,13 +291,12 @@ class BertNetwork(Dimensions):
     The last output of the head is the mask's token, so that the tokenizer learns at most ``vocabulary_size - 1``.
     """
 
-    least: ClassVar[tuple[int, int]] = (260, 3)
-
     dropout: float = 0.0
     """Share of activations and attention weights dropped in training."""
 
     def __post_init__(self) -> None:
         Dimensions.__post_init__(self)
+        require_fields("task.network", self, vocabulary_size=260)
         require_share("task.network.dropout", self.dropout, below_one=True)
 
     @property
@@ -136,37 +309,66 @@ class BertNetwork(Dimensions):
 
 
 @dataclass(kw_only=True, slots=True)
-class LanguageModelling(TrainedTask):
+class TextTask(TrainedTask):
+    """Base of the tasks over text."""
+
+    monitor: ClassVar[str | None] = "val/loss"
+    embeds: ClassVar[bool] = True
+    extra: ClassVar[int] = 1
+    """Tokens of a row beyond the positions that the network computes."""
+
+    network: Dimensions = field(default_factory=Dimensions)
+    """The network."""
+    data: TextData = field(default_factory=TextData)
+    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+
+    def __post_init__(self) -> None:
+        if type(self.data) is TextData:
+            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
+            self.data = Stdlib(**asdict(self.data))
+        TrainedTask.__post_init__(self)
+        for name in ("max_tokens", "pad_to"):
+            value, most = getattr(self.data, name), self.max_positions()
+            if value is not None and value > most:
+                raise ValueError(f"task.data.{name}={value} must be at most task.network.max_tokens={most}")
+
+    def default_learning_rate(self) -> float:
+        return self.network.learning_rate()
+
+    def max_positions(self) -> int:
+        return self.network.max_tokens
+
+    def count(self, batch: Any) -> BatchCounts:
+        rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - self.extra
+        return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
+
+    def ragged(self, *fields: tuple[str, int, float, int]) -> tuple[tuple[str, int, float, int], ...]:
+        """``fields`` where rows are documents: packed ones are not ragged."""
+        return fields if self.data.packing == "documents" else ()
+
+
+@dataclass(kw_only=True, slots=True)
+class LanguageModelling(TextTask):
     """Next-token prediction over text."""
 
     name: ClassVar[str] = "language_modelling"
-    monitor: ClassVar[str | None] = "val/loss"
-    embeds: ClassVar[bool] = True
 
     loss_chunks: int = 1
     """Pieces of the positions whose logits are in memory at once in training; those of more than one are computed
     again in backward, which costs another product with the head."""
     network: LanguageNetwork = field(default_factory=LanguageNetwork)
     """The network; the smallest GPT-2 where only the base is given."""
-    data: TextData = field(default_factory=TextData)
-    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
 
     def __post_init__(self) -> None:
-        # The defaults are bare bases because OmegaConf lets a subclass replace the base, never another subclass.
-        if type(self.data) is TextData:
-            self.data = Stdlib(**asdict(self.data))
-        if type(self.network) is LanguageNetwork:
+        if type(self.network) is LanguageNetwork:  # the bare base as of the data
             self.network = Gpt2Network()
-        TrainedTask.__post_init__(self)
+        TextTask.__post_init__(self)
         require_at_least("task.loss_chunks", self.loss_chunks, 1)
-        most = self.max_positions()
-        _require_at_most(self.data, most, f"the {most} positions of the network")
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import TextDataModule
 
-        vocabulary_size, max_tokens = self.network.limits()
-        return TextDataModule(self.data, vocabulary_size=vocabulary_size, max_tokens=max_tokens, seed=seed)
+        return TextDataModule(self, vocabulary_size=self.network.vocabulary_size, seed=seed)
 
     def build_net(self) -> nn.Module:
         return self.network.build(loss_chunks=self.loss_chunks)
@@ -176,29 +378,13 @@ class LanguageModelling(TrainedTask):
 
         return LanguageModel
 
-    def default_learning_rate(self) -> float:
-        return self.network.learning_rate()
-
     def declare(self) -> Declaration:
-        """One graph for the whole network with its loss; or its blocks, with the loss apart. Packed rows are no ragged
-        ones."""
+        """One graph for the whole network with its loss; or its blocks, with the loss apart."""
         from tasks.loading import PAD
 
         # The model reads all tokens but the last and predicts all but the first.
-        ragged = (("tokens", 1, PAD, 1),) if self.data.packing == "documents" else ()
-        return Declaration(
-            whole=("net",),
-            blocks=("net.blocks",),
-            parts=("net.tail",),
-            ragged=ragged,
-        )
-
-    def count(self, batch: Any) -> BatchCounts:
-        rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - 1
-        return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
-
-    def max_positions(self) -> int:
-        return self.network.limits()[1]
+        ragged = self.ragged(("tokens", 1, PAD, 1))
+        return Declaration(whole=("net",), blocks=("net.blocks",), parts=("net.tail",), ragged=ragged)
 
     def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
         import torch
@@ -212,12 +398,11 @@ class LanguageModelling(TrainedTask):
 
 
 @dataclass(kw_only=True, slots=True)
-class MaskedLM(TrainedTask):
+class MaskedLM(TextTask):
     """BERT's masked tokens, hidden anew in every epoch; see ``tasks/language/data.py``."""
 
     name: ClassVar[str] = "masked_lm"
-    monitor: ClassVar[str | None] = "val/loss"
-    embeds: ClassVar[bool] = True
+    extra: ClassVar[int] = 0
 
     masked_share: float = 0.15
     """Share of a row's tokens to predict, rounded, at least one: of them 80% show the mask, 10% a random token and 10%
@@ -228,25 +413,14 @@ class MaskedLM(TrainedTask):
     """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
 
     def __post_init__(self) -> None:
-        if type(self.data) is TextData:
-            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
-            self.data = Stdlib(**asdict(self.data))
-        TrainedTask.__post_init__(self)
+        TextTask.__post_init__(self)
         if not 0 < self.masked_share < 1:
             raise ValueError(f"task.masked_share={self.masked_share} must be above 0 and below 1")
-        most = self.network.max_tokens
-        _require_at_most(self.data, most, f"task.network.max_tokens={most}")
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import MaskedDataModule
 
-        return MaskedDataModule(
-            self.data,
-            mask_token=self.network.mask_token,
-            max_tokens=self.network.max_tokens,
-            masked_share=self.masked_share,
-            seed=seed,
-        )
+        return MaskedDataModule(self, vocabulary_size=self.network.mask_token, seed=seed)
 
     def build_net(self) -> nn.Module:
         from tasks.language.model import Bert
@@ -258,30 +432,13 @@ class MaskedLM(TrainedTask):
 
         return MaskedModule
 
-    def default_learning_rate(self) -> float:
-        return self.network.learning_rate()
-
     def declare(self) -> Declaration:
-        """One graph for the whole network with its loss; or its blocks, with embedding and loss apart. Packed rows are
-        no ragged ones."""
+        """One graph for the whole network with its loss; or its blocks, with embedding and loss apart."""
         from tasks.layers import IGNORED
         from tasks.loading import PAD
 
-        ragged = (("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
-        return Declaration(
-            whole=("net",),
-            blocks=("net.blocks",),
-            parts=("net.embed", "net.tail"),
-            ragged=ragged if self.data.packing == "documents" else (),
-        )
-
-    def count(self, batch: Any) -> BatchCounts:
-        return BatchCounts(
-            samples=batch.tokens.shape[0], tokens=batch.tokens.numel(), useful_tokens=batch.useful_tokens
-        )
-
-    def max_positions(self) -> int:
-        return self.network.max_tokens
+        ragged = self.ragged(("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
+        return Declaration(whole=("net",), blocks=("net.blocks",), parts=("net.embed", "net.tail"), ragged=ragged)
 
     def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
         """The head is computed at every position, not only where tokens are masked."""
@@ -289,10 +446,3 @@ class MaskedLM(TrainedTask):
 
         tokens = torch.zeros(rows, positions, dtype=torch.long)
         return tokens, None, tokens
-
-
-def _require_at_most(data: TextData, most: int, what: str) -> None:
-    for name in ("max_tokens", "pad_to"):
-        value = getattr(data, name)
-        if value is not None and value > most:
-            raise ValueError(f"task.data.{name}={value} must be at most {what}")

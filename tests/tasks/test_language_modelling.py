@@ -10,8 +10,7 @@ import torch
 
 from tasks.language.data import TextBatch
 from tasks.language.model import LanguageModel
-from tasks.language.sources import Stdlib, TextData
-from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
+from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork, Stdlib, TextData
 
 LLAMA = LlamaNetwork(
     layers=2, width=16, heads=2, key_value_heads=1, hidden_width=32, vocabulary_size=300, max_tokens=16
@@ -61,9 +60,7 @@ def test_the_plain_bases_stand_for_the_embedded_text_and_the_smallest_network() 
 
 
 def test_options_at_odds_with_the_network_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^task\.data\.max_tokens=17 must be at most the 16 positions of the network$"
-    ):
+    with pytest.raises(ValueError, match=r"^task\.data\.max_tokens=17 must be at most task\.network\.max_tokens=16$"):
         task_of(data=Stdlib(max_tokens=17))
     with pytest.raises(ValueError, match=r"^task\.initialise='gpu' is not one of"):
         task_of(initialise="gpu")

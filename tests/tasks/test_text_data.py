@@ -12,12 +12,14 @@ import torch
 from strategies import Ragged
 from strategies.padding import length_of
 from tasks.language.data import TextDataModule, encode
-from tasks.language.sources import Stdlib, TextData, TextFiles
+from tasks.language.task import Gpt2Network, LanguageModelling, Stdlib, TextData, TextFiles, definitions
 from tasks.loading import BEGIN, END, PAD, train_tokenizer
 
 
 def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:
-    module = TextDataModule(data, vocabulary_size=300, max_tokens=max_tokens, seed=0)
+    network = Gpt2Network(vocabulary_size=300, max_tokens=max_tokens)
+    module = LanguageModelling(data=data, network=network).build_data(seed=0)
+    assert isinstance(module, TextDataModule)
     module.setup("fit")
     return module
 
@@ -37,7 +39,7 @@ def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None
     for row, following in itertools.pairwise(rows):
         assert row[-1] == following[0], "the last target is the next row's first input"
     stream = torch.cat([rows[0], *(row[1:] for row in rows[1:])]).tolist()
-    texts = TextFiles(path=str(folder)).documents()[0].texts
+    texts = TextFiles(path=str(folder)).documents()[0]
     expected = encode(texts, module.tokenizer).tolist()
     assert stream == expected[: len(stream)]
     assert len(expected) - len(stream) < 16
@@ -46,7 +48,7 @@ def test_packed_rows_are_the_documents_one_after_the_other(folder: Path) -> None
 
 def test_a_document_row_begins_ends_and_is_cut(folder: Path) -> None:
     module = load(TextFiles(path=str(folder), batch_size=4, packing="documents"), max_tokens=24)
-    texts = TextFiles(path=str(folder)).documents()[0].texts
+    texts = TextFiles(path=str(folder)).documents()[0]
     stream = encode(texts, module.tokenizer)
     whole = [[BEGIN, *ids] for ids in np.split(stream, np.flatnonzero(stream == END) + 1)[:-1]]
     rows = [module.train_set[index].tolist() for index in range(len(module.train_set))]
@@ -83,17 +85,15 @@ def test_the_embedded_text_is_split_alike_in_every_run_and_order() -> None:
     first, second = (Stdlib(max_documents=300).documents() for _ in range(2))
     assert first == second
     train, val = first
-    assert len(train.texts) + len(val.texts) == 300
-    assert 1 <= len(val.texts) <= 30
-    lengths = sorted(map(len, train.texts))
+    assert len(train) + len(val) == 300
+    assert 1 <= len(val) <= 30
+    lengths = sorted(map(len, train))
     assert lengths[-30] > 8 * lengths[30], "ragged, as real documents are"
-    files = Stdlib(max_documents=300, unit="file").documents()[0]
-    assert np.median([len(text) for text in files.texts]) > 3 * np.median(lengths)
 
 
 def test_definitions_are_the_files_in_pieces() -> None:
     text = "import a\n\n@deco\n@other(1)\ndef f():\n    def inner(): ...\n\nclass C:\n    x = 1\nasync def g(): ...\n"
-    parts = Stdlib()._parts(text)
+    parts = definitions(text)
     assert "".join(parts) == text
     assert [part.split("\n")[0] for part in parts] == ["import a", "@deco", "class C:", "async def g(): ..."]
 
@@ -120,7 +120,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
     (tmp_path / "a.txt").write_text("ab cd " * 40)
     with pytest.raises(
-        ValueError, match=r"^what is held out of .*a\.txt \(task\.data\.val_share=0\.02\) holds \d+ tok"
+        ValueError, match=r"^the validation text of .*a\.txt \(task\.data\.val_share=0\.02\) holds \d+ tok"
     ):
         load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
     (tmp_path / "a.txt").write_text(" \n")
@@ -131,8 +131,8 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "all.txt").write_text("".join(f"{number} " for number in range(2000)))
     train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents()
-    assert train.texts[0] + val.texts[0] == (tmp_path / "all.txt").read_text()
-    assert len(val.texts[0]) == pytest.approx(0.1 * len(train.texts[0]), rel=0.15)
+    assert train[0] + val[0] == (tmp_path / "all.txt").read_text()
+    assert len(val[0]) == pytest.approx(0.1 * len(train[0]), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,6 @@ def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
         ({"max_tokens": 1}, r"task\.data\.max_tokens=1 must be at least 2"),
         ({"pad_to": 8}, r"task\.data\.pad_to=8 needs task\.data\.packing=documents"),
         ({"val_share": 1.0}, r"task\.data\.val_share=1\.0 must be"),
-        ({"unit": "line"}, r"task\.data\.unit='line' is not one of"),
     ],
 )
 def test_values_out_of_range_are_named(options: dict[str, object], message: str) -> None:

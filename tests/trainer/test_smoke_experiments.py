@@ -42,4 +42,4 @@ def test_every_experiment_has_one_in_small() -> None:
 def test_a_full_experiment_has_the_batch_that_is_quoted(name: str, rows: int, positions: int) -> None:
     task = compose([f"experiment={name}"]).task
     assert isinstance(task, LanguageModelling)
-    assert (task.data.batch_size, task.network.limits()[1], task.data.max_tokens) == (rows, positions, None)
+    assert (task.data.batch_size, task.network.max_tokens, task.data.max_tokens) == (rows, positions, None)
