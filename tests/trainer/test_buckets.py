@@ -94,9 +94,10 @@ def test_eager_goes_on_from_a_checkpoint_of_buckets_within_the_same_epoch(tmp_pa
     train(first, *RAGGED_CAPTIONS, "trainer.max_steps=20", strategy="buckets")
     ragged = RAGGED_CAPTIONS[:2]
     assert train(second, *ragged, "trainer.max_steps=22", f"resume={first}", strategy="eager").status == "finished"
-    # 60 captions in batches of two: twenty steps are within the first epoch, for the data module as well.
-    assert last_checkpoint(first)["CaptionDataModule"] == {"epoch": 0, "batches": 20}
-    assert last_checkpoint(second)["CaptionDataModule"] == {"epoch": 0, "batches": 22}
+    # 60 captions in batches of two: twenty steps are within the first epoch, for the loader as well.
+    for folder, batches in ((first, 20), (second, 22)):
+        loop = last_checkpoint(folder)["loops"]["fit_loop"]["state_dict"]
+        assert loop["combined_loader"] == [{"epoch": 0, "batches": batches}]
 
 
 TWO_PROCESSES = """
