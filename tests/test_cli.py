@@ -142,16 +142,9 @@ def test_a_misspelt_name_in_a_users_file_is_one_line(
     [
         ("seed: 1\nseed: 2\n", 3, "found duplicate key seed"),
         ("trainer:\n  max_steps: 3\n seed: 2\n", 4, "expected <block end>, but found '<block mapping start>' (is the"),
-        (
-            "trainer:\n  max_steps: 3\n   seed: 2\n",
-            4,
-            "mapping values are not allowed here (is the indentation right?)",
-        ),
-        ("\tseed: 1\n", 2, "found character '\\t' that cannot start any token"),
-        ("seed: [1\n", 3, "expected ',' or ']'"),
         ("seed: 'ä\n", 3, "found unexpected end of stream"),
     ],
-    ids=["twice", "outdented", "indented", "tab", "bracket", "quote"],
+    ids=["twice", "outdented", "quote"],
 )
 def test_a_yaml_that_is_none_is_one_line_with_file_and_line(
     command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, line: int, what: str
@@ -174,10 +167,8 @@ TWO_KINDS_OF_GRAPHS = "compile: 'cuda_graph' captures whole steps, 'regional' as
     ("arguments", "complaint"),
     [
         (["compile=[regional,whole]"], REGIONAL_AND_WHOLE),
-        (["compile=[whole,regional]"], REGIONAL_AND_WHOLE),
         (["compile=[buckets,dynamic]"], BUCKETS_AND_DYNAMIC),
         (["compile=[regional,cuda_graph]", "compile.regional.mode=reduce-overhead"], TWO_KINDS_OF_GRAPHS),
-        (["compile=[cuda_graph,regional]", "compile.regional.mode=max-autotune"], TWO_KINDS_OF_GRAPHS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -346,14 +337,6 @@ def test_torch_is_not_imported_before_it_is_needed(
     done = python(MAIN, *arguments, cwd=tmp_path)
     assert done.stderr.split()[-2] == "False"
     assert done.returncode == (2 if "trainer.max_steps=0" in arguments else 0)
-
-
-def test_completion_offers_options_and_values(
-    command_line: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COMP_LINE", "crucible compile=re")
-    assert command_line("-sc", "query=bash") == 0
-    assert capfd.readouterr().out.split() == ["compile=regional"]
 
 
 def test_completion_knows_the_users_own_options(

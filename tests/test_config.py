@@ -62,6 +62,8 @@ def test_every_yaml_begins_with_the_command_that_uses_it() -> None:
 def test_every_option_composes_into_dataclasses(subtests: pytest.Subtests) -> None:
     for file in YAMLS:
         group, name = option_of(file)
+        if group == "arms" or name.endswith("_smoke"):
+            continue  # see below, and tests/trainer/test_smoke_experiments.py
         with subtests.test(file=str(file.relative_to(CONF))):
             overrides = [] if group == "." or group.startswith("hydra") else [f"{group}={name}"]
             config = build(*overrides, *NEEDS.get(f"{group}/{name}", []))
@@ -121,31 +123,17 @@ def test_the_default_trainer_yaml_is_the_dataclasss_defaults() -> None:
     assert build().trainer == TrainerConfig()
 
 
-def test_several_strategies_compose() -> None:
-    assert set(build("compile=[regional,buckets]").compile) == {"regional", "buckets"}
-    assert build("compile=eager").compile == {}
-
-
 def test_names_of_a_combination_are_in_the_order_of_stages_not_of_the_command_line() -> None:
     for text in ("compile=[regional,whole]", "compile=[whole,regional]"):
         assert strategy_names(compose("config", overrides=[text]).compile) == "regional+whole"
     assert strategy_names(compose("config").compile) == "eager"
 
 
-COMPOSITES = {"debug": {"regional"}, "full_stack": {"regional", "optimizer", "buckets", "cached", "cuda_graph"}}
-
-
-@pytest.mark.parametrize("name", sorted(COMPOSITES))
-def test_a_composite_is_strategies_that_each_could_be_named(name: str) -> None:
-    chosen = build(f"compile={name}").compile
-    assert set(chosen) == COMPOSITES[name]
-    assert {key: type(strategy) for key, strategy in chosen.items()} == {key: STRATEGIES[key] for key in chosen}
-
-
 def test_composites_differ_from_their_strategies_only_as_they_say() -> None:
     debug = build("compile=debug").compile
     assert debug == {"regional": STRATEGIES["regional"](backend="aot_eager")}
     full = build("compile=full_stack").compile
+    assert set(full) == {"regional", "optimizer", "buckets", "cached", "cuda_graph"}
     assert full == {name: STRATEGIES[name]() for name in full} | {
         name: STRATEGIES[name](required=False)  # type: ignore[call-arg]
         for name in ("buckets", "cuda_graph")

@@ -13,20 +13,10 @@ def working_directory_last() -> None:
     if sys.path[:1] not in ([here], [""]) or here == ours:  # not with -P, and not for a checkout's own folder
         return
     sys.path[:] = [*sys.path[1:], here]
-    for name in hiding(here):
-        print(
-            f"warning: {os.path.join(here, name)} has the name of a module of Python's own: this process takes "
-            "Python's, those that it starts may take yours; rename it",
-            file=sys.stderr,
-        )
-
-
-def hiding(folder: str) -> list[str]:
-    """Modules and packages in ``folder`` that have the name of one of Python's own."""
-    found = []
-    for name in sorted(os.listdir(folder)):
-        module, suffix = os.path.splitext(name)
-        package = not suffix and os.path.isfile(os.path.join(folder, name, "__init__.py"))
-        if (suffix == ".py" or package) and module in sys.stdlib_module_names:
-            found.append(name)
-    return found
+    for name in sorted(os.listdir(here)):
+        if name.endswith(".py") and name.removesuffix(".py") in sys.stdlib_module_names:
+            print(
+                f"warning: {os.path.join(here, name)} has the name of a module of Python's own: this process takes "
+                "Python's, those that it starts may take yours; rename it",
+                file=sys.stderr,
+            )

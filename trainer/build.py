@@ -222,30 +222,17 @@ def task_options(command: Sequence[str]) -> str:
     return " ".join(given.values()) or "the task"
 
 
-class Bf16Mixed(MixedPrecision):
-    """bf16 autocast. Lightning's own refuses to clip gradients of a fused optimizer, because such an optimizer undoes
-    the gradient scaling inside its step; bf16 has no gradient scaling, so there is nothing to wait for."""
-
-    def clip_gradients(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
-        """Clip as in full precision."""
-        Precision.clip_gradients(self, optimizer, *arguments, **named)
-
-
-class Fp16Mixed(MixedPrecision):
-    """fp16 autocast with a gradient scaler. Gradients of a fused optimizer are unscaled before its step as those of any
-    other, so that they can be clipped; torch's scaler then tells the step that there is nothing left to unscale."""
+class Mixed(MixedPrecision):
+    """Autocast that clips gradients of a fused optimizer, which Lightning's own refuses: such an optimizer undoes the
+    gradient scaling inside its step. bf16 has none; of fp16 they are unscaled before, as those of any other optimizer,
+    and torch's scaler then tells the step that there is nothing left to unscale."""
 
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Any,
-        model: L.LightningModule,
-        closure: Callable[[], Any],
-        **named: Any,
+        self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **named: Any
     ) -> Any:
         """Unscale, clip, and step unless a gradient is not finite."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().optimizer_step(optimizer, model, closure, **named)
-        assert self.scaler is not None
         result = closure()
         if result is None and model.automatic_optimization:  # no backward, nothing to unscale
             self._after_closure(model, optimizer)
@@ -257,7 +244,7 @@ class Fp16Mixed(MixedPrecision):
         return stepped
 
     def clip_gradients(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
-        """Clip as in full precision: the gradients are unscaled."""
+        """Clip as in full precision."""
         Precision.clip_gradients(self, optimizer, *arguments, **named)
 
 
@@ -276,10 +263,10 @@ def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
     # Sharded strategies of Lightning's bring their own.
     unsharded = config.strategy in ("auto", "ddp", "ddp_find_unused_parameters_true")
     if precision == "bf16-mixed" and (unsharded or config.strategy == "fsdp2"):
-        return {"plugins": [Bf16Mixed("bf16-mixed", device)]}
+        return {"plugins": [Mixed("bf16-mixed", device)]}
     if precision == "16-mixed" and unsharded and config.accelerator != "mps":
         # On a CPU, too, where Lightning's own choice would be bf16 after all.
-        return {"plugins": [Fp16Mixed("16-mixed", device, torch.amp.GradScaler(device))]}
+        return {"plugins": [Mixed("16-mixed", device, torch.amp.GradScaler(device))]}
     return {"precision": precision, "plugins": []}
 
 

@@ -17,7 +17,7 @@ from tests.strategies import backends
 from tests.trainer import guarded, ragged_modules
 from tests.trainer.clock import CLOCK
 from tests.trainer.manual_modules import Accumulates, Adversaries
-from trainer.build import Fp16Mixed
+from trainer.build import Mixed
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
 
@@ -99,7 +99,7 @@ def test_accumulation_with_a_schedule_trains_to_the_last_bit_as_without_prefligh
     runs = []
     for parity in ("off", "on"):
         torch._dynamo.reset()
-        plugins = [Fp16Mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))]
+        plugins = [Mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))]
         compile_ = Compile([Regional(backend="aot_eager")], parity=parity)
         module = Accumulates()
         end = trained(module, tmp_path, compile_, plugins=plugins if precision == "16-mixed" else None)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import Optimizer, Strategy
 from tests.trainer.runs import curve, relative_differences, train
 from tests.trainer.test_step_capture import Recorded
-from trainer.build import Fp16Mixed
+from trainer.build import Mixed
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord
 
@@ -61,8 +61,8 @@ def weights_of(module: Fused, plugin: MixedPrecision, folder: Path, *strategies:
     return [*module.weights, module.net[0].weight.detach().clone()]
 
 
-def ours() -> Fp16Mixed:
-    return Fp16Mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+def ours() -> Mixed:
+    return Mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
 
 
 def test_a_fused_optimizer_is_clipped_as_lightning_clips_one_that_is_not(tmp_path: Path) -> None:

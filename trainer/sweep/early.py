@@ -39,30 +39,6 @@ class Child:
     folder: str
     pipe: int
 
-    def serves(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> bool:
-        """Whether it may become the process that these would start."""
-        return (
-            self.process.poll() is None
-            and list(command[: len(self.program)]) == self.program
-            and environment.get("LOCAL_RANK") == str(self.rank)
-            and folder == self.folder
-        )
-
-    def become(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Let it run ``command``; False where it has just died."""
-        message = {"arguments": list(command[len(self.program) :]), "environment": dict(environment)}
-        try:
-            with open(self.pipe, "wb") as pipe:
-                pipe.write(json.dumps(message).encode())
-        except OSError:
-            return False
-        return True
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.pipe)
-
 
 _waiting: list[Child] = []
 
@@ -96,20 +72,29 @@ def _start(rank: int, folder: str) -> Child:
 
 
 def process_for(command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
-    """As ``subprocess.Popen``: one that waits, or a new one."""
-    child = next((one for one in _waiting if one.serves(command, env, cwd)), None)
-    if child is not None:
-        _waiting.remove(child)
-        if child.become(command, env):
+    """As ``subprocess.Popen``: one that waits and is like what is asked for, or a new one."""
+    for child in _waiting:
+        length = len(child.program)
+        alike = list(command[:length]) == child.program and env.get("LOCAL_RANK") == str(child.rank)
+        if child.process.poll() is None and alike and cwd == child.folder:
+            _waiting.remove(child)
+            try:
+                with open(child.pipe, "wb") as pipe:
+                    pipe.write(json.dumps({"arguments": command[length:], "environment": dict(env)}).encode())
+            except OSError:  # it has just died
+                child.process.wait()
+                break
             return child.process
-        child.process.wait()
     return subprocess.Popen(command, env=env, cwd=cwd)
 
 
 def end() -> None:
     """End the processes that still wait."""
     while _waiting:
-        _waiting.pop().end()
+        child = _waiting.pop()
+        child.process.kill()
+        child.process.wait()
+        os.close(child.pipe)
 
 
 @contextlib.contextmanager

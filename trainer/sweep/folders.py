@@ -55,12 +55,8 @@ def _claim_time(node: DictConfig, within: str) -> None:
 
     Whoever creates ``within`` it owns it. (Other processes of the run may have created the folder itself.)
     """
-    written = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(written, dict)
-    if "${now:" not in str(written["dir"]):
-        return
     wanted = Path(node.dir)
-    for number in itertools.count(1):
+    for number in itertools.count(1) if "${now:" in _written(node) else ():
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:
             (folder / within).parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +70,17 @@ def _claim_time(node: DictConfig, within: str) -> None:
         return
 
 
+def _written(node: DictConfig) -> str:
+    """``node.dir`` as it was written, with its resolvers."""
+    values: Any = OmegaConf.to_container(node, resolve=False)
+    return str(values["dir"])
+
+
 def _name_after_job(node: DictConfig, job: str) -> None:
     """Put SLURM's ``job`` in the place of the time in ``node.dir``: all processes name one folder then, and so does
     the job when it is put into the queue again."""
-    written = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(written, dict)
     with read_write(node):
-        node.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{job}", str(written["dir"]))
+        node.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{job}", _written(node))
 
 
 def is_first_process() -> bool:
