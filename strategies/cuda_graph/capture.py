@@ -7,6 +7,7 @@ part of the graph's key, and compared before each replay while the device still 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -137,29 +138,21 @@ class Observation(NamedTuple):
     """Why no graph can stand for it."""
 
 
-@dataclass(slots=True)
-class Captured:
-    """One graph with its static tensors."""
-
-    replay: Callable[[], None]
-    inputs: list[Tensor]
-    results: Any
-    state: HostState
-    """What must hold beside the variant's own state."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Variant:
-    """One state on the host for one kind of batch."""
+    """One state on the host for one kind of batch, and the graph of it with its static tensors, once there is one."""
 
-    state: HostState
-    captured: Captured | None = None
+    states: list[HostState]
+    """What was observed, and what has existed only since the capture: the optimizer's state."""
+    replay: Callable[[], None] | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    results: Any = None
 
     def holds(self) -> bool:
-        return self.state.holds() and (self.captured is None or self.captured.state.holds())
+        return all(state.holds() for state in self.states)
 
     def changed(self) -> str | None:
-        return self.state.changed() or (None if self.captured is None else self.captured.state.changed())
+        return next((change for state in self.states if (change := state.changed())), None)
 
 
 @dataclass(slots=True)
@@ -216,7 +209,7 @@ class StepGraphs:
         name: str,
         before_replay: Callable[[], None],
         observe: Callable[[], Observation],
-        after_capture: Callable[[], HostState] = lambda: HostState(),
+        after_capture: Callable[[], HostState] = HostState,
     ) -> Any:
         """Run ``step`` on ``batch`` and return its results.
 
@@ -232,58 +225,49 @@ class StepGraphs:
 
         Raises StateChanges when capture is to be given up, CannotCapture when the step cannot be captured.
         """
-        leaves, tree = pytree.tree_flatten(batch)
         try:
             tensors, constants = _sorted_leaves(batch)
-            key = (kind, tree, constants, tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors))
-            hash(key)
+            layouts = tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors)
+            shape = self._shapes.get(key := (kind, pytree.tree_structure(batch), constants, layouts))
         except (CannotCapture, TypeError) as error:
             self.refuse(f"the batch: {error}")
             self._agreed(Plan.EAGER)
             return self.eager(step, batch)
-        shape = self._shapes.get(key)
         if shape is None:
             described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
             shape = self._shapes[key] = Shape(name=f"{name} on {described}")
         variant = next((each for each in reversed(shape.variants) if each.holds()), None)
-        captured = None if variant is None else variant.captured
-        self.settled = captured is not None or shape.refused
+        if variant is not None:
+            shape.variants.remove(variant)
+            shape.variants.append(variant)
+        captured = variant is not None and variant.replay is not None
+        self.settled = captured or shape.refused
         ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
         able = ready and not shape.refused and self.eager_count >= self.warmup_steps
         verifier = None
-        plan = Plan.REPLAY if captured is not None else Plan.CAPTURE if able else Plan.EAGER
-        if self._agreed(plan, self._endless_keys()) is Plan.CAPTURE:
-            may, changes = captured is not None, None
-            try:
-                if self.agree is not None:  # whoever needs no observation takes part: its forward may wait for others
-                    observation = observe()
-                    observe = lambda: observation  # noqa: E731
-                may = may or self._may_capture(shape, variant, observe)
-            except StateChanges as error:
-                changes = error
-            if self._agreed(Plan.CAPTURE if may else Plan.EAGER, changes) is Plan.CAPTURE:
-                wants = self.verifier is not None and captured is None and self.verifier.wants(shape.name)
-                if self.verifier is not None and not self._everywhere(not wants):
-                    verifier = self.verifier
-                    verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
-                if captured is None:
-                    variant = shape.variants[-1]
-                captured = self._captured(shape, variant, step, leaves, tree, after_capture)
-        if captured is None:
+        plan = Plan.REPLAY if captured else Plan.CAPTURE if able else Plan.EAGER
+        plan = self._agreed(plan, self._endless_keys())
+        if plan is Plan.CAPTURE and (plan := self._looked_at(shape, variant, observe)) is Plan.CAPTURE:
+            variant = shape.variants[-1]
+            wants = self.verifier is not None and not captured and self.verifier.wants(shape.name)
+            if self.verifier is not None and not self._everywhere(not wants):
+                verifier = self.verifier
+                verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
+            self._capture(shape, variant, step, batch, after_capture)
+        if plan is Plan.EAGER and not captured:
             shape.seen += 1
             results = self.eager(step, batch, for_good=shape.refused)
             self._kinds.add(kind)
             return results
-        if variant is not None and variant is not shape.variants[-1]:
-            shape.variants.remove(variant)
-            shape.variants.append(variant)
-        torch._foreach_copy_(captured.inputs, tensors)
+        assert variant is not None
+        assert variant.replay is not None
+        torch._foreach_copy_(variant.inputs, tensors)
         before_replay()
-        captured.replay()
+        variant.replay()
         self.replays += 1
         if verifier is not None:
-            verifier.compare(captured.results)
-        return pytree.tree_map_only(Tensor, torch.clone, captured.results)
+            verifier.compare(variant.results)
+        return pytree.tree_map_only(Tensor, torch.clone, variant.results)
 
     def take_over(self, loop: Loop, program: Program) -> StepCapture:
         from strategies.cuda_graph.steps import StepCapture
@@ -324,7 +308,7 @@ class StepGraphs:
     def facts(self) -> dict[str, Any]:
         return {
             "graphs": self.captures,
-            "captured": [shape.name for shape in self._shapes.values() for each in shape.variants if each.captured],
+            "captured": self._captured(),
             "replayed_steps": self.replays,
             "eager_steps": self.eager_count,
             "state_changes": self.changes,
@@ -332,19 +316,27 @@ class StepGraphs:
             **({} if self.verifier is None else {"parity": self.verifier.facts}),
         }
 
-    @property
-    def _graphs(self) -> int:
-        return sum(each.captured is not None for shape in self._shapes.values() for each in shape.variants)
+    def _captured(self) -> list[str]:
+        return [shape.name for shape in self._shapes.values() for each in shape.variants if each.replay is not None]
+
+    def _looked_at(self, shape: Shape, variant: Variant | None, observe: Callable[[], Observation]) -> Plan:
+        """What all processes do with a step that may be captured; the last variant of ``shape`` is the one."""
+        may, changes, observe = False, None, functools.cache(observe)
+        try:
+            if self.agree is not None:  # whoever needs no observation takes part: its forward may wait for others
+                observe()
+            captured = variant is not None and variant.replay is not None
+            may = captured or self._may_capture(shape, variant, observe)
+        except StateChanges as error:
+            changes = error
+        return self._agreed(Plan.CAPTURE if may else Plan.EAGER, changes)
 
     def _may_capture(self, shape: Shape, variant: Variant | None, observe: Callable[[], Observation]) -> bool:
-        """Whether the step is captured now; if so, the last variant of ``shape`` is the one to capture."""
-        if self._graphs >= self._max_graphs:
+        if len(self._captured()) >= self._max_graphs:
             shape.refused = True
             self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
             return False
         if variant is not None:  # a state that was seen before, and is here again
-            shape.variants.remove(variant)
-            shape.variants.append(variant)
             return True
         if changed := bool(shape.variants):
             self.changes += 1
@@ -358,7 +350,7 @@ class StepGraphs:
                 shape.refused = True
                 self.refuse("; ".join(observation.problems[:3]))
             return False
-        shape.variants[:] = [*shape.variants[1 - MAX_VARIANTS :], Variant(observation.state)]
+        shape.variants[:] = [*shape.variants[1 - MAX_VARIANTS :], Variant([observation.state])]
         # A state that changes at every step would otherwise be captured each time.
         return not changed
 
@@ -381,43 +373,37 @@ class StepGraphs:
     def _everywhere(self, flag: bool) -> bool:
         return flag if self.agree is None else bool(self.agree(flag))
 
-    def _captured(
-        self,
-        shape: Shape,
-        variant: Variant | None,
-        step: Step,
-        leaves: list[Any],
-        tree: pytree.TreeSpec,
-        after_capture: Callable[[], HostState],
-    ) -> Captured:
+    def _capture(
+        self, shape: Shape, variant: Variant, step: Step, batch: Any, after_capture: Callable[[], HostState]
+    ) -> None:
         """Capture what ``variant`` lacks. Raises CannotCapture in all processes where one of them cannot."""
-        assert variant is not None
         error: Exception | None = None
-        made = variant.captured
-        if made is None:
+        made = None
+        if variant.replay is None:
+            leaves, tree = pytree.tree_flatten(batch)
             statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             batch = pytree.tree_unflatten(statics, tree)
             try:
                 with warnings.catch_warnings():
                     # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                    replay, results = self._engine.capture(lambda: step(batch))
+                    made = self._engine.capture(lambda: step(batch))
             except Exception as failed:
                 error = failed
             else:
-                inputs = [static for static in statics if isinstance(static, Tensor)]
-                results = pytree.tree_map_only(Tensor, Tensor.detach, results)
-                made = Captured(replay, inputs, results, after_capture())
+                after = after_capture()
         if not self._everywhere(error is None):
             self.release()
             shape.failed = True
             shape.refused = self._everywhere(shape.seen >= self._eager_steps)
             reason = "another process could not capture it" if error is None else first_line(error)
             raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {reason}") from error
-        assert made is not None
-        self.captures += variant.captured is None
-        variant.captured = made
-        return made
+        if made is not None:
+            variant.replay, results = made
+            variant.results = pytree.tree_map_only(Tensor, Tensor.detach, results)
+            variant.inputs = [static for static in statics if isinstance(static, Tensor)]
+            variant.states.append(after)
+            self.captures += 1
 
 
 def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.cuda_graph.state import HostState, Names, Value, is_unchanged, same
+from strategies.cuda_graph.state import GONE, HostState, Names, Value
 from strategies.cuda_graph.values import (
     LIGHTNING,
     HostValues,
     Unrepeatable,
     generator_state,
     random_states,
-    refill,
     set_generator_state,
     top_of,
 )
@@ -38,8 +37,6 @@ _struct _sre re _string _warnings _thread _weakref _typing typing _json _csv arr
 _statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata"""
 PURE_STDLIB = frozenset(_PURE.split())
 """Modules of the standard library whose C functions bring nothing from outside; generators are compared by state."""
-
-_GONE = object()
 
 
 class HostRecorder(HostValues):
@@ -56,7 +53,6 @@ class HostRecorder(HostValues):
     ) -> None:
         super().__init__(device, problem_types)
         self._ignored = ignored
-        self._written: dict[tuple[int, str], tuple[Any, str, str, Any, str]] = {}
         self._codes: set[types.CodeType] = set()
         self._static: dict[tuple[type, str], tuple[type | None, Any]] = {}
         self._thread = threading.get_ident()
@@ -177,7 +173,7 @@ class HostRecorder(HostValues):
             elif of_lightning or isinstance(static, types.MemberDescriptorType):
                 if not isinstance(value, types.MethodType):
                     key = (id(obj), name)
-                    if key not in self._written and key not in self._values:
+                    if key not in self._values:
                         self._values[key] = Value(full, functools.partial(getattr, obj, name), value, self._line())
                     self._reach(value, full)
             elif not descriptor:
@@ -223,18 +219,24 @@ class HostRecorder(HostValues):
             return fallback(obj, name)
 
     def _expect(self, names: Names, name: str, value: Any, key: tuple[int, str]) -> None:
-        if name not in names.expected and key not in self._written:
+        if name not in names.expected and key not in self._values:
             names.expected[name] = value
             names.where[name] = self._line()
 
     @contextlib.contextmanager
     def _writing(self, obj: Any, name: str) -> Iterator[None]:
+        """Remember what was there before the first write; what is read afterwards is the call's own."""
         key = (id(obj), name)
-        if not self._busy and key not in self._written and threading.get_ident() == self._thread:
-            label = self._labels.get(id(obj))
-            if label is not None:
-                with self._quiet():
-                    self._written[key] = (obj, name, label, getattr(obj, name, _GONE), self._line())
+        label = None if name in self._ignored or threading.get_ident() != self._thread else self._labels.get(id(obj))
+        if not self._busy and label is not None:
+            with self._quiet():
+
+                def put(value: Any) -> None:
+                    with contextlib.suppress(AttributeError):
+                        delattr(obj, name) if value is GONE else setattr(obj, name, value)
+
+                read = functools.partial(getattr, obj, name, GONE)
+                self._values.setdefault(key, Value(f"{label}{name}", read, read(), self._line(), put))
         with self._quiet():
             yield
 
@@ -281,35 +283,13 @@ class HostRecorder(HostValues):
 
     def _undo_effects(self) -> None:
         """Report what the call has left changed on the host, and put it back."""
-        for names in self._names.values():
-            for name, before in names.expected.items():
-                if not same(names.mapping.get(name, _GONE), before):
-                    self._changes(names.named(name))
-                    if isinstance(names.mapping, dict):
-                        names.mapping[name] = before
-                    else:
-                        setattr(names.owner, name, before)
-        for obj, name, label, before, line in self._written.values():
-            if not same(getattr(obj, name, _GONE), before):
-                self._changes(f"{label}{name} ({line})")
-                with contextlib.suppress(AttributeError):
-                    delattr(obj, name) if before is _GONE else setattr(obj, name, before)
-        for entry in self._contents.values():
-            if not is_unchanged(entry):
-                self._changes(f"the entries of {entry[1]}")
-                refill(entry[0], entry[2])
-        for value in self._values.values():
-            if not same(value.read(), value.expected):
-                self._changes(str(value))
-                if isinstance(cell := getattr(value.read, "args", (None,))[0], types.CellType):
-                    cell.cell_contents = value.expected
+        for change in self.state().changes():
+            self._problem(f"changes {change.what}, which a replay would not")
+            change.undo()
         for label, generator, before in self._generators.values():
             if generator_state(generator) != before:
                 self._problem(f"draws random numbers on the host from {label}: draw them on the device")
                 set_generator_state(generator, before)
-
-    def _changes(self, what: str) -> None:
-        self._problem(f"changes {what}, which a replay would not")
 
     def _found_on_class(self, cls: type, name: str) -> tuple[type | None, Any]:
         key = (cls, name)

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MISSING = object()
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+"""Containers, and their subclasses, whose entries are compared."""
+GONE = object()
+"""Stands for an attribute that is not there."""
 
 
 @dataclass(slots=True)
@@ -41,6 +45,14 @@ class Names:
         place = self.where.get(name)
         return f"{self.label}{name}" + (f" ({place})" if place else "")
 
+    def put(self, name: str, value: Any) -> None:
+        if not isinstance(self.mapping, dict):
+            setattr(self.owner, name, value)
+        elif value is GONE:
+            del self.mapping[name]
+        else:
+            self.mapping[name] = value
+
 
 @dataclass(slots=True)
 class Value:
@@ -50,20 +62,26 @@ class Value:
     read: Callable[[], Any]
     expected: Any
     where: str = ""
+    put: Callable[[Any], Any] | None = None
+    """Puts it back."""
 
     def __str__(self) -> str:
         return f"{self.label} ({self.where})" if self.where else self.label
 
 
-class HostState:
-    """What a call read on the host, as it was then.
+class Change(NamedTuple):
+    """A value that is not what it was."""
 
-    Args:
-        names: Reads of attributes and globals.
-        contents: Containers that were read, with their entries; compared by identity, plain values by value.
-        tensors: Tensors that were read: another storage, shape or ``requires_grad`` is another state.
-        values: Whatever has to be read anew: properties, slots, arrays.
-    """
+    what: str
+    how: str
+    """In words, with the line that reads it and the way out."""
+    undo: Callable[[], Any]
+
+
+class HostState:
+    """What a call read on the host, as it was then: attributes and globals (``names``), the entries of containers
+    (compared by identity, plain values by value), tensors (another storage, shape or ``requires_grad`` is another
+    state), and ``values`` that have to be read anew, such as properties, slots and arrays."""
 
     def __init__(
         self,
@@ -72,24 +90,22 @@ class HostState:
         tensors: Sequence[tuple[Tensor, str]] = (),
         values: Sequence[Value] = (),
     ) -> None:
-        read = [each for each in names if each.expected]
-        self._read = read
+        self._names, self._contents, self._tensors, self._values = names, contents, tensors, [*values]
+        read, absent = [each for each in names if each.expected], [each for each in names if each.absent]
         self._mappings = [each.mapping for each in read]
-        # With one name alone, itemgetter returns no tuple.
-        keys = [[*each.expected] if len(each.expected) > 1 else [*each.expected] * 2 for each in read]
+        keys = [[*each.expected, next(iter(each.expected))] for each in read]  # of one name, itemgetter makes no tuple
         self._getters = [itemgetter(*own) for own in keys]
         self._expected = [each.expected[key] for each, own in zip(read, keys, strict=True) for key in own]
-        self._absent = [each for each in names if each.absent]
-        self._disjoint = [each.mapping.keys().isdisjoint for each in self._absent]
-        self._absent_names = [frozenset(each.absent) for each in self._absent]
+        self._disjoint = [each.mapping.keys().isdisjoint for each in absent]
+        self._absent = [frozenset(each.absent) for each in absent]
         self._empty = [container for container, _, entries in contents if not entries]
-        self._labels = {id(container): label for container, label, _ in contents}
-        self._contents = [entry for entry in contents if entry[2]]
-        self._tensors = [tensor for tensor, _ in tensors]
-        self._tensor_labels = [label for _, label in tensors]
-        self._storages, self._prints = self._of_tensors()
-        self._values = list(values)
-        self._modes, self._environment = torch_modes(), environment()
+        self._filled = [entry for entry in contents if entry[2]]
+        self._prints = self._fingerprints()
+        for label, of in (
+            ("torch's global settings (autocast, TF32, ...)", torch_modes),
+            ("the environment (os.environ)", environment),
+        ):
+            self.add(Value(label, of, of()))
 
     def add(self, value: Value) -> None:
         self._values.append(value)
@@ -107,48 +123,40 @@ class HostState:
             self._expected = now
         return (
             not any(self._empty)
-            and all(map(call, self._disjoint, self._absent_names))
-            and all(map(is_unchanged, self._contents))
-            and self._of_tensors() == (self._storages, self._prints)
+            and all(map(call, self._disjoint, self._absent))
+            and all(map(is_unchanged, self._filled))
+            and self._fingerprints() == self._prints
             and all(same(value.read(), value.expected) for value in self._values)
-            and torch_modes() == self._modes
-            and environment() == self._environment
         )
 
-    def _of_tensors(self) -> tuple[list[int], list[Any]]:
-        return list(map(Tensor.data_ptr, self._tensors)), list(map(fingerprint, self._tensors))
-
     def changed(self) -> str | None:
-        """What is not as it was, in words, with the line that reads it and the way out; None where all holds."""
-        place = 0
-        for names in self._read:
-            for name in names.expected:
-                now, then = names.mapping.get(name, _MISSING), self._expected[place]
-                if not same(now, then):
-                    return difference(names.named(name), then, now)
-                place += 1
-            place += len(names.expected) == 1
-        for names in self._absent:
+        """The first change, in words; None where all holds."""
+        return next((change.how for change in self.changes()), None)
+
+    def changes(self) -> Iterator[Change]:
+        """Everything that is not as it was."""
+        for names in self._names:
+            for name, then in names.expected.items():
+                if not same(now := names.mapping.get(name, GONE), then):
+                    what = names.named(name)
+                    yield Change(what, difference(what, then, now), partial(names.put, name, then))
             for name in sorted(names.absent.intersection(names.mapping)):
-                return f"{names.named(name)} was not there before"
-        for container in self._empty:
-            if container:
-                return f"{self._labels[id(container)]} was empty"
+                what = names.named(name)
+                yield Change(what, f"{what} was not there before", partial(names.put, name, GONE))
         for entry in self._contents:
             if not is_unchanged(entry):
-                return changed_entry(*entry)
-        for label, then, now in zip(
-            self._tensor_labels, zip(self._storages, self._prints, strict=True), zip(*self._of_tensors(), strict=True),
-            strict=True,
-        ):  # fmt: skip
+                yield Change(f"the entries of {entry[1]}", changed_entry(*entry), partial(refill, entry[0], entry[2]))
+        for (_, what), then, now in zip(self._tensors, self._prints, self._fingerprints(), strict=True):
             if now != then:
-                return f"{label} has another storage, shape, requires_grad or hook than before"
+                how = f"{what} has another storage, shape, requires_grad or hook than before"
+                yield Change(what, how, lambda: None)
         for value in self._values:
             if not same(now := value.read(), value.expected):
-                return difference(str(value), value.expected, now)
-        if environment() != self._environment:
-            return "the environment (os.environ) changes"
-        return None if torch_modes() == self._modes else "torch's global settings (autocast, TF32, ...) change"
+                undo = (lambda: None) if value.put is None else partial(value.put, value.expected)
+                yield Change(str(value), difference(str(value), value.expected, now), undo)
+
+    def _fingerprints(self) -> list[tuple[int, Any]]:
+        return [(tensor.data_ptr(), fingerprint(tensor)) for tensor, _ in self._tensors]
 
 
 def difference(label: str, then: Any, now: Any) -> str:
@@ -161,7 +169,8 @@ def difference(label: str, then: Any, now: Any) -> str:
         seen = f"{label} changes ({_short(then)}, then {_short(now)})"
         number = isinstance(now, int | float) and not isinstance(now, bool)
         return f"{seen}: register it as a buffer and fill it in place" if number else seen
-    return f"{label} is another object than before"
+    both = isinstance(now, tuple) and isinstance(then, tuple)
+    return f"{label} changed" if both else f"{label} is another object than before"
 
 
 def same(now: Any, then: Any) -> bool:
@@ -170,10 +179,8 @@ def same(now: Any, then: Any) -> bool:
         return True
     if type(now) is not type(then):
         return False
-    if isinstance(now, PLAIN):
+    if isinstance(now, (*PLAIN, torch.device, torch.dtype)):
         return bool(now == then) or (now != now and then != then)
-    if isinstance(now, torch.device | torch.dtype):
-        return bool(now == then)
     if isinstance(now, MethodType):
         return now.__self__ is then.__self__ and now.__func__ is then.__func__
     if isinstance(now, list | tuple):
@@ -192,6 +199,16 @@ def entries_of(container: Any) -> Any:
     return frozenset(container) if isinstance(container, set) else tuple(container)
 
 
+def refill(container: Any, entries: Any) -> None:
+    """Give a container back what ``entries_of`` found in it."""
+    container.clear()
+    if isinstance(container, dict):
+        half = len(entries) // 2
+        container.update(zip(entries[:half], entries[half:], strict=True))
+    else:
+        (container.update if isinstance(container, set) else container.extend)(entries)
+
+
 def changed_entry(container: Any, label: str, then: Any) -> str:
     """The first entry of a container that is not what it was."""
     now = entries_of(container)
@@ -201,7 +218,7 @@ def changed_entry(container: Any, label: str, then: Any) -> str:
             if not same(new, old):
                 key = now[place - half] if half else place
                 return difference(f"{label}[{key!r}]" if isinstance(key, PLAIN) else label, old, new)
-    return f"{label} has other entries than before"
+    return f"{label} has other entries than before" if then else f"{label} was empty"
 
 
 def is_unchanged(entry: tuple[Any, str, Any]) -> bool:
@@ -236,13 +253,9 @@ def torch_modes() -> tuple[Any, ...]:
     )
 
 
-def environment() -> int:
-    """A number that is another one once the process's environment has changed."""
-    return hash(frozenset(os.environ._data.items()))  # type: ignore[attr-defined]
-
-
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-"""Containers, and their subclasses, whose entries are compared."""
+def environment() -> tuple[int]:
+    """Another one once the process's environment has changed."""
+    return (hash(frozenset(os.environ._data.items())),)  # type: ignore[attr-defined]
 
 
 def _short(value: Any) -> str:

@@ -187,8 +187,8 @@ class HostValues:
                 if isinstance(value, types.FunctionType | types.MethodType):
                     self._reach(value, label)
             elif (id(cell), label) not in self._values:
-                read = functools.partial(getattr, cell, "cell_contents")
-                self._values[id(cell), label] = Value(label, read, value, where)
+                read, put = (functools.partial(do, cell, "cell_contents") for do in (getattr, setattr))
+                self._values[id(cell), label] = Value(label, read, value, where, put)
                 self._kept.append(cell)
                 self._reach(value, label)
 
@@ -315,18 +315,6 @@ class HostValues:
 
 def top_of(cls: type) -> str:
     return cls.__module__.partition(".")[0]
-
-
-def refill(container: Any, entries: Any) -> None:
-    """Give a container back what ``entries_of`` found in it."""
-    container.clear()
-    if isinstance(container, dict):
-        half = len(entries) // 2
-        container.update(zip(entries[:half], entries[half:], strict=True))
-    elif isinstance(container, set):
-        container.update(entries)
-    else:
-        container.extend(entries)
 
 
 def generator_state(generator: Any) -> Any:
