@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 import traceback
 from pathlib import Path
@@ -95,6 +96,7 @@ def first_line(error: BaseException) -> str:
     return f"{line} ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else line
 
 
+@functools.cache
 def origin_of(filename: str) -> str:
     """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
     path = Path(filename)

@@ -52,6 +52,9 @@ class Restorable(Protocol):
     def lost(self) -> str | None:
         """What a step would use up and nobody could put back; None where everything can be put back."""
 
+    def watched(self) -> AbstractContextManager[Any]:
+        """Inside, of a snapshot without weights, those that a forward writes to are kept as well."""
+
     def restore(self) -> None:
         """Put everything back; can be done any number of times."""
 

@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from strategies.cuda_graph.values import (
     set_generator_state,
     top_of,
 )
+from strategies.errors import origin_of
 from strategies.torch_patches import settle_shards
 
 _PURE = """builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq
@@ -40,13 +41,7 @@ PURE_STDLIB = frozenset(_PURE.split())
 
 
 class HostRecorder(HostValues):
-    """Records one call.
-
-    Args:
-        device: Where it computes; tensors that lie elsewhere are compared by their numbers.
-        problem_types: Types that must not be read, with the reason.
-        ignored: Attributes that stand in for others while it records.
-    """
+    """Records one call; ``ignored`` are attributes that stand in for others while it does."""
 
     def __init__(
         self, device: torch.device, problem_types: Mapping[type, str], ignored: frozenset[str] = frozenset()
@@ -54,7 +49,7 @@ class HostRecorder(HostValues):
         super().__init__(device, problem_types)
         self._ignored = ignored
         self._codes: set[types.CodeType] = set()
-        self._static: dict[tuple[type, str], tuple[type | None, Any]] = {}
+        self._found_on_class = functools.cache(found_on_class)
         self._thread = threading.get_ident()
         self._shards: dict[tuple[int, str], Any] = {}
         """Sharded parameters, whose place is taken by what was gathered for the length of a forward."""
@@ -100,36 +95,28 @@ class HostRecorder(HostValues):
         """Let ``cls`` report reads and writes of its objects' attributes until recording ends."""
         if any(base in self._patched for base in cls.__mro__):
             return
-        recorder = self
-        getter: Any = cls.__getattribute__
-        setter: Any = cls.__setattr__
-        deleter: Any = cls.__delattr__
 
-        def __getattribute__(obj: Any, name: str) -> Any:
-            if recorder._busy or threading.get_ident() != recorder._thread:
-                return getter(obj, name)
-            return recorder._read(obj, name, getter)
+        def reading(function: Any, read: Callable[[Any, str, Any], Any]) -> Any:
+            def reported(obj: Any, name: str) -> Any:
+                if self._busy or threading.get_ident() != self._thread:
+                    return function(obj, name)
+                return read(obj, name, function)
 
-        def __setattr__(obj: Any, name: str, value: Any) -> None:
-            with recorder._writing(obj, name):
-                setter(obj, name, value)
+            return reported
 
-        def __delattr__(obj: Any, name: str) -> None:
-            with recorder._writing(obj, name):
-                deleter(obj, name)
+        def writing(function: Any) -> Any:
+            def reported(obj: Any, name: str, *value: Any) -> None:
+                with self._writing(obj, name):
+                    function(obj, name, *value)
+
+            return reported
 
         replaced: dict[str, Any] = {
-            "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__
-        }  # fmt: skip
+            "__getattribute__": reading(cls.__getattribute__, self._read),
+            **{name: writing(getattr(cls, name)) for name in ("__setattr__", "__delattr__")},
+        }
         if cls is nn.Module:
-            fallback: Any = cls.__getattr__
-
-            def __getattr__(obj: Any, name: str) -> Any:
-                if recorder._busy or threading.get_ident() != recorder._thread:
-                    return fallback(obj, name)
-                return recorder._read_of_module(obj, name, fallback)
-
-            replaced["__getattr__"] = __getattr__
+            replaced["__getattr__"] = reading(cls.__getattr__, self._read_of_module)
         own = {name: vars(cls)[name] for name in replaced if name in vars(cls)}
         try:
             for name, function in replaced.items():
@@ -250,7 +237,7 @@ class HostRecorder(HostValues):
             self._called(frame, called)
         elif code not in self._codes:
             self._codes.add(code)
-            if self._origin(code.co_filename) != "other":
+            if origin_of(code.co_filename) != "other":
                 return
             with self._quiet():
                 names = self._names_of(frame.f_globals, "global ", frame.f_globals)
@@ -271,11 +258,11 @@ class HostRecorder(HostValues):
         if called.__name__ not in ("open", "input") and (top in PURE_STDLIB or top not in sys.stdlib_module_names):
             return
         caller: types.FrameType | None = frame
-        while caller is not None and self._origin(caller.f_code.co_filename) == "stdlib":
+        while caller is not None and origin_of(caller.f_code.co_filename) == "stdlib":
             if caller.f_globals.get("__name__", "").partition(".")[0] in ("logging", "warnings", "linecache"):
                 return
             caller = caller.f_back
-        if caller is not None and self._origin(caller.f_code.co_filename) == "other":
+        if caller is not None and origin_of(caller.f_code.co_filename) == "other":
             place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
             self._problem(f"calls {source}.{called.__name__} ({place}), and a replay would keep what it returned")
 
@@ -291,9 +278,8 @@ class HostRecorder(HostValues):
                 self._problem(f"draws random numbers on the host from {label}: draw them on the device")
                 set_generator_state(generator, before)
 
-    def _found_on_class(self, cls: type, name: str) -> tuple[type | None, Any]:
-        key = (cls, name)
-        if key not in self._static:
-            owner = next((base for base in cls.__mro__ if name in base.__dict__), None)
-            self._static[key] = (owner, None if owner is None else owner.__dict__[name])
-        return self._static[key]
+
+def found_on_class(cls: type, name: str) -> tuple[type | None, Any]:
+    """The class that ``name`` is found on, and what it is there."""
+    owner = next((base for base in cls.__mro__ if name in base.__dict__), None)
+    return owner, None if owner is None else owner.__dict__[name]

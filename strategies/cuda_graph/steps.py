@@ -239,7 +239,7 @@ def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -
         if snapshot.lost is not None:
             return Observation(HostState(), [snapshot.lost])
         try:
-            with eager(program), as_capturing(), gradients, recorder.recording(loop.module):
+            with eager(program), as_capturing(), gradients, snapshot.watched(), recorder.recording(loop.module):
                 run()
         except torch.OutOfMemoryError:
             problems = ["could not be observed: out of memory"]

@@ -72,7 +72,6 @@ class HostValues:
         self._generators: dict[int, tuple[str, Any, Any]] = {}
         self._labels: dict[int, str] = {}
         self._kept: list[Any] = []
-        self._files: dict[str, str] = {}
         self._busy = 0
         self._undo = contextlib.ExitStack()
         self._patched: set[type] = set()
@@ -165,7 +164,7 @@ class HostValues:
             self._reach_object(value, label)
 
     def _reach_function(self, function: types.FunctionType) -> None:
-        torchs_own = self._origin(function.__code__.co_filename) != "other"
+        torchs_own = origin_of(function.__code__.co_filename) != "other"
         if not torchs_own:
             for default in function.__defaults__ or ():
                 self._reach(default, f"a default of {function.__qualname__}")
@@ -229,7 +228,7 @@ class HostValues:
 
     def _reach_module(self, module: types.ModuleType) -> None:
         file = getattr(module, "__file__", None)
-        if file is None or self._origin(file) != "other" or "site-packages" in file:
+        if file is None or origin_of(file) != "other" or "site-packages" in file:
             return
         self._label(module, f"{module.__name__}.")
         cls = type(module)
@@ -297,17 +296,11 @@ class HostValues:
         top = top_of(cls)
         return top in TORCH_AND_LIGHTNING or top in sys.stdlib_module_names
 
-    def _origin(self, filename: str) -> str:
-        """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
-        if filename not in self._files:
-            self._files[filename] = origin_of(filename)
-        return self._files[filename]
-
     def _line(self) -> str:
         """File and line of the nearest code that is neither torch's nor the standard library's."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            if self._origin(frame.f_code.co_filename) == "other":
+            if origin_of(frame.f_code.co_filename) == "other":
                 return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""

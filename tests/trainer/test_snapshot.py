@@ -166,6 +166,7 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
             if trainer.global_step != 1:
                 return
             weight, mean = pl_module.stem.weight, pl_module.layers[0].norm.running_mean
+            gradient = weight.grad
             before, statistics, drawn = weight.detach().clone(), mean.clone(), torch.get_rng_state()
             snapshot = Snapshot(LightningLoop(trainer), batch, weights=False)
             kept = {id(tensor) for tensor, _ in snapshot._tensors.values()}
@@ -174,6 +175,9 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
             with torch.no_grad():
                 pl_module.training_step(batch, batch_idx)
                 weight.add_(1)
+            with snapshot.watched(), torch.no_grad():  # as a teacher's weights, which the step itself moves
+                pl_module.head.weight.mul_(2)
+                doubled = pl_module.head.weight.clone()
             weight.grad = torch.ones_like(weight)
             batch[0].zero_()
             pl_module.eval()
@@ -184,8 +188,8 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
             assert (pl_module.calls, pl_module.training) == (1, True)
             assert batch[0].any()
             assert torch.equal(weight, before + 1), "what it does not keep it leaves alone"
-            assert weight.grad is not None
-            weight.grad = None
+            assert torch.equal(pl_module.head.weight, doubled / 2), "but for what is written to where it looks"
+            assert weight.grad is gradient
             self.done = True
 
     forward = Forward()
@@ -263,28 +267,21 @@ def test_whatever_draws_or_is_used_up_comes_back_wherever_it_is_kept(tmp_path: P
     on_step(module, tmp_path, look)
 
 
-def test_a_file_that_is_read_goes_back_to_its_place(tmp_path: Path) -> None:
-    (tmp_path / "numbers").write_text("1\n2\n3\n")
-    module: Any = Blocks()
-
-    def look(snapshot: Snapshot, _: Any) -> None:
-        assert module.file.readline() == "2\n"
-        snapshot.restore()
-        assert module.file.readline() == "2\n"
-
-    with (tmp_path / "numbers").open() as module.file, (tmp_path / "log").open("w") as module.log_file:
-        assert module.file.readline() == "1\n"
-        on_step(module, tmp_path, look)
-
-
-@pytest.mark.parametrize("kept", ["generator", "loader"])
+@pytest.mark.parametrize("kept", ["generator", "loader", "file"])
 def test_what_cannot_be_put_back_is_named(kept: str, tmp_path: Path) -> None:
     module: Any = Blocks()
-    loader = torch.utils.data.DataLoader([1, 2])
-    module.kept = {"stream": (number for number in range(3)) if kept == "generator" else iter(loader)}
+    if kept == "file":
+        (tmp_path / "numbers").write_text("1\n2\n")
+        streams: Any = (tmp_path / "numbers").open()
+    else:
+        streams = iter(torch.utils.data.DataLoader([1, 2])) if kept == "loader" else (one for one in range(3))
 
     def look(snapshot: Snapshot, _: Any) -> None:
         (said,) = snapshot.cannot_restore
         assert said.startswith("self.kept.stream (")
 
-    on_step(module, tmp_path, look)
+    with (tmp_path / "log").open("w") as log:  # one that is written
+        module.kept = {"stream": streams, "log": log}
+        on_step(module, tmp_path, look)
+    if kept == "file":
+        streams.close()

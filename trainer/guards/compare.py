@@ -97,6 +97,27 @@ class Comparison:
         sizes = sizes.double()
         self._kept[kind] = _Kept(dict(tensors), sizes, torch.as_tensor(least).double().expand(sizes.shape))
 
+    def keep_stored(
+        self,
+        kind: str,
+        tensors: Mapping[str, Tensor],
+        moved: Tensor | Sequence[Tensor | None],
+        tolerance: Tensor | float,
+        steps: int = 1,
+        copy: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """Keep a ``copy`` of what steps have left; differences are relative to how far it ``moved``: ``(tensors,)``, or
+        the tensors that it began as. At least ``tolerance`` is allowed, and what ``steps`` roundings of the stored
+        values may come to. What did not move may differ by those alone."""
+        held = list(tensors.values())
+        moved = (moved if isinstance(moved, Tensor) else moved_since(moved, held)).double()
+        sizes, still = norms(held, of_finite=True).double(), moved == 0
+        epsilon = torch.tensor([torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0 for one in held])
+        of = torch.where(still, sizes, moved)
+        rounding = steps * ROUNDINGS * epsilon.double() * sizes / of.clamp(min=1e-300)
+        copies = {name: copy(one) for name, one in tensors.items()}
+        self.keep(kind, copies, sizes=of, least=torch.where(still, 0.0, tolerance) + rounding)
+
     def keep_step(self, losses: Tensor, gradients: Mapping[str, Tensor], unit: float, slack: float = 1.0) -> None:
         """Keep loss and gradients of a step, as they are between backward and optimizer.
 
@@ -196,17 +217,6 @@ def moved_since(starts: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> T
     """``(tensors,)``: how far ``tensors`` moved since ``starts``; their own size where there was none."""
     pairs = zip(starts, tensors, strict=True)
     return norms(apart_of(one, before) if _alike(before, one) else one for before, one in pairs)
-
-
-def stored_sizes(tensors: Sequence[Tensor], moved: Tensor, tolerance: float, steps: int = 1) -> dict[str, Tensor]:
-    """What differences of ``tensors`` are relative to, how far they ``moved``, and the least tolerances: ``tolerance``,
-    and what ``steps`` roundings of the stored values may come to. What did not move may differ by those alone."""
-    sizes, moved = norms(tensors, of_finite=True).double(), moved.double()
-    epsilon = torch.tensor([torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0 for one in tensors]).double()
-    still = moved == 0
-    of = torch.where(still, sizes, moved)
-    rounding = steps * ROUNDINGS * epsilon * sizes / of.clamp(min=1e-300)
-    return {"sizes": of, "least": torch.where(still, 0.0, tolerance) + rounding}
 
 
 def loss_sizes(losses: Tensor, unit: float) -> dict[str, Tensor]:

@@ -197,53 +197,45 @@ def _farthest(one: Tensor | None, other: Tensor) -> float:
     return (difference / size if size and difference == difference else math.inf) if difference else 0.0
 
 
-class Evaluation:
-    """Compares forwards in eval mode; each begins from the snapshot.
+def compare_evaluation(
+    loop: Loop, program: Program, snapshot: Snapshot, batch: Any, *, says_nothing: float, **allowed: Any
+) -> tuple[list[str], dict[str, Any]]:
+    """Compare forwards in eval mode, each of which begins from ``snapshot``; returns complaints and facts, ``reason``
+    among these where nothing was compared.
 
     Losses are compared: those that ``validation_step`` logs or returns where the run validates, or that of
     ``training_step``'s forward. Other metrics may count (an accuracy), and jump where a loss moves by a rounding.
     """
+    reasons = []
+    steps = [*(["validation_step"] if loop.validates else []), *([] if loop.manual else ["training_step"])]
+    for step in steps:
+        run = partial(_losses, loop, batch, step)
+        found = compare_forwards(loop, program, run, snapshot.restore, least=LOSS_FLOOR, **allowed)
+        if "reason" in found:
+            reasons.append(f"{step}: {found['reason']}")
+            continue
+        name, reference, apart, tolerance = (found[one] for one in ("worst", "eager", "difference", "tolerance"))
+        loss = {"name": name, "eager": reference, "difference": apart, "tolerance": tolerance}
+        facts = {"step": step, "loss": loss}
+        if loop.anywhere(tolerance > says_nothing):
+            return [], {"reason": f"{step} differs by {found['noise']:.0%} from itself in eager", **facts}
+        line = (
+            f"in eval mode, {name} of {step} is {apart:.2e} of eager's {reference:.6g} away from it, "
+            f"tolerance {tolerance:.2e}"
+        )
+        return [line] if apart > tolerance else [], facts
+    return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
 
-    def __init__(self, loop: Loop, program: Program, snapshot: Snapshot, **allowed: Any) -> None:
-        self._loop, self._program, self._snapshot, self._allowed = loop, program, snapshot, allowed
 
-    def run(self, batch: Any, says_nothing: float) -> tuple[list[str], dict[str, Any]]:
-        """Complaints and facts; ``reason`` among these is why nothing was compared."""
-        loop, reasons = self._loop, []
-        steps = [*(["validation_step"] if loop.validates else []), *([] if loop.manual else ["training_step"])]
-        for step in steps:
-            found = compare_forwards(
-                loop,
-                self._program,
-                partial(self._losses, batch, step),
-                self._snapshot.restore,
-                least=LOSS_FLOOR,
-                **self._allowed,
-            )
-            if "reason" in found:
-                reasons.append(f"{step}: {found['reason']}")
-                continue
-            name, reference, apart, tolerance = (found[one] for one in ("worst", "eager", "difference", "tolerance"))
-            loss = {"name": name, "eager": reference, "difference": apart, "tolerance": tolerance}
-            facts = {"step": step, "loss": loss}
-            if loop.anywhere(tolerance > says_nothing):
-                return [], {"reason": f"{step} differs by {found['noise']:.0%} from itself in eager", **facts}
-            line = (
-                f"in eval mode, {name} of {step} is {apart:.2e} of eager's {reference:.6g} away from it, "
-                f"tolerance {tolerance:.2e}"
-            )
-            return [line] if apart > tolerance else [], facts
-        return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
-
-    def _losses(self, batch: Any, step: str) -> Outputs:
-        """A user's step may not take this batch, or not at this moment."""
-        try:
-            with self._loop.recording_logs() as logged:
-                returned = self._loop.evaluate(batch, step)
-        except Exception as error:
-            return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        shown = {call.name: value for call, value in logged if "loss" in call.name.lower()}
-        shown["the returned loss"] = returned.get("loss") if isinstance(returned, dict) else returned
-        found = {name: torch.as_tensor(one) for name, one in shown.items() if isinstance(one, float | Tensor)}
-        losses = {name: one.detach() for name, one in found.items() if one.is_floating_point() and one.numel() == 1}
-        return losses, "" if losses else "it shows no loss"
+def _losses(loop: Loop, batch: Any, step: str) -> Outputs:
+    """A user's step may not take this batch, or not at this moment."""
+    try:
+        with loop.recording_logs() as logged:
+            returned = loop.evaluate(batch, step)
+    except Exception as error:
+        return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    shown = {call.name: value for call, value in logged if "loss" in call.name.lower()}
+    shown["the returned loss"] = returned.get("loss") if isinstance(returned, dict) else returned
+    found = {name: torch.as_tensor(one) for name, one in shown.items() if isinstance(one, float | Tensor)}
+    losses = {name: one.detach() for name, one in found.items() if one.is_floating_point() and one.numel() == 1}
+    return losses, "" if losses else "it shows no loss"

@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,7 @@ from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
 from strategies.options import file_of_backend
-from trainer.guards.compare import (
-    TENSOR_FLOOR,
-    UNITS,
-    Comparison,
-    Tensors,
-    local,
-    loss_sizes,
-    moved_since,
-    norms,
-    perturb,
-    stored_sizes,
-)
+from trainer.guards.compare import TENSOR_FLOOR, UNITS, Comparison, Tensors, local, loss_sizes, perturb
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 from trainer.telemetry.record import AuditDifference
 
@@ -91,9 +80,8 @@ class EagerSeen(Seen):
         made, tensors = Comparison(multiple), self.tensors
         if "loss" in tensors:
             made.keep("loss", tensors["loss"], **loss_sizes(tensors["loss"]["loss"], unit))
-        buffers = list(self.buffers.values())
-        moved = moved_since([self.starts.get(name) for name in self.buffers], buffers)
-        made.keep("buffers", self.buffers, **stored_sizes(buffers, moved, max(TENSOR_FLOOR, 16 * unit)))
+        starts = [self.starts.get(name) for name in self.buffers]
+        made.keep_stored("buffers", self.buffers, starts, max(TENSOR_FLOOR, 16 * unit))
         return made
 
 
@@ -103,6 +91,7 @@ class EagerForward:
     def __init__(self, loop: Loop, program: Program) -> None:
         self._loop, self._program = loop, program
         self._gradients = False
+        """Whether the step takes gradients itself."""
 
     def run(self, arguments: Mapping[str, Any]) -> EagerSeen:
         """Run the forward and put everything back. Raises what ``training_step`` raises, alike on all processes."""
@@ -110,31 +99,27 @@ class EagerForward:
         before = Snapshot(loop, arguments["batch"], weights=False)
         if loop.anywhere(before.lost is not None):
             raise RuntimeError(before.lost or "a step may use up something on another process")
-        starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
         error: Exception | None = None
-        for _ in range(2):
+        for gradients in (False, True)[self._gradients :]:
             seen = error = None
-            with _Kept(loop) as kept:
-                try:
-                    seen = self._forward(arguments, before, starts, kept)
-                except Exception as caught:
-                    error = caught
-            before.restore()
+            try:
+                seen = self._forward(arguments, before, gradients)
+            except Exception as caught:
+                error = caught
+            finally:
+                before.restore()
             if not loop.anywhere(error is not None):
                 assert seen is not None
+                self._gradients = gradients
                 return seen
-            if self._gradients:
-                break
-            self._gradients = True  # perhaps it takes gradients itself
         raise error or RuntimeError("training_step failed on another process")
 
-    def _forward(
-        self, arguments: Mapping[str, Any], before: Snapshot, starts: dict[str, Tensor], kept: _Kept
-    ) -> EagerSeen:
+    def _forward(self, arguments: Mapping[str, Any], before: Snapshot, gradients: bool) -> EagerSeen:
         loop = self._loop
-        apart = loop.apart() if self._gradients else contextlib.nullcontext()
+        starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
+        apart = loop.apart() if gradients else contextlib.nullcontext()
         with eager(self._program), region_draws(self._program) as drawn, loop.quiet(), apart:
-            with torch.set_grad_enabled(self._gradients), kept.writes:
+            with torch.set_grad_enabled(gradients), before.watched() as weights:
                 loss = loop.forward_loss(arguments)
             return EagerSeen(
                 loss=loss,
@@ -143,7 +128,7 @@ class EagerForward:
                 starts=starts,
                 drew=bool(drawn),
                 drawn=random_state(),
-                wrote=kept.written,
+                wrote=weights.written,
             )
 
 
@@ -157,72 +142,54 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-class _Kept:
-    """What a forward hardly ever changes, put back at the end: parameters and gradients (copied only once they are
-    about to be written to), and what schedulers and groups of optimizers hold."""
+class WeightsKept(TorchDispatchMode):
+    """What a forward hardly ever changes: parameters and gradients (inside, they are copied before the first operation
+    that writes to their memory), and what schedulers and groups of optimizers hold.
+
+    A teacher's moving average for instance is written to by the training step itself."""
 
     def __init__(self, loop: Loop) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = [(one, one.data, one.grad) for one in loop.module.parameters()]
         groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
         plain: list[dict[str, Any]] = [*(vars(scheduler) for scheduler in loop.schedulers), *groups]
         self._plain = [(held, dict(held)) for held in plain]
-        gradients = [gradient for *_, gradient in self._parameters if gradient is not None]
-        self.writes = _Writes([*(parameter for parameter, *_ in self._parameters), *gradients])
-        """Inside, what is about to be written to is copied."""
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sharing: dict[int, list[Tensor]] = {}
+        for tensor in [held for parameter, _, gradient in self._parameters for held in (parameter, gradient)]:
+            if tensor is not None and tensor.layout is torch.strided:
+                self._sharing.setdefault(local(tensor).untyped_storage().data_ptr(), []).append(tensor)
 
     @property
     def written(self) -> set[int]:
         """Identities of the parameters that were written to or given other tensors."""
-        replaced = {id(one) for one, data, _ in self._parameters if _address(one) != _address(data)}
-        return replaced | {id(one) for one, _ in self.writes.kept.values()}
-
-    def __enter__(self) -> _Kept:
-        return self
+        replaced = {id(one) for one, data, _ in self._parameters if local(one).data_ptr() != local(data).data_ptr()}
+        return replaced | self._copies.keys()
 
     @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
+    def put_back(self) -> None:
         for parameter, data, gradient in self._parameters:
-            if _address(parameter) != _address(data):
+            if local(parameter).data_ptr() != local(data).data_ptr():
                 parameter.data = data
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-        for tensor, kept in self.writes.kept.values():
+        for tensor, kept in self._copies.values():
             tensor.detach().copy_(kept)
         for held, before in self._plain:
             if any(held.get(name) is not value for name, value in before.items()):
                 held.clear()
                 held.update(before)
 
-
-def _address(tensor: Tensor) -> int:
-    return local(tensor).data_ptr()
-
-
-class _Writes(TorchDispatchMode):
-    """Copies each of ``tensors`` before the first operation that writes to its memory."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._sharing: dict[int, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.layout is torch.strided:
-                self._sharing.setdefault(local(tensor).untyped_storage().data_ptr(), []).append(tensor)
-
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = getattr(operation, "_schema", None)
         if schema is not None and schema.is_mutable:
             given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            written = [
-                given[argument.name]
-                for argument in schema.arguments
-                if argument.name in given and argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            for tensor in pytree.tree_leaves(written):
+            to = {one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+            for tensor in pytree.tree_leaves([value for name, value in given.items() if name in to]):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                     for mine in self._sharing.get(local(tensor).untyped_storage().data_ptr(), ()):
-                        self.kept.setdefault(id(mine), (mine, mine.detach().clone()))
+                        self._copies.setdefault(id(mine), (mine, mine.detach().clone()))
         return operation(*args, **kwargs)
 
 
@@ -304,30 +271,33 @@ class UpdateSample:
         """Compare weights and state after the step; ``gradients`` are the unscaled ones that it was given. Nothing is
         left where a comparison would say nothing. Raises what torch's own step raises."""
         before, self._before = self._before, []
-        used = [
-            None if gradient is None or gradient.layout is not torch.strided else self._scaled(gradient)
-            for gradient in gradients
-        ]
-        expected = self._stepped(before, used)
-        found = []
-        noise: list[list[State]] = []
-        for place, parameter in enumerate(self.parameters):
-            now = self._now(parameter)
-            for name, reference in {} if used[place] is None else expected[place].items():
-                if not isinstance(reference, Tensor) or not isinstance(now.get(name), Tensor):
-                    continue
-                if not math.isfinite(_norm(reference)):
-                    continue  # a training that has diverged under eager too
-                scale, tolerance = self._allowed(reference, before[place].get(name))
-                difference = _norm(now[name].to(reference.device) - reference) / scale
-                if not difference <= tolerance:
-                    noise = noise or [self._one_rounding_off(before, used, seed) for seed in range(SAMPLES)]
-                    widest = max(_norm(one[place][name] - reference) / scale for one in noise)
-                    tolerance = max(tolerance, self._multiple * widest)
-                if tolerance <= MAX_TOLERANCE:
-                    what = self._names[id(parameter)] + ("" if name == "weight" else f" ({name})")
-                    found.append(AuditDifference(what=what, difference=difference, tolerance=tolerance))
-        return found
+        used = [None if one is None or one.layout is not torch.strided else self._scaled(one) for one in gradients]
+        now = self._named([self._now(parameter) for parameter in self.parameters], used)
+        expected = self._named(self._stepped(before, used), used)
+        # A training that has diverged under eager too is left alone.
+        expected = {what: one for what, one in expected.items() if what in now and one.isfinite().all()}
+        if not expected:
+            return []
+        starts, comparison = self._named(before, used), Comparison(self._multiple)
+        units = torch.tensor([max(self._unit(one), self._own_unit) for one in expected.values()], dtype=torch.double)
+        least = (16 * units).clamp(min=TENSOR_FLOOR)
+        comparison.keep_stored("weights", expected, [starts.get(what) for what in expected], least)
+        apart = comparison.distances({"weights": now})["weights"]
+        if (apart > comparison.tolerances("weights")).any():
+            off = [self._named(self._one_rounding_off(before, used, seed), used) for seed in range(SAMPLES)]
+            comparison.noise += [comparison.distances({"weights": one}) for one in off]
+        each = zip(expected, apart.tolist(), comparison.tolerances("weights").tolist(), strict=True)
+        found = [AuditDifference(what=what, difference=size, tolerance=most) for what, size, most in each]
+        return [one for one in found if one.tolerance <= MAX_TOLERANCE]
+
+    def _named(self, states: Sequence[State], gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """By the parameter's name and the state's, the tensors of all parameters that were given a gradient."""
+        return {
+            self._names[id(parameter)] + ("" if name == "weight" else f" ({name})"): value
+            for parameter, state, gradient in zip(self.parameters, states, gradients, strict=True)
+            for name, value in ({} if gradient is None else state).items()
+            if isinstance(value, Tensor)
+        }
 
     def _scaled(self, gradient: Tensor) -> Tensor:
         # Clipping may have happened within the compiled update, which leaves the gradients as they were.
@@ -368,16 +338,6 @@ class UpdateSample:
             if gradient is not None:
                 perturb([gradient], max(self._unit(gradient), self._own_unit), SEED + 50 + seed)
         return self._stepped(moved, given)
-
-    def _allowed(self, reference: Tensor, start: Any) -> tuple[float, float]:
-        """What differences are relative to, and how large they may be at least: rounding, of the values that are
-        stored and of the sums that lead to them."""
-        size = _norm(reference)
-        change = _norm(reference - start.to(reference.device)) if isinstance(start, Tensor) else size
-        stored = 8 * self._unit(reference)
-        if not change:
-            return size or 1.0, stored
-        return change, max(TENSOR_FLOOR, 16 * max(self._unit(reference), self._own_unit)) + stored * size / change
 
     @property
     def _own_unit(self) -> float:
@@ -424,7 +384,3 @@ def _copied(state: Mapping[str, Any]) -> State:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(norms([tensor.double() if tensor.device.type != "mps" else tensor.float()]))

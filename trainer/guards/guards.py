@@ -60,9 +60,9 @@ class Guards:
         self._steps = self._waited = 0
         self._begun = self._stepped = self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
-        self._preflight = Preflight(self._guarding, loop, program, telemetry, timed=not chosen)
-        self._preflight.wanted &= not compared
         self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
+        self._preflight = Preflight(self._guarding, loop, program, telemetry, self._rollback, timed=not chosen)
+        self._preflight.wanted &= not compared
         self._slowdown: Slowdown | None = None
         self._lock: Lock | None = None
 
@@ -75,7 +75,7 @@ class Guards:
             self._begun, self._waits = True, False
             if preflight.wanted:
                 with self._telemetry.preflight():
-                    self._rollback = self._run_preflight(batch) or self._rollback
+                    self._run_preflight(batch)
             if preflight.sample is not None or (program.step is not None and preflight.times):
                 self._slowdown = Slowdown(self._loop, self._telemetry, preflight.sample)
             if preflight.warmed and program.padding is not None:
@@ -173,32 +173,33 @@ class Guards:
                 "with several processes); resume with the part left out, or warm all shapes with compile=buckets"
             )
 
-    def _run_preflight(self, batch: Any) -> Rollback | None:
+    def _run_preflight(self, batch: Any) -> None:
         try:
-            return self._preflight.run(batch)
+            self._preflight.run(batch)
         except ParityError as error:
             if not self._chosen:
                 raise
             self._rollback.give_up(list(self._program.regions), one_line(error), because="compile=auto")
             self._preflight.sample = None
-            return self._preflight.run(batch) if self._rollback.anything_left else None
+            if self._rollback.anything_left:
+                self._preflight.run(batch)
 
     def _waits_for_parameters(self) -> bool:
         """Whether parameters have no shape yet (``nn.LazyLinear``): their first batch makes them, and runs eager."""
         lazy = [name for name, parameter in self._program.module.named_parameters() if is_lazy(parameter)]
         if not lazy:
             return False
-        self._waits = True
+        named = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
         self._waited += 1
-        if self._waited > self._chances:
-            reason = f"{', '.join(lazy[:3])} got no shape in {self._chances} batches"
-            self._begun, self._waits = True, False
-            self._program.notes.append(f"no preflight, so that nothing was compared with eager or warmed: {reason}")
+        self._begun = self._waited > self._chances
+        self._waits = not self._begun
+        if self._begun:
+            reason = f"{named} got no shape in {self._chances} batches"
+            self._preflight.skip(reason)
             if self._program.regions:
                 self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
             return True
         if self._waited == 1:
-            named = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
             line = f"{named}: no shape before the first call (nn.Lazy modules), so the first batch runs eager"
             self._program.notes.append(line)
         self._eagerly.enter_context(eager(self._program))

@@ -37,10 +37,9 @@ from trainer.guards.compare import (
     parameters_of,
     perturb,
     rounding_unit,
-    stored_sizes,
     without_autocast,
 )
-from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, Evaluation
+from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, compare_evaluation
 from trainer.guards.forward import region_draws
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 
@@ -135,9 +134,9 @@ class ParityGate:
             complaints, figures = self._verdict(seen, left)
         vague = self._loop.anywhere(self._vague(figures, across))
         if not self._loop.anywhere(bool(complaints)) and (vague or self._loop.validates):
-            allowed = {"multiple": self._multiple, "unit": self._unit, "seed": SEED}
-            evaluation = Evaluation(self._loop, self._program, self._snapshot, **allowed)
-            complaints, figures["evaluation"] = evaluation.run(batch, SAYS_NOTHING)
+            allowed = {"multiple": self._multiple, "unit": self._unit, "seed": SEED, "says_nothing": SAYS_NOTHING}
+            evaluation = compare_evaluation(self._loop, self._program, self._snapshot, batch, **allowed)
+            complaints, figures["evaluation"] = evaluation
             vague &= "reason" in figures["evaluation"]
         failed = self._loop.anywhere(bool(complaints))
         facts = {
@@ -184,12 +183,10 @@ class ParityGate:
         self._updated = int((moved != 0).sum())
         rate = ROUGH if self._rough else EXACT
         for kind, tensors in self._current().items():
-            values = list(tensors.values())
             starts = [buffers.get(name) if kind == "buffers" else None for name in tensors]
-            how_far = moved if kind == "weights" else moved_since(starts, values)
             least = max(TENSOR_FLOOR, 16 * self._unit) if kind == "buffers" else rate
-            kept = {name: self._snapshot.copy(one) for name, one in tensors.items()}
-            self._left.keep(kind, kept, **stored_sizes(values, how_far, least, STEPS))
+            since = moved if kind == "weights" else starts
+            self._left.keep_stored(kind, tensors, since, least, STEPS, self._snapshot.copy)
 
     def _current(self) -> Tensors:
         """By kind and name, what steps leave."""

@@ -7,6 +7,7 @@ numbers are put back. The loader is not touched.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import math
@@ -45,9 +46,17 @@ class Preflight:
     """The passes of one training; ``timed``: whether steps of eager may be timed."""
 
     def __init__(
-        self, guarding: Guarding, loop: Loop, program: Program, telemetry: Telemetry, *, timed: bool = True
+        self,
+        guarding: Guarding,
+        loop: Loop,
+        program: Program,
+        telemetry: Telemetry,
+        rollback: Rollback,
+        *,
+        timed: bool = True,
     ) -> None:
         self._guarding, self._loop, self._program, self._telemetry = guarding, loop, program, telemetry
+        self._rollback = rollback
         self._passes = REPLAYED_FROM if loop.cuda_graphs else 1
         self.sample: Sample | None = None
         """Seconds of steps of eager and compiled, when they were timed."""
@@ -64,30 +73,35 @@ class Preflight:
         )
         """Whether there is anything to do; eager has nothing."""
 
-    def run(self, batch: Any) -> Rollback | None:
-        """Do all of it on ``batch`` and restore everything; returns what rolls back later, None when nothing could be
-        run. Raises ParityError, or the compiler's error where it is not to be rolled back."""
-        reason = self._loop.why_not_apart()
-        if reason is not None:
-            self._skip(reason)
-            return None
-        rollback = Rollback(self._guarding.on_compile_error, self._loop, self._program, self._telemetry.compiler)
-        with self._loop.quiet(), self._loop.unlogged(), as_capturing(self._program.captures_steps):
-            snapshot = Snapshot(self._loop, batch, self._program)
-            try:
+    def run(self, batch: Any) -> None:
+        """Do all of it on ``batch`` and restore everything. Raises ParityError, or the compiler's error where it is not
+        to be rolled back."""
+        if (reason := self._loop.why_not_apart()) is not None:
+            self.skip(reason)
+            return
+        try:
+            with self._apart(batch) as snapshot:
                 if lost := self._lost(snapshot):
                     reason = f"{lost}, so that nothing may be run before the first step"
                     self._report_parity("not compared", reason)
                     self._warn_not_compared(reason)
-                    return None
-                self._run(batch, snapshot, rollback)
-            except SkippedStep as skipped:
-                self._skip(str(skipped))
+                    return
+                self._run(batch, snapshot)
+        except SkippedStep as skipped:
+            self.skip(str(skipped))
+
+    @contextlib.contextmanager
+    def _apart(self, batch: Any, *, captures: bool = True) -> Iterator[Snapshot]:
+        """Inside, steps leave no trace: everything is put back at the end."""
+        loop = self._loop
+        with loop.quiet(), loop.unlogged(), as_capturing(self._program.captures_steps and captures):
+            snapshot = Snapshot(loop, batch, self._program)
+            try:
+                yield snapshot
             finally:
                 snapshot.restore()
-                del snapshot
-                hardware.give_back(self._loop.device)
-        return rollback
+                vars(snapshot).clear()  # the caller still holds it
+                hardware.give_back(loop.device)
 
     def time_again(self, batch: Any, own: Callable[[], Any] | None = None) -> Sample | None:
         """Time steps of eager and of the run on ``batch`` in the middle of the training, and restore everything.
@@ -100,26 +114,17 @@ class Preflight:
             None where a step would use up what cannot be put back, asks for no backward, or eager has too little
             memory.
         """
-        loop, sample = self._loop, None
-        peak = hardware.peak_bytes(loop.device)
-        with loop.quiet(), loop.unlogged(), as_capturing(self._program.captures_steps and own is None):
-            snapshot = Snapshot(loop, batch, self._program)
-            try:
-                if not self._lost(snapshot):
-                    between = None if own is None else snapshot.restore  # so that each replay finds the graph's state
-                    sample = self._within_memory("slowdown", functools.partial(self._timed, batch, own, between))
-            except SkippedStep:
-                pass
-            finally:
-                snapshot.restore()
-                between = None
-                del snapshot
-                hardware.give_back(loop.device)
-        hardware.resume(loop.device, peak)
+        sample = None
+        peak = hardware.peak_bytes(self._loop.device)
+        with contextlib.suppress(SkippedStep), self._apart(batch, captures=own is None) as snapshot:
+            if not self._lost(snapshot):
+                between = None if own is None else snapshot.restore  # so that each replay finds the graph's state
+                sample = self._within_memory("slowdown", functools.partial(self._timed, batch, own, between))
+        hardware.resume(self._loop.device, peak)
         return sample
 
-    def _run(self, batch: Any, snapshot: Snapshot, rollback: Rollback) -> None:
-        loop, restore, parity = self._loop, snapshot.restore, self._guarding.parity
+    def _run(self, batch: Any, snapshot: Snapshot) -> None:
+        loop, rollback, restore, parity = self._loop, self._rollback, snapshot.restore, self._guarding.parity
         self._telemetry.phase = "preflight"
 
         def first_pass() -> None:
@@ -155,7 +160,7 @@ class Preflight:
                 self._report("slowdown", {"before_the_first_step": self.sample.facts()})
             findings.keep()
         if self._warms:
-            self._warm(batch, restore, rollback)
+            self._warm(batch, restore)
 
     def _compare(self, batch: Any, snapshot: Snapshot) -> None:
         try:
@@ -182,7 +187,7 @@ class Preflight:
                 one()
         return take_sample(loop, self._program, step, steps=loop.span.steps, own=own, between=between)
 
-    def _warm(self, batch: Any, restore: Callable[[], None], rollback: Rollback) -> None:
+    def _warm(self, batch: Any, restore: Callable[[], None]) -> None:
         padding = self._program.padding
         assert padding is not None
         wanted = [(f"{kind} {rows} x {edge}", kind, rows, edge) for kind, rows, edge in shapes(padding)]
@@ -197,7 +202,7 @@ class Preflight:
                     else:
                         self._loop.evaluate(resized)
 
-            rollback.attempt(f"warming {name}", one_pass, restore)
+            self._rollback.attempt(f"warming {name}", one_pass, restore)
             if self._loop.manual:  # so many optimizer steps in a row on made-up batches lead anywhere
                 restore()
         self.warmed = True
@@ -222,7 +227,8 @@ class Preflight:
             return None
         return snapshot.lost or "a step may use up what another process keeps, which cannot be put back"
 
-    def _skip(self, reason: str) -> None:
+    def skip(self, reason: str) -> None:
+        """Report why there is no preflight."""
         self._program.notes.append(f"no preflight, so that nothing was compared with eager or warmed: {reason}")
         self._report_parity("skipped", reason)
 
@@ -300,11 +306,7 @@ class Findings:
 
     A run whose graphs all came from ``compile=cached`` executes what the run before it compiled, compared with eager
     and timed. Its own comparison would cost more than its compiling; the verdict is kept beside the artifacts instead.
-
-    Args:
-        program: Whose ``findings`` are read and added to.
-        watch: Says whether all graphs came from the cache; made after the first pass has compiled everything.
-        batch: Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
+    Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
     """
 
     def __init__(self, program: Program, watch: CompilerMonitor, batch: Any) -> None:
@@ -314,14 +316,12 @@ class Findings:
         """Facts of parity and timing, if the comparison passed and nothing of this run was compiled anew.
 
         Each process has a cache of its own, and comparing takes steps that all of them take together: None unless all
-        processes, each of which calls this, have them.
+        processes, each of which calls this after everything has been compiled, have them.
         """
-        cache, found = self._watch.figures().cache, self._program.findings.get(self._shapes)
-        if found is not None and (cache != "warm" or set(found) != {"parity", "slowdown"}):
-            found = None
-        if found is not None and found["parity"].get("verdict") != "passed":
-            found = None
-        return found if loop.everywhere(found is not None) else None
+        found = self._program.findings.get(self._shapes)
+        warm = found is not None and self._watch.figures().cache == "warm"
+        whole = warm and set(found) == {"parity", "slowdown"} and found["parity"].get("verdict") == "passed"
+        return found if loop.everywhere(whole) else None
 
     def keep(self) -> None:
         """Leave what this run reported to later ones."""

@@ -19,7 +19,6 @@ from trainer.guards.compare import (
     Tensors,
     gradient_of,
     moved_since,
-    norms,
     rounding_unit,
 )
 from trainer.guards.snapshot import Snapshot
@@ -101,23 +100,21 @@ class ReplayParity:
     def _current(self) -> Tensors:
         module = self._loop.module
         named = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        buffers = {name: one for name, one in module.named_buffers() if one.is_floating_point()}
         return {
             "gradients": {name: gradient_of(one) for name, one in named.items()},
             "weights": {name: one.detach() for name, one in named.items()},
-            "buffers": buffers,
+            "buffers": {name: one for name, one in module.named_buffers() if one.is_floating_point()},
         }
 
     def _kept(self, loss: Tensor, snapshot: Snapshot) -> Comparison:
-        comparison, current, self._updated = Comparison(MULTIPLES[self._mode]), self._current(), 0
-        kept = {kind: {name: one.clone() for name, one in tensors.items()} for kind, tensors in current.items()}
+        comparison, self._updated = Comparison(MULTIPLES[self._mode]), 0
+        kept = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._current().items()}
         comparison.keep_step(loss, kept.pop("gradients"), self._unit)
         named: dict[str, Tensor] = dict([*self._loop.module.named_parameters(), *self._loop.module.named_buffers()])
         for kind, tensors in kept.items():
             moved = moved_since([snapshot.of(named[name]) for name in tensors], list(tensors.values()))
             self._updated += int((moved != 0).sum())
-            sizes = torch.where(moved == 0, norms(tensors.values(), of_finite=True), moved)
-            comparison.keep(kind, tensors, sizes=sizes, least=max(TENSOR_FLOOR, 16 * self._unit))
+            comparison.keep_stored(kind, tensors, moved, max(TENSOR_FLOOR, 16 * self._unit))
         return comparison
 
     def _distances(self, comparison: Comparison, loss: Tensor | None) -> Distances:

@@ -201,14 +201,12 @@ class Rollback:
             self._program.notes.append(f"{because}: nothing is left that compiles, the run is eager")
         self._watch.collect()
         # The search above has made the compiler fail several times; once is enough to read.
-        seen: set[tuple[str, str, str | None]] = set()
-        kept = [Event(kind="fallback", reason=line, step=step, phase=self._watch.phase)]
-        for event in self._watch.events:
-            key = (event.kind, event.reason, event.location)
-            if event.kind != "fallback" or key not in seen:
-                kept.append(event)
-            seen.add(key)
-        self._watch.events[:] = kept
+        seen = {
+            (event.reason, event.location) if event.kind == "fallback" else id(event): event
+            for event in reversed(self._watch.events)
+        }
+        first = Event(kind="fallback", reason=line, step=step, phase=self._watch.phase)
+        self._watch.events[:] = [first, *reversed(seen.values())]
 
 
 def _together(error: Exception) -> Exception:

@@ -20,7 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy
@@ -31,9 +31,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strategies import Program
+from strategies.cuda_graph.state import entries_of, refill
 from strategies.errors import origin_of
 from strategies.loop import Loop
 from strategies.torch_patches import settle_shards
+
+if TYPE_CHECKING:
+    from trainer.guards.forward import WeightsKept
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -83,7 +87,7 @@ class Snapshot:
         module, parameters = loop.module, list(loop.module.parameters())
         optimizers = list(loop.optimizers) if weights else []
         gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
-        self._weights, self._device = weights, loop.device
+        self._loop, self._weights, self._device = loop, weights, loop.device
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._found: dict[int, Any] = {}
         self._put_back: list[PutBack] = [partial(settle_shards, module, gradients=weights)]
@@ -106,6 +110,7 @@ class Snapshot:
         self._put_back += [partial(_bind, owner, name, value) for owner, name, value in _outside_of(module.modules())]
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
+        self._weights_kept: list[WeightsKept] = []
         self._random = random_state()
         # Last, because it looks at the state that the others have put back.
         self._put_back_last = [strategy.take(program) for strategy in program.strategies] if program else []
@@ -124,11 +129,22 @@ class Snapshot:
         """A copy of ``tensor``, on the host where the device has no room for many."""
         return tensor.detach().to("cpu", copy=True) if self._offload else tensor.detach().clone()
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[WeightsKept]:
+        """Inside, of a snapshot without weights, those that are written to are kept until the next ``restore``."""
+        from trainer.guards.forward import WeightsKept
+
+        self._weights_kept.append(kept := WeightsKept(self._loop))
+        with kept:
+            yield kept
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back; can be done any number of times."""
         for put_back in self._put_back:
             put_back()
+        while self._weights_kept:
+            self._weights_kept.pop().put_back()
         for iterator, places in self._iterators.values():
             again = _copied(iterator)
             for place in places:
@@ -204,7 +220,7 @@ def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
     if isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy()), ()
     if isinstance(value, io.IOBase):
-        return (partial(value.seek, value.tell()), ()) if _is_read(value) else None
+        return None
     if isinstance(value, torch.optim.Optimizer):
         # Not what else it holds: the step in force may be another one after a rollback.
         return None, [Held(value.param_groups, name), Held(value.state, name)]
@@ -295,9 +311,9 @@ def _functions_of(cls: type) -> list[types.FunctionType]:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether it is used up by looking, and is neither a file nor an iterator of the user's own class."""
-    if isinstance(value, io.IOBase):
-        return value.closed is False and value.readable() and not value.writable() and not _is_read(value)
+    """Whether it is used up by looking, and is no iterator of the user's own class."""
+    if isinstance(value, io.IOBase):  # one that is read; a log may have a line more
+        return not value.closed and value.readable() and not value.writable()
     if isinstance(value, types.GeneratorType):
         return value.gi_frame is not None
     return hasattr(type(value), "__next__") and not (_is_users(value) and _attributes(value))
@@ -330,7 +346,7 @@ def _is_library(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return str(module).partition(".")[0] in sys.stdlib_module_names
-    return "site-packages" in file or "dist-packages" in file or origin_of(file) != "other"
+    return "-packages" in file or origin_of(file) != "other"
 
 
 def _is_users(value: Any) -> bool:
@@ -339,14 +355,6 @@ def _is_users(value: Any) -> bool:
     return (
         not _is_library(kind.__module__) or isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
     )
-
-
-def _is_read(file: io.IOBase) -> bool:
-    """Whether a file is read, and where it stands can be put back."""
-    try:
-        return not file.closed and file.readable() and not file.writable() and file.seekable() and file.tell() >= 0
-    except (OSError, ValueError):
-        return False
 
 
 def _bound(value: Any) -> list[Any]:
@@ -393,21 +401,13 @@ def _attributes_restorer(value: Any, before: dict[str, Any]) -> PutBack:
 
 
 def _entries_restorer(value: Any) -> PutBack:
-    def entries() -> list[Any]:  # not by methods that a subclass may have replaced
-        return [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else list(value)
-
-    before = entries()
+    before = entries_of(value)
 
     def put_back() -> None:
         # Left alone where nothing changed: compiled code may have looked at its version.
-        now = entries()
-        if len(now) == len(before) and all(map(operator.is_, now, before)):
-            return
-        value.clear()
-        if isinstance(value, dict):
-            value.update(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
-        else:
-            (value.update if isinstance(value, set) else value.extend)(before)
+        now = entries_of(value)
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            refill(value, before)
 
     return put_back
 
