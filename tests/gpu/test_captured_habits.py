@@ -26,7 +26,6 @@ def test_losses_are_eagers_step_by_step(name: str, regional: bool, tmp_path: Pat
     compile_ = Compile(strategies)
     captured = losses(name, tmp_path, compile_, accelerator="gpu")
     assert captured == pytest.approx(losses(name, tmp_path, Compile(), accelerator="gpu"), rel=1e-4)
-    assert len(captured) == STEPS
     report, (_, reason) = compile_.record.report["cuda_graph"], habits.HABITS[name]
     print(name, "regional" if regional else "-", report["graphs"], report["replayed_steps"], report["refused"])
     if regional and name in OF_THE_REGION:

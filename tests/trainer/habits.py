@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import operator
 import os
 import random
 import time
@@ -134,6 +135,20 @@ class CachesInItsFirstStep(Plain):
         if self.cache is None:
             self.cache = torch.full((), 2.0)
         return self.cache
+
+
+@habit(None)
+class MovesATeacher(Plain):
+    """Weights that the step itself writes to, not the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.net[0].weight, 0.1)
+        return super().training_step((self.teacher(batch[0]), batch[1]), batch_idx)
 
 
 @functools.lru_cache(maxsize=4)
@@ -289,16 +304,36 @@ class ResetsTheOptimizer(Plain):
 # ---- what changes at every step -------------------------------------------------------------------------------------
 
 
-@habit("self.global_step")
-class HelperReadsGlobalStep(Plain):
-    def scale(self, batch_idx: int) -> Any:
-        return wave(self.global_step)
+def reads(
+    name: str,
+    reason: str,
+    look: Callable[[Any], Any],
+    put: Callable[[Any, float], Any] = lambda self, value: None,
+    make: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """A habit: ``look`` is the scale, ``put`` changes it before each step, ``make`` makes the attributes."""
+
+    def __init__(self: Any) -> None:
+        Plain.__init__(self)
+        for attribute, value in make().items():
+            setattr(self, attribute, value)
+
+    def scale(self: Any, batch_idx: int) -> Any:
+        return look(self)
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        put(self, wave(self.global_step))
+
+    body = {"__init__": __init__, "scale": scale, "on_train_batch_start": on_train_batch_start}
+    HABITS[name] = type(name, (Plain,), body), reason
 
 
-@habit("self.trainer.global_step")
-class ReadsTheTrainer(Plain):
-    def scale(self, batch_idx: int) -> Any:
-        return wave(self.trainer.global_step)
+class Schedule:
+    def __init__(self, module: L.LightningModule) -> None:
+        self.module = module
+
+    def __call__(self) -> float:
+        return wave(self.module.global_step)
 
 
 @habit("global_step")
@@ -309,14 +344,6 @@ class PropertyReadsGlobalStep(Plain):
 
     def scale(self, batch_idx: int) -> Any:
         return self.kl
-
-
-class Schedule:
-    def __init__(self, module: L.LightningModule) -> None:
-        self.module = module
-
-    def __call__(self) -> float:
-        return wave(self.module.global_step)
 
 
 @habit("global_step")
@@ -342,126 +369,17 @@ class LogsBatchIndex(Plain):
         return super().training_step(batch, batch_idx)
 
 
-class Sets(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.set(wave(self.global_step))
-
-    def set(self, value: float) -> None: ...
-
-
-@habit("self.kl")
-class AttributeSetInAHook(Sets):
-    def set(self, value: float) -> None:
-        self.kl = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.kl
-
-
-@habit("getattr")
-class AttributeByName(AttributeSetInAHook):
-    def scale(self, batch_idx: int) -> Any:
-        return getattr(self, "k" + "l")
-
-
-HABITS["AttributeByName"] = AttributeByName, "self.kl"
-
-
-@habit("kl")
-class AttributeThroughVars(AttributeSetInAHook):
-    def scale(self, batch_idx: int) -> Any:
-        return vars(self)["kl"]
-
-
-HABITS["AttributeThroughVars"] = AttributeThroughVars, "self.kl"
-
-
-@habit("self.net.1.factor")
-class AttributeOfASubmodule(Sets):
-    def set(self, value: float) -> None:
-        self.net[1].factor = value  # type: ignore[assignment]
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.net[1].factor
-
-
 @habit("self.drop.p")
-class ScheduledDropout(Sets):
+class ScheduledDropout(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout(0.0)
 
-    def set(self, value: float) -> None:
-        self.drop.p = 0.05 * value
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drop.p = 0.05 * wave(self.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
-
-
-@habit("self.criterion.smoothing")
-class ScheduledSmoothing(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = nn.Module()
-        self.criterion.smoothing = 0.0  # type: ignore[assignment]
-
-    def set(self, value: float) -> None:
-        self.criterion.smoothing = value / 10  # type: ignore[assignment]
-
-    def scale(self, batch_idx: int) -> Any:
-        return 1 - self.criterion.smoothing
-
-
-@habit("self.weights[0] changes")
-class ListContents(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = [1.0]
-
-    def set(self, value: float) -> None:
-        self.weights[0] = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.weights[0]
-
-
-@habit("self.settings['loss'][0]['scale'] changes")
-class NestedContents(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = {"loss": [{"scale": 1.0}]}
-
-    def set(self, value: float) -> None:
-        self.settings["loss"][0]["scale"] = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.settings["loss"][0]["scale"]
-
-
-@habit("self.names")
-class SetContents(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[int] = set()
-
-    def set(self, value: float) -> None:
-        self.names.add(self.global_step)
-
-    def scale(self, batch_idx: int) -> Any:
-        return wave(len(self.names))
-
-
-@habit("self.recent")
-class DequeContents(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recent: deque[float] = deque([1.0], maxlen=3)
-
-    def set(self, value: float) -> None:
-        self.recent.append(value)
-
-    def scale(self, batch_idx: int) -> Any:
-        return sum(self.recent)
 
 
 @dataclasses.dataclass(slots=True)
@@ -474,176 +392,111 @@ class Dataclass:
     scale: float = 1.0
 
 
-class Holds(Sets):
-    kind: Any = None
-
+class Closure:
     def __init__(self) -> None:
-        super().__init__()
-        self.held = self.kind()
+        value = 1.0
 
-    def set(self, value: float) -> None:
-        self.held.scale = value
+        def write(to: float) -> None:
+            nonlocal value
+            value = to
 
-    def scale(self, batch_idx: int) -> Any:
-        return self.held.scale
-
-
-@habit("self.held.scale")
-class HoldsADataclass(Holds):
-    kind = Dataclass
-
-
-@habit("self.held.scale")
-class HoldsSlots(Holds):
-    kind = Slotted
-
-
-@habit("self.held['scale'] changes")
-class HoldsANamespace(Holds):
-    kind = staticmethod(lambda: SimpleNamespace(scale=1.0))
-
-
-@habit("self.held")
-class HoldsAConfiguration(Holds):
-    kind = staticmethod(lambda: OmegaConf.create({"scale": 1.0}))
-
-
-@habit("self.held.scale")
-class HoldsAnObject(Holds):
-    kind = Hyperparameters
-
-
-@habit("Hyperparameters.scale")
-class ReadsAClass(Sets):
-    def set(self, value: float) -> None:
-        Hyperparameters.scale = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return Hyperparameters.scale
-
-
-@habit("ReadsItsClass.factor")
-class ReadsItsClass(Sets):
-    factor = 1.0
-
-    def set(self, value: float) -> None:
-        type(self).factor = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return type(self).factor
-
-
-@habit("global SCALE")
-class ReadsAGlobal(Sets):
-    def set(self, value: float) -> None:
-        global SCALE
-        SCALE = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return SCALE
-
-
-@habit("SETTINGS['scale']")
-class ReadsAGlobalDictionary(Sets):
-    def set(self, value: float) -> None:
-        SETTINGS["scale"] = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return SETTINGS["scale"]
-
-
-@habit("environment")
-class ReadsTheEnvironment(Sets):
-    def set(self, value: float) -> None:
-        os.environ["TESTS_SCALE"] = str(value)
-
-    def scale(self, batch_idx: int) -> Any:
-        return float(os.environ["TESTS_SCALE"])
-
-
-def closure() -> tuple[Callable[[float], None], Callable[[], float]]:
-    value = 1.0
-
-    def write(to: float) -> None:
-        nonlocal value
-        value = to
-
-    return write, lambda: value
-
-
-@habit("value in closure")
-class ReadsAClosure(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.write, self.look = closure()
-
-    def set(self, value: float) -> None:
-        self.write(value)
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.look()
+        self.made = {"write": write, "look": lambda: value}
 
 
 def with_default(held: list[float] = [1.0]) -> float:  # noqa: B006
     return held[0]
 
 
-@habit("a default of with_default")
-class ReadsADefault(Sets):
-    def set(self, value: float) -> None:
-        assert with_default.__defaults__ is not None
-        with_default.__defaults__[0][0] = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return with_default()
+def partly() -> dict[str, Any]:
+    weights = [1.0]
+    return {"weights": weights, "look": functools.partial(list.__getitem__, weights, 0)}
 
 
-@habit("self.look[0][0] changes")
-class ReadsAPartial(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = [1.0]
-        self.look = functools.partial(list.__getitem__, self.weights, 0)
+def sets(*names: str) -> Callable[[Any, float], Any]:
+    """Sets the last of ``names`` on the object that the others lead to."""
 
-    def set(self, value: float) -> None:
-        self.weights[0] = value
+    def put(self: Any, value: float) -> None:
+        setattr(functools.reduce(getattr, names[:-1], self), names[-1], value)
 
-    def scale(self, batch_idx: int) -> Any:
-        return self.look()
+    return put
 
 
-@habit("'lr'")
-class ReadsTheLearningRate(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.001 * wave(self.global_step)
-
-    def scale(self, batch_idx: int) -> Any:
-        return 100 * self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-
-
-HABITS["ReadsTheLearningRate"] = ReadsTheLearningRate, "param_groups[0]['lr'] changes"
-
-
-@habit("another tensor")
-class ReplacesATensor(Sets):
-    def set(self, value: float) -> None:
-        self.kl = torch.full((), value, device=self.device)
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.kl
-
-
-@habit("numbers in self.table")
-class FillsAnArray(Sets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = numpy.ones(4)
-
-    def set(self, value: float) -> None:
-        self.table[0] = value
-
-    def scale(self, batch_idx: int) -> Any:
-        return float(self.table[0])
+reads("HelperReadsGlobalStep", "self.global_step", lambda self: wave(self.global_step))
+reads("ReadsTheTrainer", "self.trainer.global_step", lambda self: wave(self.trainer.global_step))
+reads("AttributeSetInAHook", "self.kl", lambda self: self.kl, sets("kl"))
+reads("AttributeByName", "self.kl", lambda self: getattr(self, "k" + "l"), sets("kl"))
+reads("AttributeThroughVars", "self.kl", lambda self: vars(self)["kl"], sets("kl"))
+reads("AttributeOfASubmodule", "self.net.1.factor", lambda self: self.net[1].factor, sets("net", "1", "factor"))
+reads(
+    "ScheduledSmoothing", "self.criterion.smoothing", lambda self: 1 - self.criterion.smoothing / 10,
+    sets("criterion", "smoothing"), lambda: {"criterion": nn.Module()},
+)  # fmt: skip
+reads(
+    "ListContents", "self.weights[0] changes", lambda self: self.weights[0],
+    lambda self, value: operator.setitem(self.weights, 0, value), lambda: {"weights": [1.0]},
+)  # fmt: skip
+reads(
+    "NestedContents", "self.settings['loss'][0]['scale'] changes", lambda self: self.settings["loss"][0]["scale"],
+    lambda self, value: self.settings["loss"][0].update(scale=value), lambda: {"settings": {"loss": [{"scale": 1.0}]}},
+)  # fmt: skip
+reads(
+    "SetContents", "self.names", lambda self: wave(len(self.names)),
+    lambda self, value: self.names.add(self.global_step), lambda: {"names": set()},
+)  # fmt: skip
+reads(
+    "DequeContents", "self.recent", lambda self: sum(self.recent),
+    lambda self, value: self.recent.append(value), lambda: {"recent": deque([1.0], maxlen=3)},
+)  # fmt: skip
+for name, reason, kind in (
+    ("HoldsADataclass", "self.held.scale", Dataclass),
+    ("HoldsSlots", "self.held.scale", Slotted),
+    ("HoldsANamespace", "self.held['scale'] changes", functools.partial(SimpleNamespace, scale=1.0)),
+    ("HoldsAConfiguration", "self.held", functools.partial(OmegaConf.create, {"scale": 1.0})),
+    ("HoldsAnObject", "self.held.scale", Hyperparameters),
+):
+    reads(name, reason, lambda self: self.held.scale, sets("held", "scale"), lambda kind=kind: {"held": kind()})
+reads(
+    "ReadsAClass", "Hyperparameters.scale", lambda self: Hyperparameters.scale,
+    lambda self, value: setattr(Hyperparameters, "scale", value),
+)  # fmt: skip
+reads(
+    "ReadsItsClass", "ReadsItsClass.factor", lambda self: type(self).factor,
+    lambda self, value: setattr(type(self), "factor", value),
+)  # fmt: skip
+reads("ReadsAGlobal", "global SCALE", lambda self: SCALE, lambda self, value: globals().update(SCALE=value))
+reads(
+    "ReadsAGlobalDictionary", "SETTINGS['scale']", lambda self: SETTINGS["scale"],
+    lambda self, value: SETTINGS.update(scale=value),
+)  # fmt: skip
+reads(
+    "ReadsTheEnvironment", "environment", lambda self: float(os.environ["TESTS_SCALE"]),
+    lambda self, value: os.environ.update(TESTS_SCALE=str(value)),
+)  # fmt: skip
+reads(
+    "ReadsAClosure", "value in Closure", lambda self: self.look(), lambda self, value: self.write(value),
+    lambda: Closure().made,
+)  # fmt: skip
+reads(
+    "ReadsADefault", "a default of with_default", lambda self: with_default(),
+    lambda self, value: operator.setitem(with_default.__defaults__[0], 0, value),  # type: ignore[index]
+)  # fmt: skip
+reads(
+    "ReadsAPartial", "self.look[0][0] changes", lambda self: self.look(),
+    lambda self, value: operator.setitem(self.weights, 0, value), partly,
+)  # fmt: skip
+reads(
+    "ReadsTheLearningRate", "param_groups[0]['lr'] changes",
+    lambda self: 100 * self.optimizers().param_groups[0]["lr"],
+    lambda self, value: self.trainer.optimizers[0].param_groups[0].update(lr=0.001 * value),
+)  # fmt: skip
+reads(
+    "ReplacesATensor", "another tensor", lambda self: self.kl,
+    lambda self, value: setattr(self, "kl", torch.full((), value, device=self.device)),
+)  # fmt: skip
+reads(
+    "FillsAnArray", "numbers in self.table", lambda self: float(self.table[0]),
+    lambda self, value: operator.setitem(self.table, 0, value), lambda: {"table": numpy.ones(4)},
+)  # fmt: skip
 
 
 @habit("callback_metrics")
@@ -659,38 +512,17 @@ class ReadsALoggedMetric(Plain):
 
 # ---- what draws, counts and tells the time --------------------------------------------------------------------------
 
-
-@habit("draws random numbers on the host")
-class PythonsRandom(Plain):
-    def scale(self, batch_idx: int) -> Any:
-        return 1 + random.random()
-
-
-@habit("draws random numbers on the host")
-class NumpysRandom(Plain):
-    def scale(self, batch_idx: int) -> Any:
-        return 1 + numpy.random.rand()
-
-
-class OwnGenerator(Plain):
-    make: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = self.make(0)
-
-    def scale(self, batch_idx: int) -> Any:
-        return 1 + self.generator.random()
-
-
-@habit("draws random numbers on the host from self.generator")
-class OwnNumpyGenerator(OwnGenerator):
-    make = staticmethod(numpy.random.default_rng)
-
-
-@habit("draws random numbers on the host from self.generator")
-class OwnPythonGenerator(OwnGenerator):
-    make = random.Random
+draws = "draws random numbers on the host"
+reads("PythonsRandom", draws, lambda self: 1 + random.random())
+reads("NumpysRandom", draws, lambda self: 1 + numpy.random.rand())
+own = f"{draws} from self.generator", lambda self: 1 + self.generator.random()
+reads("OwnNumpyGenerator", *own, make=lambda: {"generator": numpy.random.default_rng(0)})
+reads("OwnPythonGenerator", *own, make=lambda: {"generator": random.Random(0)})
+reads("TellsTheTime", "time", lambda self: 1.0 if time.time() > 0 else 2.0)
+reads(
+    "ReadsAnIterator", "self.endless", lambda self: next(self.endless),
+    make=lambda: {"endless": itertools.cycle([1.0, 2.0, 3.0])},
+)  # fmt: skip
 
 
 @habit("draws random numbers on the host")
@@ -698,22 +530,6 @@ class TeacherForcing(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         given = batch[0] if random.random() < 0.5 else -batch[0]
         return super().training_step((given, batch[1]), batch_idx)
-
-
-@habit("time")
-class TellsTheTime(Plain):
-    def scale(self, batch_idx: int) -> Any:
-        return 1.0 if time.time() > 0 else 2.0
-
-
-@habit("self.endless")
-class ReadsAnIterator(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.endless = itertools.cycle([1.0, 2.0, 3.0])
-
-    def scale(self, batch_idx: int) -> Any:
-        return next(self.endless)
 
 
 @habit("changes self.count")

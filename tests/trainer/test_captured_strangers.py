@@ -17,7 +17,7 @@ from tests.trainer.recording import RecordingEngine
 from tests.trainer.test_step_capture import Recorded, Watch
 from trainer.callback import Compile
 
-STEPS = 4
+STEPS = 3
 
 
 def train(name: str, mask: bool, *strategies: Strategy) -> tuple[list[float], Compile]:
@@ -40,11 +40,8 @@ def test_a_strangers_step_is_captured_with_eagers_losses(name: str, mask: bool) 
     assert len(set(eager)) == STEPS
     assert losses == pytest.approx(eager, rel=FLOOR)
     assert (report["graphs"], report["replayed_steps"], report["refused"]) == (1, STEPS - 1, [])
-
-
-def test_a_region_is_compiled_once_though_its_library_takes_another_path_in_a_capture() -> None:
-    _, compile_ = train("llama", False, Regional(backend="eager"), Recorded())
-    assert compile_.record.graphs == 1
+    if (name, mask) == ("llama", False):
+        assert compile_.record.graphs == 1, "compiled once, though its library takes another path in a capture"
 
 
 def drawn_on_the_device(step: nn.Module, x: Tensor) -> Tensor:

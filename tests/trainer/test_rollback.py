@@ -17,7 +17,6 @@ from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
-from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.guards.rollback import CompileFailed, Rollback
 
@@ -104,12 +103,6 @@ def test_fail_ends_the_run_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no tanh here"):
         fit(WithPart(), tmp_path, [compile_])
     assert compile_.record.steps == 0
-
-
-def test_the_command_line_rolls_back_too(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="on_compile_error=eager"):
-        record = train(tmp_path, "on_compile_error=eager", strategy="whole", backend=backends.BROKEN_BACKWARD)
-    assert (record.status, record.regions_compiled) == ("finished", 0)
 
 
 class Breaks(Blocks):

@@ -84,8 +84,7 @@ class CountingInLoop(ReadsInLoop):
         self.blocks = nn.ModuleList(Counting() for _ in range(3))
 
 
-@pytest.mark.parametrize("parity", ["on", "off"])
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(("fullgraph", "parity"), [(True, "on"), (False, "off")])
 def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
     fullgraph: bool, parity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +146,7 @@ class NumberedBlocks(Blocks):
         self.layers = nn.ModuleList(Numbered(number) for number in range(6))
 
 
-@pytest.mark.parametrize("options", [{}, {"on_compile_error": "eager"}, {"parity": "off"}], ids=str)
+@pytest.mark.parametrize("options", [{"on_compile_error": "eager"}, {"parity": "off"}], ids=str)
 def test_the_limit_before_the_first_step_leaves_that_kind_eager_and_the_others_compiled(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,12 +297,7 @@ def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [
-        (chooser.Candidate, "outline"),
-        (chooser.Candidate, "put_on"),
-        (Preflight, "run"),
-        (Preflight, "_compare"),
-    ],
+    [(chooser.Candidate, "outline"), (chooser.Candidate, "put_on"), (Preflight, "run")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_whatever_fails_in_a_trial_leaves_auto_with_eager(
@@ -379,8 +373,9 @@ def stages(kind: str) -> nn.Module:
     return nn.ModuleDict({str(number): Block() for number in range(6)})
 
 
-@pytest.mark.parametrize("kind", ["lists", "mixed", "dict of lists", "dict"])
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "named"), [("lists", False), ("mixed", True), ("dict of lists", False), ("dict", True)]
+)
 def test_blocks_in_lists_of_lists_are_found(kind: str, named: bool, tmp_path: Path) -> None:
     eager = fit(Nested(stages(kind)), tmp_path, [])
     blocks = ["layers"] if named else None
