@@ -49,7 +49,7 @@ class HostRecorder(HostValues):
         super().__init__(device, problem_types)
         self._ignored = ignored
         self._codes: set[types.CodeType] = set()
-        self._found_on_class = functools.cache(found_on_class)
+        self._found_on_class: Any = functools.cache(found_on_class)
         self._thread = threading.get_ident()
         self._shards: dict[tuple[int, str], Any] = {}
         """Sharded parameters, whose place is taken by what was gathered for the length of a forward."""

@@ -318,10 +318,9 @@ class Findings:
         Each process has a cache of its own, and comparing takes steps that all of them take together: None unless all
         processes, each of which calls this after everything has been compiled, have them.
         """
-        found = self._program.findings.get(self._shapes)
-        warm = found is not None and self._watch.figures().cache == "warm"
-        whole = warm and set(found) == {"parity", "slowdown"} and found["parity"].get("verdict") == "passed"
-        return found if loop.everywhere(whole) else None
+        found = self._program.findings.get(self._shapes) or {}
+        warm = self._watch.figures().cache == "warm" and set(found) == {"parity", "slowdown"}
+        return found if loop.everywhere(warm and found["parity"].get("verdict") == "passed") else None
 
     def keep(self) -> None:
         """Leave what this run reported to later ones."""
