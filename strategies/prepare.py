@@ -78,18 +78,19 @@ class Preparation:
 
 
 def import_beside(modules: Sequence[str]) -> threading.Thread:
-    """Import ``modules``, which a process imported that compiled the same, in a thread beside a training.
-
-    No compile workers are started: what these would do lies in the caches.
-    """
+    """Import ``modules``, which a process imported that compiled the same, in a thread beside a training, and do there
+    what the first compile would do."""
 
     def run() -> None:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(GIVES_WAY_SECONDS / 2)  # for as long may a step wait for Python's lock
         for name in modules:
             if name not in sys.modules:
                 with contextlib.suppress(Exception):  # comes up again, with its reason, where it is needed
                     importlib.import_module(name)
                 time.sleep(GIVES_WAY_SECONDS)
-        _warm_up(workers=False)
+        _warm_up()
+        sys.setswitchinterval(before)
 
     thread = threading.Thread(target=run, name="import-inductor", daemon=True)
     thread.start()
@@ -144,7 +145,7 @@ def _import_inductor() -> None:
         importlib.import_module(INDUCTOR)
 
 
-def _warm_up(*, workers: bool = True) -> None:
+def _warm_up() -> None:
     try:
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codecache import torch_key
@@ -154,8 +155,7 @@ def _warm_up(*, workers: bool = True) -> None:
         torch_key()  # a hash over torch's own files, part of every key of the cache
         torch.compiler.list_backends(())
         if torch.cuda.is_available():
-            if workers:
-                AsyncCompile.wakeup()
+            AsyncCompile.wakeup()
             triton_key()  # a hash over Triton's files, part of every key of the cache
         else:
             pick_vec_isa()

@@ -15,9 +15,10 @@ from strategies.base import Region
 from strategies.compose import compiler_settings
 from strategies.loop import Loop
 from strategies.prepare import Preparation, is_prepared
-from strategies.regions import outermost, switch_on
+from strategies.regions import outermost, switch_off, switch_on
 from trainer.auto.rule import Knowledge
 from trainer.background import Background
+from trainer.background.trial import Trial
 
 if TYPE_CHECKING:
     from trainer.loops.processes import Agreement
@@ -30,8 +31,12 @@ class Candidate:
     strategy: Strategy
     helper: Background | None = None
     """Compiles it while the training continues; None where the training itself does."""
+    vague: bool = False
+    """Whether a region's trial could say nothing, so that whole steps have to be compared."""
+    trial_seconds: float = 0.0
     _outline: Program | None = field(default=None, init=False)
     _regions: list[Region] | None = field(default=None, init=False)
+    _prepared: bool = field(default=False, init=False)
 
     def outline(self, program: Program) -> Program:
         """``program`` as this strategy would compile it, its regions named alone. Raises ValueError where it does not
@@ -42,14 +47,21 @@ class Candidate:
             self._outline = view
         return self._outline
 
-    def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
-        """Let the program's modules, eager so far, run compiled in this way; compiler settings hold until ``settings``
-        is closed. Raises ValueError where it does not apply."""
-        view = self.outline(program)
-        if self._regions is None:
+    def prepare(self, program: Program, settings: contextlib.ExitStack) -> None:
+        """Let it be compiled from now on, once; compiler settings hold until ``settings`` is closed."""
+        if not self._prepared:
+            self._prepared = True
             if self.strategy.needs_inductor and not is_prepared():
                 Preparation().wait()
+            view = self.outline(program)
             settings.enter_context(compiler_settings(view.settings, eager_embeddings=program.eager_embeddings))
+
+    def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
+        """Let the program's modules, eager so far, run compiled in this way. Raises ValueError where it does not
+        apply."""
+        view = self.outline(program)
+        self.prepare(program, settings)
+        if self._regions is None:
             refused = {} if self.helper is None else self.helper.refused
             program.eager_parts.update(refused)
             left_out = tuple(f"{path}." for path in refused)
@@ -66,11 +78,26 @@ class Candidates:
 
     Args:
         background: As ``Auto.background``.
+        settings: As ``Candidate.prepare`` takes them.
+        parity: As ``Guarding.parity``.
         known: Whose ``helped`` says what helpers compile, and whether they have.
     """
 
-    def __init__(self, background: bool | None, loop: Loop, program: Program, known: Knowledge) -> None:
+    def __init__(
+        self,
+        background: bool | None,
+        loop: Loop,
+        program: Program,
+        settings: contextlib.ExitStack,
+        parity: str,
+        known: Knowledge,
+    ) -> None:
         self._background, self._loop, self._program, self.known = background, loop, program, known
+        self._settings, self._parity = settings, parity
+        self.trying = False
+        """Whether regions that the helper has compiled are tried, one a step, in steps of eager."""
+        self._untried: list[Region] = []
+        self._trial: Trial | None = None
         self.named: dict[str, Candidate] = {}
         self.compiling: str | None = None
         """What a helper is at work on."""
@@ -105,8 +132,34 @@ class Candidates:
             self._agreement = Agreement()
         self._helper(name).start()
 
-    def after_step(self) -> bool:
-        """A step is over; returns whether the helper at work is through, or has failed, for all processes alike."""
+    def try_next(self) -> None:
+        """A step of eager begins: let a region be tried in it that the helper has compiled."""
+        assert self.compiling is not None
+        if self._trial is None and self._untried:
+            view, region = self.named[self.compiling].outline(self._program), self._untried.pop(0)
+            self._trial = Trial(program=view, region=region, parity=self._parity)
+        if self._trial is not None:
+            switch_off(self._trial.program, self._trial.region, self._trial)
+
+    def _judge(self, name: str) -> None:
+        """A step of eager is over in which a region may have been tried."""
+        candidate, helper, trial = self.named[name], self._helper(name), self._trial
+        if not self.trying:
+            self.trying = True
+            candidate.prepare(self._program, self._settings)
+            everything = outermost(candidate.outline(self._program))
+            self._untried = [one for one in everything if one.path not in helper.refused]
+        elif trial is not None:
+            self._trial = None
+            switch_off(trial.program, trial.region)
+            candidate.vague |= trial.vague
+            candidate.trial_seconds += trial.seconds
+            if not trial.passed:
+                helper.refused[trial.region.path] = trial.failed or "it was not called in the step of its trial"
+
+    def after_step(self, *, may_try: bool) -> bool:
+        """A step is over; returns whether the helper at work is through and what it has compiled was tried, or it has
+        failed, for all processes alike. ``may_try``: whether steps of eager may follow for it."""
         if self._recording:
             self._stop_recording()
         if self.compiling is None:
@@ -114,7 +167,10 @@ class Candidates:
         helper = self._helper(self.compiling)
         helper.ready()
         failed = helper.done and not helper.complete
-        waits = not failed and not (helper.done and helper.imported())
+        through = not failed and helper.done and helper.imported()
+        if through and (may_try or self.trying):
+            self._judge(self.compiling)
+        waits = not failed and not (self.trying and self._trial is None and not self._untried)
         if self._agreement is not None:
             waits, failed, sent = map(bool, self._agreement.exchange(waits, failed, True))
             waits = waits or not sent  # the first answer says nothing
@@ -123,6 +179,8 @@ class Candidates:
         if self._agreement is not None:
             self._agreement.settle()
             self._agreement = None
+        self.trying, candidate = False, self.named[self.compiling]
+        candidate.vague = self._loop.anywhere(candidate.vague)
         reason = helper.failed or next(iter(helper.refused.values()), "that of another process failed")
         for arm in [one for one in self.known.arms.values() if one.module == self.compiling]:
             arm.helper_seconds = helper.seconds

@@ -40,9 +40,9 @@ TIMED_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = 10, 0.5, 50
 MAX_STEPS = 200
 """Steps after which an arm is judged by the steady steps that it had, however few."""
 
-Switch = Callable[[Sequence[Strategy], "Guards | None"], "Guards | None"]
+Switch = Callable[[Sequence[Strategy], "Guards | None", bool], "Guards | None"]
 """Lets the training run under these strategies, whose regions are in place, from the step that begins; with new guards,
-or those given, which had them before. Returns the guards."""
+or those given, which had them before; and whether each region was compared with eager. Returns the guards."""
 
 
 class Chooser:
@@ -53,6 +53,7 @@ class Chooser:
         settings: Takes the compiler settings of what is compiled, and ends the helper; closed when the run ends.
         switch: See ``Switch``.
         guards: Those of the other strategies.
+        parity: As ``Guarding.parity``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Chooser:
         settings: contextlib.ExitStack,
         switch: Switch,
         guards: Guards | None,
+        parity: str,
     ) -> None:
         self._auto, self._loop, self._program, self._telemetry = auto, loop, program, telemetry
         self._settings, self._switch = settings, switch
@@ -72,7 +74,7 @@ class Chooser:
         self._base = Arm()
         self._known = Knowledge(arms={(EAGER, False): self._base})
         self._best = self._on = self._base
-        self._candidates = Candidates(auto.background, loop, program, self._known)
+        self._candidates = Candidates(auto.background, loop, program, settings, parity, self._known)
         settings.callback(self._candidates.close)
         self._guards: dict[str, Guards | None] = {EAGER: guards}
         self._eager_parts: dict[str, str] = {}
@@ -109,6 +111,11 @@ class Chooser:
             self._begin(batch)
             if self._known.helped:  # this step's calls are recorded: a graph would stand for them
                 return
+        if self._candidates.trying:
+            if self._on is not self._base:
+                self._put_on(self._base)
+            self._candidates.try_next()
+            return
         arm, self._next = self._next, None
         if arm is self._best and arm is not self._on:
             self._put_on(arm)
@@ -176,7 +183,8 @@ class Chooser:
                 self._fail(arm, f"not eager's step: {different}" if different else one_line(caught))
             if arm.failed is None and (reason := self._gave_up(arm)) is not None:
                 self._fail(arm, reason)
-        self._switching_seconds = time.perf_counter() - began
+        tried = self._candidates.named.get(arm.module)
+        self._switching_seconds = time.perf_counter() - began + (tried.trial_seconds if tried is not None else 0.0)
         if arm.failed is not None:
             arm.setup_seconds = float(self._loop.broadcast(self._switching_seconds))
             self._put_on(self._best)
@@ -190,7 +198,10 @@ class Chooser:
             candidate = Candidate(strategy=STRATEGIES[arm.module]())
             self._candidates.named.setdefault(arm.module, candidate).put_on(program, self._settings)
         self._on, self._steps, self._check_at = arm, [], SETTLE_STEPS + TIMED_STEPS
-        self._guards[arm.name] = self._switch([*self._others, *self._strategies(arm)], self._guards.get(arm.name))
+        tried = self._candidates.named.get(arm.module)
+        compared = tried is not None and self._known.helped.get(arm.module, False) and not tried.vague
+        strategies = [*self._others, *self._strategies(arm)]
+        self._guards[arm.name] = self._switch(strategies, self._guards.get(arm.name), compared)
 
     def _fail(self, arm: Arm, reason: str) -> None:
         arm.failed, arm.remembered = reason, False
@@ -219,8 +230,10 @@ class Chooser:
         """An optimizer step is over: judge what has been timed long enough."""
         if not self._begun:
             return
-        answered = self._candidates.after_step()
-        if self._on is self._best and self._best.steps_timed and self._next is None:  # it trains on meanwhile
+        rests = self._on is self._best and self._best.steps_timed > 0 and self._next is None  # it trains on meanwhile
+        answered = self._candidates.after_step(may_try=rests)
+        tried = answered and self._on is self._base
+        if rests or tried or self._candidates.trying:
             if answered:
                 self._look_for_next()
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ class Trial:
     passed: bool = False
     vague: bool = False
     """Whether the comparison could say nothing."""
+    seconds: float = 0.0
+    """That it took."""
     share: float | None = None
     """The largest difference as a share of its tolerance."""
 
@@ -57,7 +60,7 @@ class Trial:
         """Eager's own call; before it, the trial, at the first one that trains."""
         module = self.program.module.get_submodule(self.region.path)
         if not self.over and module.training and torch.is_grad_enabled():
-            before, collects = module._compiled_call_impl, gc.isenabled()
+            before, collects, began = module._compiled_call_impl, gc.isenabled(), time.perf_counter()
             gc.disable()  # a full collection amid what tracing makes takes longer than tracing
             try:
                 with _apart(module):
@@ -67,6 +70,7 @@ class Trial:
                 self.failed = one_line(error)
             finally:
                 module._compiled_call_impl = before
+                self.seconds = time.perf_counter() - began
                 if collects:
                     gc.enable()
         return module._call_impl(*args, **kwargs)

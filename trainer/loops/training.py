@@ -230,17 +230,18 @@ class CompiledTraining:
             assert self._choosing.chooser is not None
             make_chooser: Any = pkgutil.resolve_name(self._choosing.chooser)
             self._chooser = make_chooser(
-                self._choosing, loop, self.program, self.telemetry, self._settings, self.switch, self._guards
+                *(self._choosing, loop, self.program, self.telemetry, self._settings, self.switch, self._guards),
+                self._guarding.parity,
             )
 
-    def switch(self, strategies: Iterable[Strategy], guards: Guards | None = None) -> Guards | None:
+    def switch(self, strategies: Iterable[Strategy], guards: Guards | None, compared: bool) -> Guards | None:
         """Between two optimizer steps: train under ``strategies``, whose regions are in place, from the step that
         begins. Steps so far become warm-up.
 
         Args:
             strategies: Those that act from now on. A step that was captured is captured anew.
             guards: Those of the same program, if it was guarded before; else it is compared with eager on the batch at
-                hand, and eager takes over where it fails.
+                hand, unless each region was ``compared``, and eager takes over where it fails.
 
         Returns:
             The guards; None where there is nothing to guard.
@@ -263,7 +264,7 @@ class CompiledTraining:
         self._guards = None
         if guards is not None:
             guards.resume()
-        self._guard(loop, program, guards, chosen=True)
+        self._guard(loop, program, guards, chosen=True, compared=compared)
         return self._guards
 
     def _guard(self, loop: Loop, program: Program, guards: Guards | None = None, **how: Any) -> None:
