@@ -17,7 +17,7 @@ from tests.strategies import backends
 WIDTH, IMAGE_TOKENS = 32, 16
 LENGTHS = [
     # Among them the width and the number of image tokens, which are no ragged dimensions.
-    *(9, 30, WIDTH, 17, IMAGE_TOKENS, 44, 9, 61, 3),
+    *(9, 30, WIDTH, 17, IMAGE_TOKENS, 44, 9, 61, 3)
 ]
 
 

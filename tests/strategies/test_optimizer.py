@@ -6,7 +6,7 @@ import copy
 import io
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
 from strategies import Optimizer, Program, compose
-from strategies.optimizer.functional import FunctionalUpdate
 from strategies.optimizer.step import ATTRIBUTE, NothingCompiled, installed
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
@@ -62,18 +61,37 @@ def train(module: nn.Module, optimizer: Made, steps: int, *, seed: int = 1, sche
             schedule.step()
 
 
-def assert_same(left: nn.Module, right: nn.Module, **tolerance: float) -> None:
-    torch.testing.assert_close(left.state_dict(), right.state_dict(), **tolerance)
+class Both:
+    """The same module and optimizer twice, the second one compiled."""
+
+    def __init__(self, make: Make, module: Callable[[], nn.Module] = stack, **options: Any) -> None:
+        self.modules: list[Any] = [module(), module()]
+        self.optimizers = [make(module.parameters()) for module in self.modules]
+        self.strategy, self.program = begin(self.modules[1], self.optimizers[1], **options)
+        self.update: Any = installed(self.optimizers[1])
+
+    def __iter__(self) -> Iterator[tuple[Any, Made]]:
+        return zip(self.modules, self.optimizers, strict=True)
+
+    def train(self, steps: int, *, seed: int = 1, scheduled: bool = False) -> None:
+        for module, optimizer in self:
+            schedule = lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
+            train(module, optimizer, steps, seed=seed, schedule=schedule)
+
+    def are_alike(self, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+        """Weights, and of the states the keys, in order, the types, devices and values."""
+        eagers, ours = (module.state_dict() for module in self.modules)
+        torch.testing.assert_close(ours, eagers, rtol=rtol, atol=atol)
+        theirs, mine = (optimizer.state_dict() for optimizer in self.optimizers)
+        assert mine["param_groups"] == theirs["param_groups"]
+        assert list(mine["state"]) == list(theirs["state"])
+        for index, expected in theirs["state"].items():
+            assert list(mine["state"][index]) == list(expected)
+            torch.testing.assert_close(mine["state"][index], expected, rtol=10 * rtol, atol=atol)
 
 
-def assert_same_state(left: Made, right: Made, **tolerance: float) -> None:
-    """The same keys, in order, the same types, devices and values."""
-    ours, eagers = left.state_dict(), right.state_dict()
-    assert ours["param_groups"] == eagers["param_groups"]
-    assert list(ours["state"]) == list(eagers["state"])
-    for index, expected in eagers["state"].items():
-        assert list(ours["state"][index]) == list(expected)
-        torch.testing.assert_close(ours["state"][index], expected, **tolerance)
+def adamw(given: Iterable[Any]) -> Made:
+    return torch.optim.AdamW(given, lr=1e-2)
 
 
 # ---- eager's numbers -------------------------------------------------------------------------------------------------
@@ -81,39 +99,29 @@ def assert_same_state(left: Made, right: Made, **tolerance: float) -> None:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_parameters_and_state_are_eagers(make: Make, graphs: list[GraphModule]) -> None:
-    eager, compiled = stack(), stack()
-    optimizers = []
-    for module in (eager, compiled):
-        matrices = [p for p in module.parameters() if p.ndim > 1]
-        vectors = [p for p in module.parameters() if p.ndim == 1]
-        optimizers.append(make([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]))
-    _, program = begin(compiled, optimizers[1])
-    for module, optimizer in zip((eager, compiled), optimizers, strict=True):
-        schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
-        train(module, optimizer, 12, schedule=schedule)
-    assert_same(compiled, eager, rtol=1e-5, atol=1e-6)
-    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=1e-6)
+    def in_groups(given: Iterable[Any]) -> Made:
+        given = list(given)
+        vectors = {"params": [p for p in given if p.ndim == 1], "weight_decay": 0.0}
+        return make([{"params": [p for p in given if p.ndim > 1]}, vectors])
+
+    both = Both(in_groups)
+    both.train(12, scheduled=True)
+    both.are_alike()
     assert len(graphs) == 2, "one for the blocks, one for stem and head"
-    assert program.report["optimizer"]["form"] == "functional"
+    assert both.program.report["optimizer"]["form"] == "functional"
 
 
 def test_double_precision_is_kept(graphs: list[GraphModule]) -> None:
-    eager, compiled = stack().double(), stack().double()
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (eager, compiled)]
-    begin(compiled, optimizers[1])
-    for module, optimizer in zip((eager, compiled), optimizers, strict=True):
-        train(module, optimizer, 12)
-    assert_same(compiled, eager, rtol=1e-12, atol=1e-13)
+    both = Both(adamw, lambda: stack().double())
+    both.train(12)
+    both.are_alike(rtol=1e-12, atol=1e-13)
 
 
-def test_inductor_compiles_it_to_eagers_numbers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, compiled = stack(2), stack(2)
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (eager, compiled)]
-    _, program = begin(compiled, optimizers[1], backend="inductor")
-    for module, optimizer in zip((eager, compiled), optimizers, strict=True):
-        train(module, optimizer, 5, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
-    assert_same(compiled, eager, rtol=1e-5, atol=1e-6)
-    assert program.report["optimizer"]["graphs"] == 2
+def test_inductor_compiles_it_to_eagers_numbers() -> None:
+    both = Both(adamw, lambda: stack(2), backend="inductor")
+    both.train(5, scheduled=True)
+    both.are_alike()
+    assert both.program.report["optimizer"]["graphs"] == 2
 
 
 # ---- one graph, and never another ------------------------------------------------------------------------------------
@@ -121,12 +129,11 @@ def test_inductor_compiles_it_to_eagers_numbers(tmp_path: Any, monkeypatch: pyte
 
 def test_twelve_identical_blocks_share_one_graph(graphs: list[GraphModule]) -> None:
     module = stack(12)
-    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer = adamw(module.parameters())
     _, program = begin(module, optimizer)
     train(module, optimizer, 2)
     assert len(graphs) == 2, "one for the blocks, one for stem and head"
-    facts = program.report["optimizer"]
-    assert (facts["form"], facts["tensors"], facts["chunks"], facts["graphs"]) == ("functional", 52, 13, 2)
+    assert program.report["optimizer"] == {"form": "functional", "tensors": 52, "chunks": 13, "graphs": 2}
 
 
 def test_many_tensors_outside_blocks_are_cut_into_chunks(graphs: list[GraphModule]) -> None:
@@ -197,145 +204,101 @@ def test_no_scheduler_recompiles(name: str, graphs: list[GraphModule]) -> None:
 
 
 def test_every_hyperparameter_may_change_without_a_recompile(graphs: list[GraphModule]) -> None:
-    modules = [stack(2), stack(2)]
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
-    begin(modules[1], optimizers[1])
+    both = Both(adamw)
     for step in range(10):
-        for module, optimizer in zip(modules, optimizers, strict=True):
+        for optimizer in both.optimizers:
             optimizer.param_groups[0].update(betas=(0.5 + step / 30, 0.9), weight_decay=step / 10, eps=10.0**-step)
-            train(module, optimizer, 1, seed=step)
+        both.train(1, seed=step)
     assert len(graphs) == 2
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+    both.are_alike()
 
 
 # ---- the optimizer stays itself --------------------------------------------------------------------------------------
 
 
-def test_a_step_taken_back_is_counted_back_under_the_same_plan(graphs: list[GraphModule]) -> None:
-    eager, compiled = stack(), stack()
-    theirs, ours = OPTIMIZERS["AdamW"](eager.parameters()), OPTIMIZERS["AdamW"](compiled.parameters())
-    begin(compiled, ours)
-    train(eager, theirs, 2)
-    train(compiled, ours, 2)
-    update = installed(ours)
-    assert isinstance(update, FunctionalUpdate)
-    plan, put_back = update.constants(), update.take()
-    state = {key: {name: value.clone() for name, value in entry.items()} for key, entry in ours.state.items()}
-    weights = [parameter.detach().clone() for parameter in compiled.parameters()]
-    train(compiled, ours, 1, seed=3)
-    with torch.no_grad():
-        for parameter, weight in zip(compiled.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-        for key, entry in state.items():
-            for name, value in entry.items():
-                ours.state[key][name].copy_(value)
+def kept(module: nn.Module, optimizer: Made) -> Callable[[], None]:
+    """Returns what puts weights and state back in place, as a preflight does."""
+    tensors = [*module.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
+    copies = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for tensor, value in zip(tensors, copies, strict=True):
+            tensor.copy_(value)
+
+    return put_back
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "SGD dampening"])
+def test_state_that_is_put_back_is_gone_on_from(name: str, announced: bool, graphs: list[GraphModule]) -> None:
+    both = Both(OPTIMIZERS[name])
+    module, optimizer = both.modules[1], both.optimizers[1]
+    weights = copy.deepcopy(module.state_dict())
+    train(module, optimizer, 2)
+    optimizer.state.clear()  # what was not there is taken out
+    module.load_state_dict(weights)
+    both.train(2)
+    plan, counted, put_back = both.update.constants(), both.update.take(), kept(module, optimizer)
+    train(module, optimizer, 2, seed=2)
     put_back()
-    train(eager, theirs, 1, seed=2)
-    train(compiled, ours, 1, seed=2)
-    assert_same(compiled, eager)
-    assert_same_state(ours, theirs)
-    assert update.constants() == plan
+    if announced:
+        counted()
+        assert both.update.constants() == plan, "what was captured under it holds"
+    both.train(2, seed=3)
+    both.are_alike()
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD nesterov"])
 def test_state_dicts_go_both_ways(name: str, graphs: list[GraphModule]) -> None:
-    reference = stack()
-    eager = OPTIMIZERS[name](reference.parameters())
-    train(reference, eager, 3)
-    train(reference, eager, 3, seed=2)
-
-    for first_compiled in (True, False):
-        first, second = stack(), stack()
-        before, after = OPTIMIZERS[name](first.parameters()), OPTIMIZERS[name](second.parameters())
-        begin(*((first, before) if first_compiled else (second, after)))
-        train(first, before, 3)
+    for compiled in (0, 1):
+        both = Both(OPTIMIZERS[name])
+        reference = stack()
+        optimizer = OPTIMIZERS[name](reference.parameters())
+        both.train(3)
         file = io.BytesIO()
-        torch.save((first.state_dict(), before.state_dict()), file)
+        torch.save((both.modules[compiled].state_dict(), both.optimizers[compiled].state_dict()), file)
         file.seek(0)
         weights, state = torch.load(file, weights_only=True)
-        second.load_state_dict(weights)
-        after.load_state_dict(state)
-        train(second, after, 3, seed=2)
-        assert_same(second, reference, rtol=1e-5, atol=1e-6)
-        assert_same_state(after, eager, rtol=1e-4, atol=1e-6)
+        # On by the other form; and, for the compiled one, again in the middle of its training.
+        both.train(1, seed=2)
+        for module, loading in ((reference, optimizer), (both.modules[1], both.optimizers[1])):
+            module.load_state_dict(weights)
+            loading.load_state_dict(copy.deepcopy(state))
+            train(module, loading, 3, seed=3)
+        both.modules[0], both.optimizers[0] = reference, optimizer
+        both.are_alike()
+    assert len(graphs) == 2 * 2, "loading does not recompile"
 
 
 def test_after_the_end_the_optimizers_own_step_goes_on(graphs: list[GraphModule]) -> None:
-    reference, module = stack(), stack()
-    eager, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, module))
-    strategy, program = begin(module, optimizer)
-    train(module, optimizer, 3)
-    compose.end([strategy], program)
-    assert "step" not in vars(optimizer)
-    assert ATTRIBUTE not in vars(optimizer)
-    assert optimizer.step.__func__ is torch.optim.AdamW.step  # type: ignore[attr-defined]
-    train(module, optimizer, 3)
-    for _ in range(2):
-        train(reference, eager, 3)
-    assert_same(module, reference, rtol=1e-5, atol=1e-6)
-
-
-def test_a_state_loaded_in_the_middle_is_gone_on_from(graphs: list[GraphModule]) -> None:
-    reference, module = stack(), stack()
-    eager, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, module))
-    begin(module, optimizer)
-    for m, o in ((reference, eager), (module, optimizer)):
-        train(m, o, 2)
-        kept = copy.deepcopy((m.state_dict(), o.state_dict()))
-        train(m, o, 3, seed=2)
-        m.load_state_dict(kept[0])
-        o.load_state_dict(kept[1])
-        train(m, o, 2, seed=3)
-    assert_same(module, reference, rtol=1e-5, atol=1e-6)
-    assert_same_state(optimizer, eager, rtol=1e-4, atol=1e-6)
-    assert len(graphs) == 2, "loading does not recompile"
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD dampening"])
-def test_state_put_back_behind_its_back_is_noticed(name: str, graphs: list[GraphModule]) -> None:
-    # As a preflight does it: what was there is filled in place, what was not there is taken out.
-    reference, module = stack(), stack()
-    eager, optimizer = (OPTIMIZERS[name](m.parameters()) for m in (reference, module))
-    begin(module, optimizer)
-    weights = copy.deepcopy(module.state_dict())
-    train(module, optimizer, 2)
-    optimizer.state.clear()
-    module.load_state_dict(weights)
-    train(module, optimizer, 2)
-    kept = [(t, t.clone()) for state in optimizer.state.values() for t in state.values()]
-    weights = copy.deepcopy(module.state_dict())
-    train(module, optimizer, 2, seed=2)
-    for tensor, value in kept:
-        tensor.copy_(value)
-    module.load_state_dict(weights)
-    train(module, optimizer, 2, seed=3)
-    train(reference, eager, 2)
-    train(reference, eager, 2, seed=3)
-    assert_same(module, reference, rtol=1e-5, atol=1e-6)
-    assert_same_state(optimizer, eager, rtol=1e-4, atol=1e-6)
+    both = Both(adamw)
+    both.train(3)
+    compose.end([both.strategy], both.program)
+    optimizer: Any = both.optimizers[1]
+    assert not {"step", ATTRIBUTE} & vars(optimizer).keys()
+    assert optimizer.step.__func__ is torch.optim.AdamW.step
+    both.train(3)
+    both.are_alike()
 
 
 def test_parameters_may_be_without_a_gradient_for_a_while(graphs: list[GraphModule]) -> None:
-    modules = [stack(2), stack(2)]
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
-    begin(modules[1], optimizers[1])
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        for trained in (True, False, False, True, True):
+    both = Both(adamw)
+    for trained in (True, False, False, True, True):
+        for module in both.modules:
             module.layers[0].requires_grad_(trained)
-            train(module, optimizer, 2)
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
-    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=1e-6)
+        both.train(2)
+    both.are_alike()
 
 
 def test_a_group_added_later_is_updated(graphs: list[GraphModule]) -> None:
-    modules = [stack(2), stack(2)]
-    optimizers = [torch.optim.AdamW(module.layers.parameters(), lr=1e-2) for module in modules]
-    begin(modules[1], optimizers[1])
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        train(module, optimizer, 2)
-        optimizer.add_param_group({"params": list(module.head.parameters()), "lr": 1e-3})
-        train(module, optimizer, 2)
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+    both = Both(lambda given: adamw(list(given)[:-2]))
+    both.train(2)
+    for module, optimizer in both:
+        optimizer.add_param_group({"params": list(module.parameters())[-2:], "lr": 1e-3})
+    both.train(2)
+    both.are_alike()
 
 
 def test_hooks_and_closure_run_and_the_loss_is_returned(graphs: list[GraphModule]) -> None:
@@ -374,20 +337,16 @@ def test_a_scheduler_made_after_it_does_not_complain(graphs: list[GraphModule]) 
 
 
 def test_clipping_by_norm_is_torchs(graphs: list[GraphModule]) -> None:
-    modules = [stack(2), stack(2)]
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
-    begin(modules[1], optimizers[1])
-    update: Any = installed(optimizers[1])
+    both = Both(lambda given: torch.optim.SGD(given, lr=0.1))
     for step in range(4):
-        for module in modules:
+        for module, optimizer in both:
             module.zero_grad()
             (module(torch.ones(2, 8)).square().mean() * 10).backward()
-        if step != 2:  # a step that is not clipped in between
-            torch.nn.utils.clip_grad_norm_(modules[0].parameters(), 0.01)
-            update.max_norm = 0.01
-        for optimizer in optimizers:
+            if step != 2 and module is both.modules[0]:  # a step that is not clipped in between
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+            both.update.max_norm = 0.01 if step != 2 else None
             optimizer.step()
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
+    both.are_alike()
     assert len(graphs) == 2
 
 
@@ -437,33 +396,25 @@ OTHERS: dict[str, tuple[Make, str, int]] = {
 def test_another_optimizer_is_compiled_as_it_is_written_or_runs_eager(
     make: Make, form: str, compiled: int, graphs: list[GraphModule]
 ) -> None:
-    modules = [stack(1), stack(1)]
-    optimizers = [make(module.parameters()) for module in modules]
-    _, program = begin(modules[1], optimizers[1])
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        train(module, optimizer, 8, schedule=lr_scheduler.ExponentialLR(optimizer, 0.9))
+    both = Both(make, lambda: stack(1))
+    both.train(8, scheduled=True)
     # Compiled, torch's RAdam corrects its second moment in single precision.
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-5)
-    assert_same_state(optimizers[1], optimizers[0], rtol=1e-4, atol=1e-5)
+    both.are_alike(atol=1e-5)
     assert len(graphs) == compiled
-    assert program.report["optimizer"]["form"] == form
-    assert any("runs eager" in note for note in program.notes) == (form == "eager")
-    assert type(optimizers[1].param_groups[0]["lr"]) is float
+    assert both.program.report["optimizer"]["form"] == form
+    assert any("runs eager" in note for note in both.program.notes) == (form == "eager")
+    assert type(both.optimizers[1].param_groups[0]["lr"]) is float
 
 
 def test_an_optimizer_that_would_be_recompiled_too_often_runs_eager_and_says_so() -> None:
     def recompiled_too_often() -> None:
         raise FailOnRecompileLimitHit("Hard failure due to fullgraph=True")
 
-    modules = [stack(2), stack(2)]
-    optimizers = [Lion(module.parameters()) for module in modules]
-    _, program = begin(modules[1], optimizers[1])
-    update: Any = installed(optimizers[1])
-    update._compiled = recompiled_too_often
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        train(module, optimizer, 4)
-    assert_same(modules[1], modules[0], rtol=1e-5, atol=1e-6)
-    assert any("Lion cannot be compiled and runs eager: Hard failure" in note for note in program.notes)
+    both = Both(lambda given: Lion(given))
+    both.update._compiled = recompiled_too_often
+    both.train(4)
+    both.are_alike()
+    assert any("Lion cannot be compiled and runs eager: Hard failure" in note for note in both.program.notes)
 
 
 @pytest.mark.parametrize(
