@@ -10,14 +10,10 @@ import functools
 import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strategies.base import Strategy
 from strategies.toolchain import missing_for_inductor, switched_off
-
-if TYPE_CHECKING:
-    pass
-
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ON_RECOMPILE_LIMIT = ("eager", "fail")
@@ -163,11 +159,9 @@ def file_of_backend(name: str) -> Path | None:
     function = found if inspect.isroutine(found) else type(found)
     # The backend itself, and what torch's aot_autograd helper was given to build it from.
     parts = [part for part in getattr(found, "kwargs", {}).values() if inspect.isroutine(part)]
-    for wanted in (function, *parts):
-        module = inspect.getmodule(wanted)
-        file = getattr(module, "__file__", None)
-        if file is not None and not Path(file).is_relative_to(Path(torch.__file__).parent):
-            return Path(file)
-    if inspect.getmodule(function) is None:
+    modules = [inspect.getmodule(wanted) for wanted in (function, *parts)]
+    files = [Path(file) for module in modules if (file := getattr(module, "__file__", None)) is not None]
+    ours = [file for file in files if not file.is_relative_to(Path(torch.__file__).parent)]
+    if not ours and modules[0] is None:
         raise ValueError(f"where backend {name!r} is defined is not known")
-    return None
+    return ours[0] if ours else None

@@ -36,16 +36,12 @@ def missing_for_inductor() -> str | None:
     """What Inductor lacks on this machine and how to get it, or None when nothing is missing."""
     import torch
 
-    missing = missing_triton() if torch.cuda.is_available() else missing_toolchain()
-    return missing or unwritable_cache()
-
-
-def missing_triton() -> str | None:
-    """Whether Triton, which writes Inductor's kernels for a CUDA device, is missing or cannot serve this device."""
-    import torch
-
+    if not torch.cuda.is_available():
+        return missing_toolchain() or unwritable_cache()
     installed = importlib.util.find_spec("triton") is not None
-    return triton_lacks(installed, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    return (
+        triton_lacks(installed, torch.cuda.get_device_name(), torch.cuda.get_device_capability()) or unwritable_cache()
+    )
 
 
 def triton_lacks(installed: bool, device: str, capability: tuple[int, int]) -> str | None:

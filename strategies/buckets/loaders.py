@@ -45,12 +45,13 @@ def require_replaceable_order(loader: DataLoader[Any], name: str) -> None:
             f"compile.{name}: the training loader draws its batches by a {type(batches).__name__}, which buckets would "
             "replace; give it a batch_size instead"
         )
-    whole = (
-        isinstance(sampler, SequentialSampler)
-        or (isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler))
-        or (isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset)
-    )
-    if not whole or (isinstance(sampler, RandomSampler) and len(sampler) != len(sampler.data_source)):
+    if isinstance(sampler, RandomSampler):
+        whole = not sampler.replacement and sampler.num_samples == len(sampler) == len(sampler.data_source)
+    elif isinstance(sampler, DistributedSampler):
+        whole = sampler.dataset is loader.dataset
+    else:
+        whole = isinstance(sampler, SequentialSampler)
+    if not whole:
         raise ValueError(
             f"compile.{name}: the training loader draws its examples by a {type(sampler).__name__} of its own, which "
             "buckets would replace by each example once an epoch; use a Subset of the data, or compile=dynamic"
@@ -64,26 +65,15 @@ def evaluation_sizes(loader: DataLoader[Any], limit: float | None) -> set[int]:
         return set()
     whole, last = divmod(len(loader.sampler), rows)
     batches = len(loader)
-    if isinstance(limit, float):
-        batches = int(batches * limit)
-    elif limit is not None:
-        batches = min(batches, limit)
-    sizes = {rows} if min(whole, batches) else set()
-    if last and not loader.drop_last and batches == whole + 1:
-        sizes.add(last)
-    return sizes
+    if limit is not None:
+        batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+    partial = last and not loader.drop_last and batches == whole + 1
+    return {*([rows] if min(whole, batches) else []), *([last] if partial else [])}
 
 
 LOADER_OPTIONS = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "in_order"),
 )
 """What a rebuilt loader takes over from the user's."""
 

@@ -9,7 +9,7 @@ import torch
 
 from strategies import Regional
 from strategies.compose import check
-from strategies.toolchain import missing_toolchain, missing_triton, unwritable_cache
+from strategies.toolchain import missing_for_inductor, missing_toolchain, unwritable_cache
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,9 @@ def test_no_triton_on_a_cuda_device_is_one_line_with_the_mend(monkeypatch: pytes
 @pytest.mark.usefixtures("cuda")
 def test_a_device_too_old_for_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert missing_triton() is None
+    assert missing_for_inductor() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert missing_triton() == "Inductor needs compute capability 7.0, a GPU has 6.1: use compile=eager"
+    assert missing_for_inductor() == "Inductor needs compute capability 7.0, a GPU has 6.1: use compile=eager"
 
 
 @pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
