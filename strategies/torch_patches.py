@@ -308,7 +308,7 @@ def tuning_in(directory: Path) -> Iterator[None]:
             cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
             kernel.save_cache_hook = cache and cache.save
 
-    keeps = {"_dynamic_scale_rblock": scale_and_keep} if forgets else {}
+    keeps: dict[str, Any] = {"_dynamic_scale_rblock": scale_and_keep} if forgets else {}
     with mock.patch.multiple(tuner, recheck_autotune_cache=recheck_here, **keeps):
         yield
 
