@@ -107,20 +107,22 @@ class ArtifactStore:
         """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
         try:
             content = self.fs.cat_file(self.path(name))
-        except FileNotFoundError:
+            signature, data = content[: len(UNSIGNED)], content[len(UNSIGNED) :]
+            refusal = self._refusal(name, signature, data)
+        except FileNotFoundError:  # another writer may have replaced it since it was listed
             raise Refused("its file is missing") from None
-        signature, data = content[: len(UNSIGNED)], content[len(UNSIGNED) :]
         if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
             raise Refused("it is truncated or was changed: its SHA-256 is not the one in its name")
-        if (reason := self._refusal(name, signature, data)) is not None:
-            raise Refused(reason)
+        if refusal is not None:
+            raise Refused(refusal)
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 members = {member: archive.read(member) for member in archive.namelist()}
-            manifest, artifacts = json.loads(members.pop(MANIFEST)), members.pop(TORCH)
+            manifest = {"artifacts": [], "findings": {}, **json.loads(members.pop(MANIFEST))}
+            artifacts = members.pop(TORCH)
             if manifest["fingerprint"] != fingerprint:
                 raise Refused("it was made for another program or machine")
-        except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
             raise Refused(f"it is not a bundle ({type(error).__name__}: {error})") from None
         return Bundle(name=name, size=len(content), manifest=manifest, artifacts=artifacts, libraries=members)
 
