@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,8 +50,8 @@ def register() -> None:
         alone = group in ("run", "task/data") or path == "task/micro"
         register_schema(path, schema, package=group.replace("/", ".") if alone else None)
     # As plain values: the launcher checks them, with messages of its own.
-    node = {"_target_": MISSING} | dataclasses.asdict(SweepOptions())
-    ConfigStore.instance().store(group="schema/hydra/launcher", name="isolated", node=node)
+    node = {"_target_": "hydra_plugins.crucible.IsolatedLauncher", **dataclasses.asdict(SweepOptions())}
+    ConfigStore.instance().store(group="hydra/launcher", name="isolated", node=node)
     OmegaConf.register_new_resolver("task_name", task_name, replace=True)
     OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
 
@@ -130,23 +129,17 @@ def _disagreements(overrides: Iterable[str]) -> Iterator[str]:
         names = override.value() if override.key_or_group == "compile" else None
         if not isinstance(names, list) or all(name in STRATEGIES for name in names):
             continue  # strategies of different names have no key in common
-        values = {str(name): _values(hydra.compose(f"compile/{name}")) for name in dict.fromkeys(names)}
-        for (first, ours), (second, theirs) in itertools.combinations(sorted(values.items()), 2):
-            for path in sorted(ours.keys() & theirs.keys()):
-                if ours[path] != theirs[path]:
-                    yield (
-                        f"compile: {first!r} sets {path} to {ours[path]!r} and {second!r} to {theirs[path]!r}; "
-                        f"choose one of them, and set {path} itself if it should be another"
-                    )
-
-
-def _values(option: DictConfig) -> dict[str, Any]:
-    """Values of an option of ``compile``, by ``compile.<strategy>.<field>``."""
-    return {
-        f"compile.{strategy}.{field}": value
-        for strategy, fields in (option.get("compile") or {}).items()
-        for field, value in fields.items()
-    }
+        known: dict[str, tuple[str, Any]] = {}
+        for name in sorted(set(map(str, names))):
+            for strategy, fields in (hydra.compose(f"compile/{name}").get("compile") or {}).items():
+                for field, value in fields.items():
+                    path = f"compile.{strategy}.{field}"
+                    first, before = known.setdefault(path, (name, value))
+                    if before != value:
+                        yield (
+                            f"compile: {first!r} sets {path} to {before!r} and {name!r} to {value!r}; "
+                            f"choose one of them, and set {path} itself if it should be another"
+                        )
 
 
 def _build(cfg: DictConfig, path: str, complaints: list[str]) -> Any:

@@ -190,13 +190,8 @@ def keep_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null == number:
-                os.set_inheritable(number, True)
-            else:
-                os.dup2(null, number)
-                os.close(null)
+        except OSError:  # what is opened then gets the lowest number that is free, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = getattr(sys, name)
         if name == "stdin" or stream is not getattr(sys, f"__{name}__"):
             continue  # or somebody reads or captures it within this process
@@ -239,23 +234,18 @@ def _flush_files() -> None:
     # By their bases in C: to ask an abstract class about thousands of others takes half a second.
     bases = {io.BytesIO.__base__.__base__, zipfile.ZipFile}  # type: ignore[union-attr]
     kinds = {kind for kind in set(map(type, objects)) if not bases.isdisjoint(kind.__mro__)}
-    files = [one for one in objects if type(one) in kinds and _holds_back(one)]
-    for kind in (io.TextIOBase, None, io.BufferedWriter | io.BufferedRandom):
+    files = [one for one in objects if type(one) in kinds and not isinstance(one, io.BytesIO | io.RawIOBase)]
+    plain = io.TextIOBase | io.BufferedWriter | io.BufferedRandom
+    for turn in (io.TextIOBase, None, io.BufferedWriter | io.BufferedRandom):
         for one in files:
-            with contextlib.suppress(Exception):
-                if kind is not None and isinstance(one, kind):
+            with contextlib.suppress(Exception):  # it is closed
+                # A thread that waits in a reader keeps its lock, for ever.
+                if not (isinstance(one, zipfile.ZipFile) or one.writable()):
+                    continue
+                if turn is not None and isinstance(one, turn):
                     one.flush()
-                elif kind is None and not isinstance(one, io.TextIOBase | io.BufferedWriter | io.BufferedRandom):
+                elif turn is None and not isinstance(one, plain):
                     one.close()  # which writes the end of a compressed file
-
-
-def _holds_back(one: Any) -> bool:
-    """Whether ``one`` may hold what is to be written. A thread that waits in a reader keeps its lock, for ever."""
-    if isinstance(one, io.BytesIO | io.RawIOBase):
-        return False
-    with contextlib.suppress(Exception):  # it is closed
-        return isinstance(one, zipfile.ZipFile) or one.writable()
-    return False
 
 
 LIGHTNING_LOGGERS = {
