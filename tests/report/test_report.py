@@ -152,23 +152,20 @@ def test_unlike_runs_stand_under_a_warning(tmp_path: Path) -> None:
     assert "device: NVIDIA H200 (1 run), NVIDIA H100 (1 run)" in text
 
 
-@pytest.mark.parametrize("field", ["task", "label", "reason", "device", "command"])
-def test_hostile_names_are_text(field: str, tmp_path: Path) -> None:
+def test_hostile_names_are_text(tmp_path: Path) -> None:
     evil = "</title></style></svg><script>alert('$x_1$')</script>\"' onload=\"x"
-    changes: dict[str, Any] = {field: [evil] if field == "command" else evil}
-    if field == "reason":
-        changes["status"] = "failed"
-    shared = changes if field in ("task", "device") else {}
+    shared: dict[str, Any] = {"task": evil, "device": evil, "command": [evil]}
     records = [
-        record("eager", warmup_seconds=1.0, **shared),
-        record("whole", step_seconds=0.05, warmup_seconds=9.0, **changes),
+        record("eager", **{"warmup_seconds": 1.0, **shared}),
+        record("whole", step_seconds=0.05, **{"warmup_seconds": 9.0, "label": evil, **shared}),
+        record("regional", **{"status": "failed", "reason": evil, **shared}),
     ]
     records[1].events = [Event(kind=evil, reason=evil, location=evil)]
     page = Page(report(records, tmp_path, "--title", evil))
     assert "script" not in {tag for tag, _ in page.tags}
     assert not [found for _, found in page.tags if any(name.startswith("on") for name in found)]
     assert (page.open, page.mismatched) == ([], [])
-    assert "<script>alert('$x_1$')</script>" in page.text
+    assert page.text.count("<script>alert('$x_1$')</script>") > 5
 
 
 def test_a_lonely_record_without_figures_makes_a_page(tmp_path: Path) -> None:
@@ -177,8 +174,8 @@ def test_a_lonely_record_without_figures_makes_a_page(tmp_path: Path) -> None:
     assert "no compiler" in page.text
 
 
-def test_fifty_records_take_seconds_and_no_torch(tmp_path: Path) -> None:
-    runs = save([*static(rounds=3), *ragged(), record("eager", task="other")], tmp_path / "runs")
+def test_it_takes_seconds_and_no_torch(tmp_path: Path) -> None:
+    runs = save([*static(rounds=1), record("eager", task="other")], tmp_path / "runs")
     code = (
         "import sys; from scripts.report import main; code = main(sys.argv[1:]);"
         "sys.exit(code or sum(name in sys.modules for name in ('torch', 'lightning', 'hydra')))"
@@ -187,9 +184,9 @@ def test_fifty_records_take_seconds_and_no_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(runs), "-o", str(tmp_path / "r.html"), "--pictures", str(tmp_path / "p")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    # Of its processor, so that how busy the machine is does not matter; about five on quick ones.
+    # Of its processor, so that how busy the machine is does not matter; about three on quick ones.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
-    assert re.search(r"r\.html: 3 workloads, 50 runs, \d+ KiB", done.stdout)
+    assert re.search(r"r\.html: 2 workloads, \d+ runs, \d+ KiB", done.stdout)
     pictures = sorted(file.name for file in (tmp_path / "p").iterdir())
     assert "1-captioning-crossing.png" in pictures
     assert all((tmp_path / "p" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)

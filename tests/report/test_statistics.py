@@ -85,7 +85,7 @@ def test_quantiles_are_those_of_the_tables(degrees: float, value: float) -> None
 @pytest.mark.parametrize(("count", "paired"), [(2, True), (3, True), (3, False), (6, True), (6, False)])
 def test_the_interval_holds_the_truth_as_often_as_it_says(count: int, paired: bool) -> None:
     """Rounds share a pace, runs have noise of their own, arms are alike: 95% of intervals hold 1."""
-    noise, held, trials = random.Random(count), 0, 2000
+    noise, held, trials = random.Random(count), 0, 1000
     exact = paired and count > 2
     for _ in range(trials):
         paces = [noise.gauss(0, 0.1 if paired else 0.0) for _ in range(count)]
@@ -96,5 +96,5 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(count: int, paired: bo
         assert found.high is not None
         assert bool(found.pairs) == exact
         held += found.low <= 1 <= found.high
-    # Student's interval is exact: 95% give or take 3 standard errors of 0.5%. Welch's errs to the wide side.
-    assert 0.935 <= held / trials <= (0.965 if exact else 1.0)
+    # Student's interval is exact: 95% give or take 3 standard errors of 0.7%. Welch's errs to the wide side.
+    assert 0.93 <= held / trials <= (0.97 if exact else 1.0)
