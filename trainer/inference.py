@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,6 @@ from trainer.run import Job
 from trainer.settings import Inference
 from trainer.telemetry import hardware
 from trainer.telemetry.files import number
-from trainer.telemetry.meter import DataWait
 from trainer.telemetry.profile import profile_calls
 from trainer.telemetry.record import AuditFacts, Event
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
@@ -141,7 +140,7 @@ class BatchLoop(LightningLoop):
     log_every_n_steps = sys.maxsize
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """``Batches`` measures its waits itself."""
+        """Batches are on the device before the first step."""
         return lambda: None
 
 
@@ -174,9 +173,10 @@ class InferenceLoop:
         return []
 
     def _measure(self) -> None:
-        batches = Batches(self._mode, self._trainer, count=self._telemetry.count, wait=self._telemetry.wait)
+        distinct = distinct_batches(self._mode, self._trainer, self._telemetry.count)
+        batches = itertools.cycle(distinct)
         rounds = REPLAYED_FROM if self._program.uses_cuda_graphs or self._program.step is not None else 1
-        count = torch.tensor(max(self._mode.warmup_batches, rounds * max(1, len(batches.distinct))))
+        count = torch.tensor(max(self._mode.warmup_batches, rounds * len(distinct)))
         first = self._warm_up(batches, int(self._loop.reduced(count, "max")))  # all processes agree on each of them
         if self._stop.agreed(self._loop.world_size):
             return
@@ -193,7 +193,7 @@ class InferenceLoop:
             if self._stop.signum is None:
                 self._timed_run(batches)
 
-    def _timed_run(self, batches: Batches) -> None:
+    def _timed_run(self, batches: Iterator[Any]) -> None:
         """One timed run; the record takes its speed."""
         telemetry, record = self._telemetry, self._compile.record
         steady, before = telemetry.meter.steady, dataclasses.replace(telemetry.meter.steady)
@@ -211,7 +211,7 @@ class InferenceLoop:
                     speeds.append((steady.samples - before.samples) / (steady.seconds - before.seconds))
                     record.repeat_spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
 
-    def _warm_up(self, batches: Batches, count: int) -> Any:
+    def _warm_up(self, batches: Iterator[Any], count: int) -> Any:
         """Run ``count`` batches; returns the first one. What does not compile is an error, or goes on eager."""
         first: Any = None
         self._telemetry.meter.warmup_steps = count
@@ -227,7 +227,7 @@ class InferenceLoop:
         self._compile._log_notes(self._program)
         return first
 
-    def _timed(self, batches: Batches, run: Callable[[Any], Any]) -> Any:
+    def _timed(self, batches: Iterator[Any], run: Callable[[Any], Any]) -> Any:
         telemetry, graphs = self._telemetry, self._program.step
         batch = next(batches)
         telemetry.batch_start()
@@ -329,50 +329,26 @@ class InferenceLoop:
             self._program.notes.append(f"{what}: skipped, {reason}")
 
 
-class Batches:
-    """Hands out batches on the device, without end; ``wait`` measures what waiting for the loader costs. Without
-    ``count`` smaller ones are not left out. Raises ValueError where there is no loader, or it yields nothing."""
+def distinct_batches(mode: Inference, trainer: L.Trainer, count: BatchCounter | None) -> list[Any]:
+    """The first batches of the loader, on the device; ones smaller than the first are left out where ``count`` tells.
 
-    def __init__(self, mode: Inference, trainer: L.Trainer, *, count: BatchCounter | None, wait: DataWait) -> None:
-        self._loop, self._count, self._wait = LightningLoop(trainer), count, wait
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        loader = getattr(data, loader_name(data))()
-        loader = loader[0] if isinstance(loader, list | tuple) else loader
-        loader = trainer.strategy.process_dataloader(loader)
-        self.distinct: list[Any] = []
-        """Batches kept on the device; empty for those of the loader."""
-        if mode.source == "device":
-            once = self._from(loader, epochs=range(1))
-            self.distinct = list(itertools.islice(once, mode.distinct_batches))
-            once.close()  # its workers would go on loading ahead, and take the cores that launch the batches
-            self._batches: Iterator[Any] = itertools.cycle(self.distinct)
-        else:
-            self._batches = self._from(loader, epochs=itertools.count())
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def _from(self, loader: Any, *, epochs: Iterable[int]) -> Generator[Any, None, None]:
-        """Batches as large as the first one, epoch after epoch."""
-        rows = 0
-        for epoch in epochs:
-            sampler: Any = getattr(loader, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            iterator, empty = iter(loader), True
-            while True:
-                self._wait.begin()
-                batch = next(iterator, None)
-                self._wait.end()
-                if batch is None:
-                    break
-                found = 0 if self._count is None else self._count(batch)[0]
-                rows = rows or found
-                if found >= rows:
-                    empty = False
-                    yield self._loop.to_device(batch)
-            if empty:
-                raise ValueError("run=inference: the loader of this task's data yields no batch")
+    Raises ValueError where there is no loader, or it yields nothing.
+    """
+    loop, data = LightningLoop(trainer), trainer.datamodule  # type: ignore[attr-defined]
+    loader: Any = getattr(data, loader_name(data))()
+    loader = trainer.strategy.process_dataloader(loader[0] if isinstance(loader, list | tuple) else loader)
+    found: list[Any] = []
+    rows = 0
+    for batch in loader:
+        own = 0 if count is None else count(batch)[0]
+        rows = rows or own
+        if own >= rows:
+            found.append(loop.to_device(batch))
+        if len(found) == mode.distinct_batches:
+            break
+    if not found:
+        raise ValueError("run=inference: the loader of this task's data yields no batch")
+    return found
 
 
 def loader_name(data: L.LightningDataModule) -> str:

@@ -31,7 +31,6 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 ON_NONFINITE_LOSS = ("fail", "warn")
 REPEAT = ("cold", "warm")
 
-SOURCES = ("device", "loader")
 
 AT_LEAST: dict[str, int] = {
     "num_nodes": 1,
@@ -150,9 +149,6 @@ class Inference(RunMode):
 
     name: ClassVar[str] = "inference"
 
-    source: str = "device"
-    """One of ``SOURCES``: the first few batches, moved to the device once and taken in turns; or the loader, with the
-    time that loading and copying take."""
     batches: int = 100
     """Batches of one timed run."""
     repeats: int = 5
@@ -160,13 +156,12 @@ class Inference(RunMode):
     warmup_batches: int = 10
     """Batches before the first timed run; more where every distinct batch needs its turn."""
     distinct_batches: int = 8
-    """Batches that are moved to the device for ``source=device``."""
+    """The first batches, moved to the device before the first step and taken in turns."""
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
         least = dict.fromkeys(("batches", "repeats", "warmup_batches", "distinct_batches"), 1)
-        choices = {"source": SOURCES}
-        if complaints := found_wrong(self, "run.", choices, least):
+        if complaints := found_wrong(self, "run.", {}, least):
             raise ValueError("\n".join(complaints))
 
 

@@ -35,6 +35,7 @@ def whole(**changes: Any) -> RunRecord:
 
 def test_a_sound_run_has_none() -> None:
     assert flags(whole()) == []
+    assert flags(whole(events=[Event(kind="recompile", reason="size", phase="validating")])) == []
     nothing = {"parity": {"verdict": "skipped", "reason": "nothing compiled"}}
     assert flags(whole(report=nothing)) == []
 
@@ -45,7 +46,11 @@ def test_a_sound_run_has_none() -> None:
         ({"steady_steps": 19}, "thin: 19 steady steps"),
         ({"new_shape_steps": 60, "steady_steps": 100}, "thin: 38% of its steps met a new shape and are left out"),
         ({"final_loss": 0.6}, "final loss 0.6000, the baseline's 0.4652"),
-        ({"graph_breaks": 2}, "2 graph breaks; crucible explain names their lines"),
+        (
+            {"events": [Event(kind="graph_break", reason="print")] * 2},
+            "2 graph breaks; crucible explain names the lines",
+        ),
+        ({"events": [Event(kind="recompile", reason="size")]}, "1 recompile; the page has the reasons"),
         ({"resumed_from": "/runs/last.ckpt"}, "resumed from /runs/last.ckpt"),
         ({"start": None, "cache": None}, "cache state unknown: its warm-up is counted as a cold start's"),
         ({"setup_seconds": 9.2}, "setup took 9.2 s, the baseline's 3.2 s; total times take the same for all arms"),

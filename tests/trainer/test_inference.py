@@ -63,16 +63,8 @@ def test_a_batch_runs_in_eval_mode_without_gradients_in_the_runs_precision(tmp_p
     assert module.training, "as it was before"
 
 
-def test_the_loader_is_part_of_what_is_timed_where_that_is_asked_for(tmp_path: Path) -> None:
-    record = infer(tmp_path, "run.source=loader")
-    assert record.data_wait_share is not None
-    assert 0 < record.data_wait_share < 1
-    assert record.steady_steps_per_second is not None
-    assert record.samples_per_second == pytest.approx(2 * record.steady_steps_per_second), "whole batches only"
-
-
 def test_loaders_are_padded_as_in_training(tmp_path: Path) -> None:
-    record = infer(tmp_path, "task.data.pad_to=null", "run.source=loader", strategy="buckets")
+    record = infer(tmp_path, "task.data.pad_to=null", strategy="buckets")
     assert record.status == "finished"
     assert any("come from the data being evaluated" in note for note in record.notes)
 
@@ -120,9 +112,9 @@ def test_a_module_without_the_step_is_told_so(tmp_path: Path) -> None:
 
 
 def test_bad_values_come_together() -> None:
-    with pytest.raises(ValueError, match=r"run\.source='x' is not one of") as refused:
-        Inference(source="x", batches=0, repeats=0)
-    assert len(str(refused.value).splitlines()) == 3
+    with pytest.raises(ValueError, match=r"run\.batches=0 must be at least 1") as refused:
+        Inference(batches=0, repeats=0)
+    assert len(str(refused.value).splitlines()) == 2
 
 
 def test_a_record_of_before_there_was_inference_is_read(tmp_path: Path) -> None:

@@ -136,10 +136,11 @@ def _rolled_back(cell: Cell) -> Iterator[str]:
 
 
 def _compiled(cell: Cell) -> Iterator[str]:
-    """What was compiled in pieces, or again and again."""
-    for name, hint in (("graph_breaks", "crucible explain names their lines"), ("recompiles", "see its events")):
-        if most := max((getattr(run.record, name) or 0 for run in cell.finished), default=0):
-            yield f"{most} {name.replace('_', ' ').removesuffix('' if most > 1 else 's')}; {hint}"
+    """What was compiled in pieces, or again while it trained; validation has graphs of its own."""
+    for kind, hint in (("graph_break", "crucible explain names the lines"), ("recompile", "the page has the reasons")):
+        counts = [sum(one.kind == kind and one.phase != "validating" for one in run.record.events) for run in cell.runs]
+        if most := max(counts, default=0):
+            yield f"{most} {kind.replace('_', ' ')}{'' if most == 1 else 's'}; {hint}"
 
 
 def _loss(cell: Cell, baseline: Cell | None) -> Iterator[str]:

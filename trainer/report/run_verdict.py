@@ -99,14 +99,12 @@ def _why_not(record: RunRecord) -> str:
     if record.config.get("parity") == "off":
         return "parity=off leaves out steps of eager"
     facts, steady = record.report.get("background", {}), record.steady_step_seconds_median
-    if facts.get("eager_step_seconds_median") and facts.get("switched_at_step") and steady:
-        eager = facts["eager_step_seconds_median"]
+    if (eager := facts.get("eager_step_seconds_median")) and facts.get("switched_at_step") and steady:
         return (
             f"its eager steps, of other batches, took {eager * 1e3:.1f} ms, those after the switch {steady * 1e3:.1f}"
         )
-    if record.status != "finished":
-        return "the run ended before steps of eager were timed"
-    return "no steps of eager were timed beside its own"
+    finished = record.status == "finished"
+    return "no steps of eager were timed beside its own" if finished else "it ended before steps of eager were timed"
 
 
 # ---- what to try next -------------------------------------------------------------------------------------------
@@ -231,14 +229,15 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
 
 
 def _wait(record: RunRecord, verdict: RunVerdict) -> str:
-    units = "batches" if record.run == "inference" else "steps"
     text = f"{number(verdict.wait_seconds or 0.0, 1)} s for compiling and warm-up"
     if verdict.outcome == SLOWER:
         return f"{text}, which never pays"
     if verdict.break_even_steps is None or verdict.steps is None:
         return text
+    units = "batches" if record.run == "inference" else "steps"
+    enough = "long enough" if verdict.paid else "too short"
     pays = f"pays after {statistics.rounded(verdict.break_even_steps)} {units}"
-    return f"{text}, {pays}; this run of {verdict.steps:,} was {'long enough' if verdict.paid else 'too short'}"
+    return f"{text}, {pays}; this run of {verdict.steps:,} was {enough}"
 
 
 def milliseconds(seconds: float) -> str:
