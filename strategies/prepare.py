@@ -7,6 +7,7 @@ which the device waits (on torch 2.11 a CPU run first probes the vector instruct
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -91,6 +92,8 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
                 time.sleep(GIVES_WAY_SECONDS)
         _warm_up()
         sys.setswitchinterval(before)
+        if gc.get_freeze_count():  # in a process of our own: no full collection visits all of this in a step
+            gc.freeze()
 
     thread = threading.Thread(target=run, name="import-inductor", daemon=True)
     thread.start()

@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from strategies import Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
-from strategies.base import Program, Region
+from strategies.base import Program, Region, Stage, Strategy
 from strategies.regions import compile_in_place, recompute, recomputes
 from tests.processes import Pair
 from tests.trainer.guarded import as_it_is, backend
@@ -302,6 +303,24 @@ def test_buckets_take_over_shape_by_shape(helper: Any) -> None:
     assert len(shapes) >= 2
     assert all(row["regions"] == 2 for row in shapes.values()), shapes
     assert callback.record.eager_parts == {}
+
+
+def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: Any) -> None:
+    @dataclass(kw_only=True, slots=True)
+    class Warm(Strategy):
+        name: ClassVar[str] = "cached"
+        stage: ClassVar[Stage] = Stage.CACHE
+
+        def apply(self, program: Program) -> None:
+            program.report["cached"] = {"state": "warm"}
+
+    helper("raise SystemExit('started')")
+    _, eager = train(tmp_path)
+    callback, losses = train(tmp_path, Warm(), regional(), Optimizer(backend="aot_eager"), Background(force=True))
+    assert facts(callback)["helper_failed"] is None
+    assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
+    assert callback.record.eager_parts == {}
+    torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_that_compute_again_do_so_in_the_helper() -> None:

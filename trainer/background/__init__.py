@@ -46,8 +46,11 @@ class Background:
     def __init__(self, options: Options, program: Program) -> None:
         self._options, self._program = options, program
         padding = program.padding
+        self._outer = outermost(program)
         self.by_shape = padding is not None and padding.dynamic is False
         """Whether each shape of batch has graphs of its own, so that regions take over shape by shape."""
+        self.warm = program.report.get("cached", {}).get("state") == "warm"
+        """Whether an earlier run left what it compiled, so that all is ready and no helper is needed."""
         self.gates: dict[str, Gate] = {}
         """Where ``by_shape``: the calls of the regions by their paths."""
         self._calls: dict[Key, Call] = {}
@@ -82,6 +85,11 @@ class Background:
     def start(self) -> None:
         """Start the helper, which first imports what it needs, and record what the regions are called with next."""
         self._began = time.perf_counter()
+        if self.warm:
+            self.done = True
+            if self.by_shape:
+                self.record()
+            return
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="crucible-helper-"))
             self._process = self._spawn(self._folder)
@@ -93,7 +101,7 @@ class Background:
 
     def record(self) -> None:
         """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
-        for region in outermost(self._program):
+        for region in self._outer:
             module = self._program.module.get_submodule(region.path)
             self._before[region.path] = module._compiled_call_impl
             if self.by_shape:
@@ -105,7 +113,7 @@ class Background:
 
     def stop_recording(self) -> None:
         """One step has been taken: what was not called in it is left out."""
-        for region in outermost(self._program):
+        for region in self._outer:
             if region.path in self._missing:
                 switch_off(self._program, region, self._before[region.path])
                 if not self.done:
@@ -190,6 +198,9 @@ class Background:
     def ready(self) -> set[Key]:
         """What lies in torch's cache by now: regions by their paths, and shapes by their numbers. Between two steps;
         never waits."""
+        if self.warm:
+            numbers = {one.path: len(self.gates[one.path].numbers) if self.by_shape else 1 for one in self._outer}
+            return {(path, number) for path, count in numbers.items() for number in range(count)} | self._calls.keys()
         if not self.done:
             self._read()
             unsent = [call for key, call in self._calls.items() if key not in self._sent]
@@ -205,7 +216,7 @@ class Background:
     def _send(self, calls: list[Call]) -> None:
         self.stop_recording()
         self._sent |= {(call.path, call.number) for call in calls}
-        order = [one.path for one in outermost(self._program)]
+        order = [one.path for one in self._outer]
         calls.sort(key=lambda call: (call.number, order.index(call.path) if call.path in order else len(order)))
         try:
             main = main_script() if any(call.needs_main for call in calls) else None

@@ -103,9 +103,8 @@ class Takeover:
                 self._update = UpdateTakeover(strategy, self._program, keep, compares=compares)
                 self._update.record()
         self.helper.start()
-        self._program.notes.append(
-            f"background: eager at first; {len(self._outer)} regions are compiled by another process and take over"
-        )
+        how = "come from an earlier run's cache" if self.helper.warm else "are compiled by another process"
+        self._program.notes.append(f"background: eager at first; {len(self._outer)} regions {how} and take over")
         self._report()
 
     # ---- around each batch -----------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ class Takeover:
     def _has_all_shapes(self) -> bool:
         """Whether every shape that has come is taken over, and no other one is to come soon."""
         gates = [self.helper.gates[path] for path in self._switched]
-        if any(len(gate.ready) < len(gate.numbers) for gate in gates) and not self.helper.done:
+        if any(len(gate.ready) < len(gate.numbers) for gate in gates) and self.helper.failed is None:
             return False
         padding = self._program.padding
         expected = 0 if padding is None else sum(map(len, padding.batch_sizes.values()))
