@@ -4,8 +4,8 @@
   crucible compare outputs/sweeps/<time>      compare the runs of a sweep, or any others
 
 The second needs neither torch nor a GPU. For each workload (task and settings) a row for each arm (strategies and their
-parameters): steady step, warm-up from cold and from warm compile caches, memory, energy, graphs, ratio to eager, the
-step at which compiling has paid back, total time for given numbers of steps, and a verdict.
+parameters): steady step, ratio to eager, warm-up from cold and from warm compile caches, the step at which compiling
+has paid back, memory, and a verdict. --markdown and --json have all other figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ how the figures are made:
   ±          half the range from the smallest to the largest of the runs, over their median
   pays back  steps after which a cold start has caught up with the baseline, warm-up and all time in the compiler
              counted; none where no difference is shown
-  s to N     seconds from the start of the process to the end of step N, without validation and checkpoints
+  s to N     (markdown) seconds from the start of the process to the end of step N, without validation and checkpoints
   scaling    of runs on several numbers of devices: samples/s over as many times those of one device, of the same
              strategies; the median over rounds, ± half of their range
   verdict    of arms that are shown to be faster, the one of least total time

@@ -35,7 +35,7 @@ from trainer.report.published import (
     same_table,
 )
 from trainer.report.runs import find
-from trainer.report.tables import plain_lines
+from trainer.report.tables import NOT_SURE, plain_lines
 from trainer.sweep.plan import quoted
 
 MORE = f"""\
@@ -84,7 +84,8 @@ def work(options: argparse.Namespace) -> int:
     if not options.list:
         return verify(options, rows)
     for name, row in rows.items():
-        speed = range_text(RATIO, row.figures.get(RATIO, ()))
+        mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
+        speed = mark + range_text(RATIO, row.figures.get(RATIO, ()))
         what = f"{speed} times eager" if RATIO in row.figures else "what the others are compared with"
         print(f"{name:<40} {what}, {len(row.records)} rounds, {row.records[0].device}")
     return 0

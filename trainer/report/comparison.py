@@ -245,11 +245,10 @@ def _rows(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int])
     for row in rows:
         row.flags = flags_of(row.cell, baseline)
         _set_costs(row, base, any_warm=any_warm)
-        for totals, warm in ((row.total_seconds, False), (row.total_seconds_warm, True)):
-            for steps in at_steps:
-                total = row.total_at(steps, baseline=base, warm=warm)
-                if total is not None:
-                    totals[steps] = total
+        row.total_seconds, row.total_seconds_warm = (
+            {steps: total for steps in at_steps if (total := row.total_at(steps, baseline=base, warm=warm)) is not None}
+            for warm in (False, True)
+        )
     return rows
 
 
