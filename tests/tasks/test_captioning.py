@@ -70,20 +70,21 @@ def test_only_matrices_decay_and_the_rate_warms_up_and_falls(size: CaptionerSize
     assert rates[-1] == pytest.approx(0.05)
 
 
-def test_it_learns_the_embedded_data_within_a_few_steps() -> None:
+def test_it_learns_the_embedded_data_within_a_few_steps(size: CaptionerSize) -> None:
     torch.manual_seed(0)
-    task = Captioning(data=Shapes(train_images=640, val_images=32, num_workers=0))
-    data, module = task.build_data(seed=0), task.build_module(max_steps=80)
+    data = Shapes(batch_size=8, train_images=320, val_images=32, num_workers=0, max_objects=2)
+    task = Captioning(size=size, data=data, learning_rate=5e-3, warmup_steps=5)
+    loader, module = task.build_data(seed=0), task.build_module(max_steps=40)
     trainer = L.Trainer(
         accelerator="cpu",
-        max_steps=80,
+        max_steps=40,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, datamodule=data)
-    (result,) = trainer.validate(module, datamodule=data, verbose=False)
-    assert result["val/loss"] < 1.5
-    assert result["val/token_accuracy"] > 0.5
+    trainer.fit(module, datamodule=loader)
+    (result,) = trainer.validate(module, datamodule=loader, verbose=False)
+    assert result["val/loss"] < 2.0, "the logarithm of the vocabulary is 5.9"
+    assert result["val/token_accuracy"] > 0.4
