@@ -157,19 +157,10 @@ class TrainedTask(Task):
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module; see ``initialise`` for its weights. Raises ValueError for unusable input."""
-        from tasks.module import Recipe
-
         if self.max_positions() is not None:
             # Operations are counted once: now, and not within the first step, which is timed.
             self.count_flops(rows=1, positions=1, training=True)
-        recipe = Recipe(
-            learning_rate=self.default_learning_rate() if self.learning_rate is None else self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup_steps=self.warmup_steps,
-            final_share=self.final_learning_rate,
-            max_steps=max_steps,
-        )
-        return self.module_class()(self.build_net, recipe, initialise=self.initialise)
+        return self.module_class()(self, max_steps=max_steps)
 
     def training_flops(self, batch: Any) -> int | None:
         """Operations of forward, loss and backward, as ``tasks.module`` counts them."""

@@ -11,8 +11,7 @@ appendix B (https://arxiv.org/abs/2204.02311).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, ClassVar, Self
 
@@ -36,48 +35,6 @@ _counted: dict[tuple[str, int, bool], dict[int, int]] = {}
 """Operations by positions, for each task, number of rows and whether it is trained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """AdamW under a linear warm-up and a cosine, from five numbers."""
-
-    learning_rate: float
-    """Highest, reached after the warm-up."""
-    weight_decay: float
-    """Decoupled decay of weights; biases and norms (tensors of fewer than two dimensions) have none."""
-    warmup_steps: int
-    """Optimizer steps of linear warm-up."""
-    final_share: float
-    """Learning rate at ``max_steps`` as a share of ``learning_rate``."""
-    max_steps: int
-    """Length of the schedule in optimizer steps."""
-
-    def configure(self, parameters: Iterable[nn.Parameter]) -> OptimizerLRSchedulerConfig:
-        """AdamW over what is trainable of ``parameters``, fused where it can be; its schedule moves by step."""
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        # One fused kernel takes parameters of one kind of device.
-        can_fuse = {parameter.device.type for parameter in trainable} in ({"cuda"}, {"cpu"})
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.learning_rate,
-            betas=BETAS,
-            fused=can_fuse or None,
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.share)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def share(self, step: int) -> float:
-        """Learning rate at ``step`` as a share of the highest."""
-        warmup_steps = min(self.warmup_steps, self.max_steps)
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, self.max_steps - warmup_steps))
-        return self.final_share + (1.0 - self.final_share) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 class ScoredModule(L.LightningModule):
     """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
 
@@ -90,25 +47,18 @@ class ScoredModule(L.LightningModule):
     inputs: ClassVar[tuple[str, ...]] = ("inputs",)
     """What of a batch the network reads beside the targets."""
 
-    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
-        """Build the network.
-
-        Args:
-            build: Makes the network alike each time, and draws its weights from torch's global generator.
-            recipe: Optimizer and schedule.
-            initialise: Where weights are drawn, see ``start``: now, or in ``configure_model`` on the device under the
-                seed that torch has now.
-        """
+    def __init__(self, task: TrainedTask, *, max_steps: int) -> None:
+        """Build the network of ``task``; its weights come now, or in ``configure_model`` on the device under the seed
+        that torch has now, see ``start``. ``max_steps``: length of the schedule in optimizer steps."""
         super().__init__()
-        self.net = start(build, initialise)
-        self._build, self._seed = build, torch.initial_seed()
-        self._recipe = recipe
+        self.net = start(task.build_net, task.initialise)
+        self._task, self._max_steps, self._seed = task, max_steps, torch.initial_seed()
         self._sums: Tensor | None = None
 
     def configure_model(self) -> None:
         """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
         if is_on_meta(self.net):
-            materialise(self.net, self._build, device=self.trainer.strategy.root_device, seed=self._seed)
+            materialise(self.net, self._task.build_net, device=self.trainer.strategy.root_device, seed=self._seed)
 
     def cpu(self) -> Self:
         """Stay as it is where the weights are not drawn yet: Lightning tidies up by this call when ``setup`` has
@@ -154,7 +104,32 @@ class ScoredModule(L.LightningModule):
         self._sums = None
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        return self._recipe.configure(self.parameters())
+        """AdamW over what is trainable, fused where it can be; biases and norms (tensors of fewer than two dimensions)
+        do not decay. Its schedule, a linear warm-up and a cosine, moves by step."""
+        task = self._task
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": task.weight_decay},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        # One fused kernel takes parameters of one kind of device.
+        can_fuse = {parameter.device.type for parameter in trainable} in ({"cuda"}, {"cpu"})
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=task.default_learning_rate() if task.learning_rate is None else task.learning_rate,
+            betas=BETAS,
+            fused=can_fuse or None,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_share)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _learning_rate_share(self, step: int) -> float:
+        """Learning rate at ``step`` as a share of the highest."""
+        warmup_steps, final = min(self._task.warmup_steps, self._max_steps), self._task.final_learning_rate
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, self._max_steps - warmup_steps))
+        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:

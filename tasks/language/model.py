@@ -15,7 +15,6 @@ G key and value heads, K head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from tasks.language.data import TextBatch
 from tasks.layers import Scores, TextEmbedding, attend, class_scores, draw_weights, mlp, right_predictions
 from tasks.loading import PAD
-from tasks.module import Recipe, ScoredModule, is_large
+from tasks.module import ScoredModule, is_large
 
 if TYPE_CHECKING:
+    from tasks.base import TrainedTask
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 
 
@@ -363,8 +363,8 @@ class LanguageModel(ScoredModule):
 
     accuracy: ClassVar[str] = "val/token_accuracy"
 
-    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, *, initialise: str) -> None:
-        super().__init__(build, recipe, initialise=initialise)
+    def __init__(self, task: TrainedTask, *, max_steps: int) -> None:
+        super().__init__(task, max_steps=max_steps)
         self.large = is_large(self.net)
 
     def on_train_batch_end(self, outputs: Any, batch: TextBatch, batch_idx: int) -> None:

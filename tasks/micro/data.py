@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from torch.utils.data import Dataset
 from tasks.base import Loading
 from tasks.layers import IGNORED
 from tasks.loading import ResumableDataModule, pad_rows
+from tasks.micro.task import CLASSES
+
+if TYPE_CHECKING:
+    from tasks.micro.task import Micro
 
 PATTERN_NORM = 4.0
 """Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
@@ -68,21 +72,17 @@ class GeneratedTensors(ResumableDataModule):
 
     option = "task"
 
-    def __init__(
-        self, loading: Loading, *, shape: tuple[int, ...], classes: int, counts: dict[str, int], seed: int
-    ) -> None:
-        """``shape``: of an input: features; positions and features, each position of its own class; or an image.
-
-        ``counts``: examples of ``train`` and ``val``.
-        """
-        super().__init__(loading, seed=seed)
-        self._shape, self._classes, self._counts = shape, classes, counts
+    def __init__(self, task: Micro, *, seed: int) -> None:
+        # No worker processes: what is in memory already would only be copied between them.
+        super().__init__(Loading(batch_size=task.size.batch_size, num_workers=0), seed=seed)
+        self._counts, self._shape = task.counts, task.size.example_shape
+        """Of an input: features; positions and features, each position of its own class; or an image."""
         self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
         """Inputs and targets by device, inputs in the precision that trains."""
         self.collate = self._numbered
 
     def open(self) -> str:
-        patterns = class_patterns(self._shape, classes=self._classes, seed=self.seed)
+        patterns = class_patterns(self._shape, classes=CLASSES, seed=self.seed)
         keys = [f"{self.seed}/{split}/{index}" for split, count in self._counts.items() for index in range(count)]
         inputs, targets = noisy_examples(patterns, self._shape, keys=keys)
         if len(self._shape) == 3:
@@ -149,37 +149,28 @@ class GeneratedSequences(ResumableDataModule):
 
     option = "task"
 
-    def __init__(
-        self,
-        loading: Loading,
-        *,
-        longest: int,
-        pad_to: int | None,
-        classes: int,
-        counts: dict[str, int],
-        seed: int,
-    ) -> None:
-        """``longest``: most positions of a sequence; ``pad_to``: of every batch; ``counts``: of ``train``, ``val``."""
-        super().__init__(loading, seed=seed)
-        self._longest, self._pad_to, self._classes, self._counts = longest, pad_to, classes, counts
+    def __init__(self, task: Micro, *, seed: int) -> None:
+        super().__init__(Loading(batch_size=task.size.batch_size, num_workers=0), seed=seed)
+        self._task = task
         self.collate = self._padded
 
     def open(self) -> str:
-        class_of = torch.randint(0, self._classes, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
+        class_of = torch.randint(0, CLASSES, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
+        longest = self._task.size.positions
+        assert longest is not None
         self.train_set, self.val_set = (
             Sequences(
-                [ragged_tokens(f"{self.seed}/{split}/{index}", longest=self._longest) for index in range(count)],
-                class_of,
+                [ragged_tokens(f"{self.seed}/{split}/{index}", longest=longest) for index in range(count)], class_of
             )
-            for split, count in self._counts.items()
+            for split, count in self._task.counts.items()
         )
         return "the generated sequences"
 
     def _padded(self, items: Sequence[tuple[Tensor, Tensor]]) -> GeneratedBatch:
         tokens, targets = zip(*items, strict=True)
         return GeneratedBatch(
-            pad_rows(tokens, width=self._pad_to),
-            pad_rows(targets, width=self._pad_to, padding=IGNORED),
+            pad_rows(tokens, width=self._task.pad_to),
+            pad_rows(targets, width=self._task.pad_to, padding=IGNORED),
             sum(len(row) for row in tokens),
         )
 

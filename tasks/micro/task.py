@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tasks.base import (
     BatchCounts,
     Declaration,
-    Loading,
     TrainedTask,
     require_at_least,
     require_fields,
@@ -125,25 +124,21 @@ class Micro(TrainedTask):
         given = {name: getattr(self, name) for name in MicroSize.__dataclass_fields__}
         return replace(default, **{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Examples of each split."""
+        batch_size = self.size.batch_size
+        return {"train": self.train_examples or 16 * batch_size, "val": self.val_examples or 2 * batch_size}
+
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.micro.data import GeneratedSequences, GeneratedTensors
 
-        size = self.size
-        train_count = 16 * size.batch_size if self.train_examples is None else self.train_examples
-        val_count = 2 * size.batch_size if self.val_examples is None else self.val_examples
-        # No worker processes: what is in memory already would only be copied between them.
-        loading = Loading(batch_size=size.batch_size, num_workers=0)
+        counts, size = self.counts, self.size
         # Of tensors float32, and a key of each.
         needed = MIN_EXAMPLE_BYTES + (0 if self.model == "ragged" else 4 * math.prod(size.example_shape))
-        held = f"task.batch_size={size.batch_size}, task.train_examples={train_count}, task.val_examples={val_count}"
-        require_memory(held, needed * (train_count + val_count))
-        counts = {"train": train_count, "val": val_count}
-        if self.model == "ragged":
-            assert size.positions is not None
-            return GeneratedSequences(
-                loading, longest=size.positions, pad_to=self.pad_to, classes=CLASSES, counts=counts, seed=seed
-            )
-        return GeneratedTensors(loading, shape=size.example_shape, classes=CLASSES, counts=counts, seed=seed)
+        held = f"task.batch_size={size.batch_size}, " + ", ".join(f"task.{k}_examples={n}" for k, n in counts.items())
+        require_memory(held, needed * sum(counts.values()))
+        return (GeneratedSequences if self.model == "ragged" else GeneratedTensors)(self, seed=seed)
 
     def build_net(self) -> nn.Module:
         import torch
