@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
@@ -47,28 +47,17 @@ def gib(size: int) -> str:
 
 def total_bytes() -> int | None:
     """Memory and swap of this machine, or what of it the container may take; None where the kernel does not tell."""
-    machine, swap = _meminfo("MemTotal"), _meminfo("SwapTotal") or 0
-    limits = [limit for limit, _ in _container_limits(CGROUPS)]
-    return min([machine, *limits]) + swap if machine is not None else None
+    machine, swap, container = _meminfo("MemTotal"), _meminfo("SwapTotal") or 0, _container()
+    if machine is None:
+        return None
+    return (machine if container is None else min(machine, container[0])) + swap
 
 
 def free_bytes() -> int | None:
     """Memory that can be had without swapping, and within the container; None where the kernel does not tell."""
-    left = [limit - used for limit, used in _container_limits(CGROUPS)]
-    return min((size for size in (_meminfo("MemAvailable"), *left) if size is not None), default=None)
-
-
-def available_gib() -> float | None:
-    """Memory that can be had without swapping; None where /proc does not tell."""
-    available = _meminfo("MemAvailable")
-    return None if available is None else available / GIB
-
-
-def memory_limit_gib(cgroups: Path) -> float | None:
-    """Memory that the container may still take; None without a limit."""
-    for limit, used in _container_limits(cgroups):
-        return (limit - used) / GIB
-    return None
+    container = _container()
+    sizes = (_meminfo("MemAvailable"), None if container is None else container[0] - container[1])
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def words(file: Path) -> list[str]:
@@ -84,19 +73,15 @@ def _meminfo(name: str) -> int | None:
     return int(found[found.index(f"{name}:") + 1]) * 1024 if f"{name}:" in found else None
 
 
-def _container_limits(cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Most memory of the container and what it uses for good, by cgroup version 2 or 1."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        most, now = words(cgroups / limit), words(cgroups / used)
-        # Version 1 writes a number near 2**63 for none.
-        if most and now and most[0] != "max" and int(most[0]) < 1 << 60:
-            stat = words((cgroups / used).with_name("memory.stat"))
-            # Of what files are read into, the kernel takes this back first.
-            cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
-            yield int(most[0]), int(now[0]) - cached
+def _container() -> tuple[int, int] | None:
+    """Most memory of the container and what it uses for good; None without a limit."""
+    most, now = words(CGROUPS / "memory.max"), words(CGROUPS / "memory.current")
+    if not most or not now or most[0] == "max":
+        return None
+    stat = words(CGROUPS / "memory.stat")
+    # Of what files are read into, the kernel takes this back first.
+    cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+    return int(most[0]), int(now[0]) - cached
 
 
 def cache_folder() -> Path:

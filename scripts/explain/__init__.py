@@ -222,15 +222,13 @@ def merged_recompiles(recompiles: Sequence[Recompile]) -> list[Recompile]:
     kept: dict[tuple[object, ...], Recompile] = {}
     causes: dict[tuple[object, ...], Recompile] = {}
     for each in recompiles:
-        # What changes at the beginning of a function is met again in each of its pieces behind a break.
         cause = (each.kind, each.region, each.expected, *each.changes)
-        if each.resumed and each.kind in ABOUT_TENSORS and cause in causes:
-            causes[cause].count += each.count
-            continue
         where = (each.where.file, each.where.number) if each.where else None
-        one = kept.setdefault((where, each.kind, each.what, each.region, each.expected), each)
+        # What changes at the beginning of a function is met again in each of its pieces behind a break.
+        again = causes.get(cause) if each.resumed and each.kind in ABOUT_TENSORS else None
+        one = again or kept.setdefault((where, each.kind, each.what, each.region, each.expected), each)
+        causes.setdefault(cause, one)
         if one is not each:
             one.count += each.count
             one.changes += [change for change in each.changes if change not in one.changes]
-        causes.setdefault(cause, one)
     return list(kept.values())

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import markup
 from rich.console import Console
@@ -23,9 +22,6 @@ from scripts.explain import Break, Explanation, Recompile
 from trainer.process import importing, leaving
 from trainer.sweep.environment import cache_variables
 from trainer.telemetry.source import Line, shown
-
-if TYPE_CHECKING:
-    from trainer.settings import Config
 
 EXAMPLES = """\
 examples:
@@ -51,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
 def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> int:
     """Run the steps, print and write what they show."""
     check_file("json", options.json)
-    config = composed(options.overrides, config_dir=options.config_dir)
+    config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
+    if not config.compile:
+        raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
     from strategies.toolchain import environment
 
     with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:
@@ -75,14 +73,6 @@ def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> 
         options.json.write_text(explanation.as_json(), encoding="utf-8")
     print_explanation(explanation, Console(highlight=False, soft_wrap=True))
     return 1 if explanation.problems else 0
-
-
-def composed(overrides: list[str], *, config_dir: str | None) -> Config:
-    """The configuration of the overrides, with ``compile=whole`` where they name no strategy. Raises ValueError."""
-    config, _ = composed_training(overrides, config_dir=config_dir, looks="explain looks at")
-    if not config.compile:
-        raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
-    return config
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -141,7 +131,7 @@ def _lines_at_the_end(explanation: Explanation) -> Iterator[str]:
     expected = sum(recompile.count for recompile in explanation.recompiles if recompile.expected)
     if expected:
         yield (
-            f"expected: {expected} more {'graph' if expected == 1 else 'graphs'} (validation, copies of other sizes, "
+            f"expected: {_count(expected, 'more graph')} (validation, copies of other sizes, "
             "shapes compiled beforehand), which torch counts as recompiles"
         )
     yield from (f"note: {note}" for note in explanation.notes)
@@ -181,8 +171,8 @@ def _place(line: Line) -> str:
     return f"{shown(line.file)}:{line.number}" + (f" in {line.function}" if line.function else "")
 
 
-def _count(number: int, name: str, several: str = "") -> str:
-    return f"{number} {name if number == 1 else several or name + 's'}"
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _graphs(explanation: Explanation) -> Table:

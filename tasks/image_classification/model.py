@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -86,21 +85,16 @@ def _timm_model(name: str, *, classes: int, image_size: int) -> nn.Module:
 
 def _require_known(name: str) -> None:
     if not name.startswith(TIMM):
-        _require_among(name, [*torchvision.models.list_models(module=torchvision.models), *SMALL_TRANSFORMERS])
-        return
-    if importlib.util.find_spec("timm") is None:
+        known = [*torchvision.models.list_models(module=torchvision.models), *SMALL_TRANSFORMERS]
+        library = "torchvision has (timm's are written timm/<name>)"
+    elif importlib.util.find_spec("timm") is None:
         raise ValueError(f"task.model={name} needs timm: pip install -e '.[models]'")
-    import timm
+    else:
+        import timm
 
-    _require_among(name, [TIMM + known for known in timm.list_models()])
-
-
-def _require_among(name: str, names: Iterable[str]) -> None:
-    known = sorted(names)
-    if name in known:
-        return
-    library = "timm has" if name.startswith(TIMM) else "torchvision has (timm's are written timm/<name>)"
-    raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
+        known, library = [TIMM + each for each in timm.list_models()], "timm has"
+    if name not in known:
+        raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
 
 
 class SharedStochasticDepth(nn.Module):

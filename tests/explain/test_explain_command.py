@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from scripts.explain import Break, Explanation, Recompile
-from scripts.explain.__main__ import composed, main, print_explanation, verdict
+from scripts.explain.__main__ import main, print_explanation, verdict
 from tests.conftest import ROOT
 from trainer.telemetry.source import Line
 
@@ -78,10 +78,6 @@ def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert stopped.value.code == 2
     assert arguments[0] in capsys.readouterr().err
-
-
-def test_a_strategy_is_added_only_where_none_is_named() -> None:
-    assert list(composed(["task=micro"], config_dir=None).compile) == ["whole"]
 
 
 def test_help_shows_examples_without_importing_torch() -> None:
