@@ -20,6 +20,8 @@ from trainer.sweep.environment import PR_SET_PDEATHSIG
 
 START_SECONDS = 900.0
 """Building data and model and looking at the batches takes no longer than this."""
+LEAVE_SECONDS = 10.0
+"""A worker that has nothing to do ends within this."""
 STACK = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 """A line of what faulthandler prints when the process dies, innermost first."""
 MAX_LINES = 400
@@ -79,15 +81,15 @@ class RemoteBench:
         self._folder = tempfile.TemporaryDirectory(prefix="bisect-", ignore_cleanup_errors=True)
         try:
             self.site = self._start()
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
+    def __exit__(self, error: type[BaseException] | None = None, *_: object) -> None:
+        self._end(LEAVE_SECONDS if error is None else 0.0)
         self._folder.cleanup()
 
     def trial(self, trial: Trial) -> Outcome:
@@ -152,13 +154,14 @@ class RemoteBench:
             return text.splitlines(keepends=True)[-MAX_LINES:]
         return []
 
-    def _end(self) -> None:
-        """End the worker and all that it has started: compile workers, data workers."""
+    def _end(self, seconds: float = 0.0) -> None:
+        """End the worker, which has ``seconds`` to leave, and all that it has started: compile and data workers."""
         process, self._process = self._process, None
         if process is None:
             return
+        self._pipe.close()
+        process.join(seconds)  # by itself it also gives back what multiprocessing would report as leaked
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()  # before it had a group of its own
         process.join()
-        self._pipe.close()
