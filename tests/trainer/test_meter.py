@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.clock import Clock
+from trainer.telemetry.curves import Curves
 from trainer.telemetry.meter import (
     MAX_POINTS,
     Meter,
@@ -19,7 +20,6 @@ from trainer.telemetry.meter import (
     StepClock,
     Totals,
     percentile,
-    progress_points,
     shape_of,
 )
 from trainer.telemetry.record import RunRecord
@@ -148,12 +148,24 @@ def test_a_step_is_its_laps_and_its_end_counts_what_lies_between_them(clock: Clo
 
 @pytest.mark.parametrize("steps", [0, 5, MAX_POINTS - 1, MAX_POINTS, 10 * MAX_POINTS + 3])
 def test_progress_holds_the_first_and_the_last_step_and_not_too_many(steps: int) -> None:
-    points = progress_points([0.5 * (step + 1) for step in range(steps)], 7.0)
+    laps = StepClock(torch.device("cpu"))
+    laps.ends.extend(0.5 * (step + 1) for step in range(steps))
+    points = laps.progress(7.0)
     assert points[0] == [0, 7.0]
     assert points[-1] == [steps, 7.0 + 0.5 * steps]
     assert points == sorted(points)
     assert min(steps, MAX_POINTS // 2) <= len(points) - 1 <= MAX_POINTS
     assert all(seconds == 7.0 + 0.5 * done for done, seconds in points)
+
+
+def test_a_curve_of_losses_is_of_all_steps_and_not_too_long() -> None:
+    curves = Curves(Meter(warmup_steps=0))
+    assert curves.loss_points() == []
+    curves.losses = [(5, 2.0, 5), (7, 1.0, 2)]
+    assert curves.loss_points() == [[5, 2.0], [7, 1.0]]
+    curves.losses = [(10 * (place + 1), float(place), 10) for place in range(MAX_POINTS + 1)]
+    points = curves.loss_points()
+    assert (points[0], points[-1], len(points)) == ([20, 0.5], [10 * (MAX_POINTS + 1), 256.0], 129)
 
 
 def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:

@@ -63,6 +63,7 @@ def test_what_exists_on_a_cpu_is_written_and_what_does_not_is_not(
         absent -= {"warmup/seconds", "warmup/first_step_seconds"}
     assert written & SCALARS == SCALARS - absent
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    assert record.losses == [[event.step, pytest.approx(event.value)] for event in events.Scalars("train/loss")]
 
 
 def test_final_figures_are_the_records(finished: tuple[RunRecord, EventAccumulator]) -> None:

@@ -22,7 +22,17 @@ from strategies.loop import Loop
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.files import build
 from trainer.telemetry.hardware import Peak
-from trainer.telemetry.meter import Meter, NonFinite, Rates, Step, StepClock, Totals, first_nonfinite, percentile
+from trainer.telemetry.meter import (
+    Meter,
+    NonFinite,
+    Rates,
+    Step,
+    StepClock,
+    Totals,
+    first_nonfinite,
+    percentile,
+    thinned,
+)
 from trainer.telemetry.record import RankFigures, communication_of
 
 Points = dict[str, float | None]
@@ -35,13 +45,23 @@ class Curves:
         self._meter = meter
         self._steps: list[Step] = []
         self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
-        self.last_loss: float | None = None
-        """Mean loss of the newest window read back."""
-        self.losses: list[list[float]] = []
-        """Of every window read back: its last step and its mean loss."""
+        self.losses: list[tuple[int, float, int]] = []
+        """Of each window read back: its last step, the mean loss of its steps, and their number."""
         self.nonfinite: NonFinite | None = None
         """The first step, of those read so far, whose loss was not a finite number."""
         self.steps_per_second: float | None = None
+
+    @property
+    def last_loss(self) -> float | None:
+        """Mean loss of the newest window read back."""
+        return self.losses[-1][1] if self.losses else None
+
+    def loss_points(self) -> list[list[float]]:
+        """Pairs of a step and the mean loss up to it: of each window read back, in longer runs of two windows together,
+        of four, ..."""
+        every = thinned(len(self.losses))
+        together = [self.losses[place : place + every] for place in range(0, len(self.losses), every)]
+        return [[each[-1][0], sum(loss * n for _, loss, n in each) / sum(n for _, _, n in each)] for each in together]
 
     def begin(self, clock: StepClock, peak: Peak) -> None:
         self._clock, self._peak = clock, peak
@@ -99,8 +119,7 @@ class Curves:
                 totals.add(step)
                 seconds.append(step.seconds)
         if losses:
-            self.last_loss = sum(losses) / len(steps)
-            self.losses.append([steps[-1].number, self.last_loss])
+            self.losses.append((steps[-1].number, sum(losses) / len(steps), len(steps)))
         self.nonfinite = self.nonfinite or first_nonfinite(steps, losses)
         rates = totals.rates()
         self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second

@@ -226,14 +226,9 @@ def _sum(left: Any, right: Any) -> Any:
     return None if left is None or right is None else left + right
 
 
-def progress_points(ends: Sequence[float], began_seconds: float) -> list[list[float]]:
-    """Pairs of steps done and seconds, of which the first step began at ``began_seconds`` and step i ended
-    ``ends[i - 1]`` later: each step, in longer runs every second, every fourth, ..., and the last one."""
-    every = 1
-    while len(ends) > every * MAX_POINTS:
-        every *= 2
-    done = [*range(every, len(ends), every), *([len(ends)] if ends else [])]
-    return [[0, round(began_seconds, 4)], *([steps, round(began_seconds + ends[steps - 1], 4)] for steps in done)]
+def thinned(points: int) -> int:
+    """How many of so many points are one, so that at most ``MAX_POINTS`` are left: a power of two."""
+    return 1 << max(0, math.ceil(math.log2(points / MAX_POINTS))) if points else 1
 
 
 class StepClock:
@@ -244,6 +239,16 @@ class StepClock:
         self._last, self._first = self.now(), None
         self.ends = array("d")
         """Of each step read: seconds from the first lap's begin to its end, what belongs to no lap included."""
+
+    def progress(self, began_seconds: float) -> list[list[float]]:
+        """Pairs of steps done and seconds, where the first step began at ``began_seconds``: of each step, in longer
+        runs of every second, every fourth, ..., and of the last one."""
+        every, count = thinned(len(self.ends)), len(self.ends)
+        done = [*range(every, count, every), *([count] if count else [])]
+        return [
+            [0, round(began_seconds, 4)],
+            *([steps, round(began_seconds + self.ends[steps - 1], 4)] for steps in done),
+        ]
 
     def now(self) -> Any:
         if not self._on_cuda:

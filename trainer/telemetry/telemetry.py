@@ -25,17 +25,7 @@ from trainer.telemetry.curves import Curves, Points, Ranks, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
-from trainer.telemetry.meter import (
-    MAX_POINTS,
-    DataWait,
-    Meter,
-    NonFinite,
-    Rates,
-    SeenShapes,
-    Step,
-    StepClock,
-    progress_points,
-)
+from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -374,12 +364,11 @@ class Telemetry:
             if self.ready_seconds is not None:
                 record.setup_seconds = self.ready_seconds - record.import_seconds
             if self._began_seconds is not None:
-                record.progress = progress_points(self._clock.ends, self._began_seconds)
+                record.progress = self._clock.progress(self._began_seconds)
         record.pause_seconds = self.pause_seconds
         if (loss := self.last_loss) is not None:
             record.final_loss = loss if math.isfinite(loss) else None
-            every = -(-len(self._curves.losses) // MAX_POINTS)
-            record.losses = [pair for pair in self._curves.losses[::-every][::-1] if math.isfinite(pair[1])]
+        record.losses = self._curves.loss_points()
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
