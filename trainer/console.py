@@ -323,7 +323,8 @@ def _waiting(record: RunRecord) -> str:
     if share is None or share <= MUCH_WAITING:
         return "" if share is None else f"{share:.1%} of the time"
     who = "the GPU" if record.device_type == "cuda" else "the loop"
-    advice = ": more task.data.num_workers?" if "num_workers" in record.config.get("task", {}).get("data", {}) else ""
+    data = record.config.get("task", {}).get("data") or {}
+    advice = ": more task.data.num_workers?" if "num_workers" in data else ""
     return f"{who} waits for data {share:.0%} of the time{advice}"
 
 

@@ -6,13 +6,13 @@ import io
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 import trainer.console
-from trainer.console import ProgressView, print_end, print_summary, summary
+from trainer.console import ProgressView, print_end, summary
 from trainer.telemetry.record import RunRecord
 
 COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
@@ -49,15 +49,6 @@ def test_small_and_large_figures_have_no_exponent_and_are_not_zero() -> None:
     assert rows["final loss"] == "0.0000010"
 
 
-@pytest.mark.parametrize(
-    ("data", "advice"), [({"num_workers": 2}, ": more task.data.num_workers?"), ({}, ""), (None, "")]
-)
-def test_advice_names_only_options_that_the_task_has(data: dict[str, int] | None, advice: str) -> None:
-    task = {} if data is None else {"data": data}
-    record = RunRecord(task="micro", data_wait_share=0.5, config={"task": task})
-    assert summary(record)["waiting for data"] == f"the loop waits for data 50% of the time{advice}"
-
-
 def test_eager_has_no_rows_about_compiling() -> None:
     rows = summary(RunRecord(task="captioning", steps=4))
     assert rows["compile"] == "nothing to compile"
@@ -88,11 +79,6 @@ def test_parity_of_what_draws_numbers_of_its_own_is_that_of_mean_losses() -> Non
     assert summary(record)["parity with eager"].startswith("passed (mean loss of several draws 4.75, eager 4.78")
 
 
-def test_the_summary_is_printed_with_its_status(console: Console) -> None:
-    print_summary(console, RunRecord(task="captioning", status="interrupted", **COMPILED))
-    assert "captioning · regional · interrupted" in printed(console)
-
-
 @pytest.mark.parametrize("status", ["failed", "interrupted", "finished"])
 def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
     status: str, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +90,7 @@ def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
     record = RunRecord(task="captioning", status=status, reason="RuntimeError: [bold]as it is[/]")
     record.command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
     print_end(console, record, run_dir)
+    assert f"captioning · eager · {status}" in printed(console)
     said = printed(console).splitlines()
     expected = "continue with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
     assert (expected in said) == (status != "finished")
@@ -141,12 +128,6 @@ def wait_until(console: Console, said: str) -> None:
         time.sleep(0.01)
 
 
-def lines_of(console: Console, telemetry: Any, style: str) -> list[str]:
-    with ProgressView(console, style=style, total=200, telemetry=lambda: telemetry):
-        wait_until(console, "compiling graph 2")
-    return printed(console).splitlines()
-
-
 def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: Console) -> None:
     telemetry: Any = FakeTelemetry()
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
@@ -160,23 +141,16 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
 
 
-def test_nothing_is_said_when_nothing_is_asked_for(console: Console) -> None:
-    telemetry: Any = FakeTelemetry()
+@pytest.mark.parametrize("terminal", [True, False])
+def test_automatic_is_a_live_bar_on_a_terminal_and_a_line_elsewhere(terminal: bool) -> None:
+    console, telemetry = Console(file=io.StringIO(), force_terminal=terminal, width=160), cast(Any, FakeTelemetry())
     with ProgressView(console, style="none", total=200, telemetry=lambda: telemetry):
         time.sleep(0.1)
     assert printed(console) == ""
-
-
-def test_automatic_is_plain_where_nothing_live_can_be_drawn(console: Console) -> None:
-    (line,) = lines_of(console, FakeTelemetry(), "auto")
-    assert line.startswith("compiling graph 2")
-
-
-def test_a_terminal_gets_a_live_bar() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=160)
-    said = "\n".join(lines_of(console, FakeTelemetry(), "auto"))
-    assert "compiling graph 2" in said
-    assert "0/200" in said
+    with ProgressView(console, style="auto", total=200, telemetry=lambda: telemetry):
+        wait_until(console, "compiling graph 2")
+    assert "0/200" in printed(console)
+    assert ("\x1b[" in printed(console)) == terminal
 
 
 class StoppedClock(SimpleNamespace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -84,11 +85,11 @@ def test_fetches_around_a_pause_belong_to_no_step(tmp_path: Path) -> None:
     assert record.data_wait_share is None
 
 
-def test_who_waits_is_named(tmp_path: Path) -> None:
-    config = {"task": {"data": {"num_workers": None}}}
-    record = RunRecord(task="any", device_type="cuda", data_wait_share=0.12, config=config)
-    said = "the GPU waits for data 12% of the time: more task.data.num_workers?"
-    assert summary(record)["waiting for data"] == said
+@pytest.mark.parametrize("task", [{"data": {"num_workers": None}}, {"data": {}}, {"data": None}, {}])
+def test_who_waits_is_named_and_advice_is_of_an_option_that_the_task_has(task: dict[str, Any]) -> None:
+    record = RunRecord(task="any", device_type="cuda", data_wait_share=0.12, config={"task": task})
+    advice = ": more task.data.num_workers?" if task.get("data") else ""
+    assert summary(record)["waiting for data"] == f"the GPU waits for data 12% of the time{advice}"
 
 
 def test_what_is_claimed_is_a_step_s_and_claimed_once(clock: Clock) -> None:

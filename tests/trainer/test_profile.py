@@ -32,8 +32,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> t
     return RunRecord.load(folder), folder
 
 
-def test_a_few_steps_after_the_warmup_are_recorded(profiled: tuple[RunRecord, Path]) -> None:
-    record, _ = profiled
+def test_a_few_steady_steps_are_recorded_and_are_neither_steady_nor_warm_up(profiled: tuple[RunRecord, Path]) -> None:
+    record, folder = profiled
     facts = record.report["profile"]
     assert facts["steps"] == 3
     assert facts["first_step"] > 2 + 3
@@ -42,30 +42,14 @@ def test_a_few_steps_after_the_warmup_are_recorded(profiled: tuple[RunRecord, Pa
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(shares) <= 1
     assert "idle_share" not in facts, "there is no device"
-
-
-def test_the_steps_are_neither_steady_nor_warm_up(profiled: tuple[RunRecord, Path]) -> None:
-    record, _ = profiled
-    assert record.steps == 20
-    assert record.steady_steps is not None
-    assert record.warmup_steps is not None
-    assert record.steady_steps + record.warmup_steps + 3 == 20
-
-
-def test_the_trace_can_be_opened_and_holds_those_steps(profiled: tuple[RunRecord, Path]) -> None:
-    record, folder = profiled
-    with gzip.open(folder / record.report["profile"]["trace"], "rt", encoding="utf-8") as file:
+    assert (record.steady_steps or 0) + (record.warmup_steps or 0) + 3 == record.steps == 20
+    with gzip.open(folder / facts["trace"], "rt", encoding="utf-8") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#") for name in names) == 3
-
-
-def test_the_summary_and_tensorboard_tell_of_it(profiled: tuple[RunRecord, Path]) -> None:
-    record, folder = profiled
     assert "profile/trace.json.gz" in summary(record)["profile"]
     page = events_of(folder).Tensors("run/profile/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert "- steps: 3\n" in page
-    assert record.report["profile"]["operators"][0]["name"] in page
-    assert "https://ui.perfetto.dev" in page
+    for said in ("- steps: 3\n", facts["operators"][0]["name"], "https://ui.perfetto.dev"):
+        assert said in page
 
 
 def test_a_run_that_is_too_short_says_why_there_is_no_profile(tmp_path: Path) -> None:
@@ -107,6 +91,8 @@ def test_a_profiler_that_fails_does_not_end_the_run(
     def fails(*_: object) -> None:
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore")
 
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
     monkeypatch.setattr(profile.profile, moment, fails)
     compile_ = Compile(warmup_steps=0, profile="on", profile_steps=1)
     fit(Blocks(), tmp_path, [compile_])
@@ -114,14 +100,7 @@ def test_a_profiler_that_fails_does_not_end_the_run(
         "reason": "the profiler failed: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
     }
     assert compile_.record.steps == 6
-
-
-def test_the_environment_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
-    fit(Blocks(), tmp_path, [Compile(warmup_steps=0, profile="on", profile_steps=1)])
-    assert "TEARDOWN_CUPTI" not in os.environ
-    assert os.environ["KINETO_LOG_LEVEL"] == "1"
+    assert (os.environ.get("TEARDOWN_CUPTI"), os.environ["KINETO_LOG_LEVEL"]) == (None, "1"), "put back"
 
 
 def test_inference_is_profiled_apart_from_the_timed_batches(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pickle
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -100,8 +100,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self.settle()
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        target = beside(path, "new") if is_directory(path) else path
         try:
-            target = beside(path, "new") if is_directory(path) else path
             with written_whole(target, "wb") as file:
                 torch.save(checkpoint, file)
             if target != path:
@@ -119,25 +119,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def on_host(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """A copy that no later step changes, in host memory; None where that would take more than half of what is free."""
-    tensors: dict[Any, Tensor] = {}
-    keys: dict[int, Any] = {}
-
-    def found(_: str, tensor: Tensor) -> None:
-        # Tied weights are tensors of their own in a state dict, and are written once.
-        keys[id(tensor)] = key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        tensors[key] = tensor
-
-    mapped(checkpoint, found)
-    size, free = sum(tensor.nbytes for tensor in tensors.values()), free_bytes()
+    tensors: dict[int, Tensor] = {}
+    mapped(checkpoint, lambda _, tensor: tensors.setdefault(id(tensor), tensor))
+    # Tied weights are tensors of their own in a state dict, and are written once.
+    places = {key: (one.data_ptr(), one.shape, one.stride(), one.dtype) for key, one in tensors.items()}
+    different = {places[key]: tensor for key, tensor in tensors.items()}
+    size, free = sum(tensor.nbytes for tensor in different.values()), free_bytes()
     if free is not None and size > free // 2:
         rank_zero_warn(f"a checkpoint of {gib(size)} is written at once: {gib(free)} of host memory are free")
         return None
     with torch.no_grad():
         copies = {
-            key: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-            for key, tensor in tensors.items()
+            place: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+            for place, tensor in different.items()
         }
-    host = copy.deepcopy(checkpoint, {place: copies[key] for place, key in keys.items()})
+    host = copy.deepcopy(checkpoint, {key: copies[place] for key, place in places.items()})
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return host
@@ -269,46 +265,47 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
 
     rest = {**checkpoint, **{part: mapped(checkpoint[part], taken, part) for part in SPREAD if part in checkpoint}}
 
-    def begin() -> None:
-        if path.is_dir() and not is_directory(path) and any(path.iterdir()):
+    with _first_alone(strategy, path) as first:
+        if first and path.is_dir() and not is_directory(path) and any(path.iterdir()):
             raise FileExistsError(errno.EEXIST, "a folder with other files than a checkpoint's")
-        remove(new)
-        new.mkdir(parents=True)
-
-    def end() -> None:
-        with written_whole(new / META, "wb") as file:
-            torch.save(rest, file)
-        replace(path)
-
-    _by_first(begin, strategy, path)
-    try:
+        if first:
+            remove(new)
+            new.mkdir(parents=True)
+    with _named(path):
         save(tensors, storage_writer=FileSystemWriter(new), process_group=host_group())
-    except CheckpointException as error:
-        raise _reason(error, path) from error
-    _by_first(end, strategy, path)
+    with _first_alone(strategy, path) as first:
+        if first:
+            with written_whole(new / META, "wb") as file:
+                torch.save(rest, file)
+            replace(path)
 
 
-def _by_first(act: Callable[[], None], strategy: ModelParallelStrategy, path: Path) -> None:
-    """``act`` in the first process; what the system says to it is raised in all, with ``path``."""
+@contextlib.contextmanager
+def _first_alone(strategy: ModelParallelStrategy, path: Path) -> Iterator[bool]:
+    """Inside, the first process acts, which is told; what the system says to it is raised in all, with ``path``."""
     refused: OSError | None = None
-    if strategy.is_global_zero:
-        try:
-            act()
-        except OSError as error:
-            refused = OSError(error.errno, error.strerror, str(path))
+    try:
+        yield strategy.is_global_zero
+    except OSError as error:
+        refused = OSError(error.errno, error.strerror, str(path))
     if (said := strategy.broadcast(refused)) is not None:
         raise said
 
 
-def _reason(error: CheckpointException, path: Path) -> Exception:
-    """What the first process of those that failed has met. torch's own is no ``Exception``, and prints tracebacks."""
-    rank, (reason, _) = min(error.failures.items())
-    chain: BaseException | None = reason
-    while chain is not None and not (isinstance(chain, OSError) and chain.errno is not None):
-        chain = chain.__cause__ or chain.__context__
-    if isinstance(chain, OSError):
-        return OSError(chain.errno, f"{chain.strerror} (rank {rank})", str(path))
-    return ValueError(f"{path}: rank {rank}: {reason}")
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What the first process of those that failed inside has met is raised, with ``path``. torch's own is no
+    ``Exception``, and prints tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items())
+        chain: BaseException | None = reason
+        while chain is not None and not (isinstance(chain, OSError) and chain.errno is not None):
+            chain = chain.__cause__ or chain.__context__
+        if isinstance(chain, OSError):
+            raise OSError(chain.errno, f"{chain.strerror} (rank {rank})", str(path)) from error
+        raise ValueError(f"{path}: rank {rank}: {reason}") from error
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -345,13 +342,9 @@ def load_directory(
     held = reader.read_metadata().state_dict_metadata
     if lost := [name for name in tensors if not isinstance(held.get(name), TensorStorageMetadata)]:
         raise ValueError(f"it holds no {lost[0]}")
-    try:
-        if allocated is None:
-            load(tensors, storage_reader=reader, no_dist=True)
-        else:
-            load(tensors, storage_reader=reader, process_group=host_group())
-    except CheckpointException as error:
-        raise _reason(error, path) from error
+    alone = allocated is None
+    with _named(path):
+        load(tensors, storage_reader=reader, process_group=None if alone else host_group(), no_dist=alone)
     return {**{name: value for name, value in loaded.items() if name not in SPREAD}, **made}
 
 
