@@ -9,7 +9,6 @@ the trainer that reads it, and the tests run it on the oldest and the newest tor
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import re
 import sys
@@ -25,14 +24,15 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
+from trainer.telemetry.files import cut
 from trainer.telemetry.record import Event
-from trainer.telemetry.source import shown
+from trainer.telemetry.source import line, shown
 
 MAX_LINES = 20
 MAX_REASON = 160
 MAX_CODE = 80
-RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
-"""What Dynamo calls the rest of a function behind a graph break."""
+LOCATION = re.compile(r"(?P<file>.+):(?P<number>\d+)(?: (?P<function>.+))?$")
+"""As in ``Event``."""
 KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback": "runs eager"}
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
@@ -268,12 +268,14 @@ class EventReporter:
 
 def line_about(event: Event) -> str:
     when = f" in step {event.step}" if event.step is not None and event.phase == "training" else ""
-    parts = [f"compile: {KINDS[event.kind]}{when}"]
-    if event.location:
-        parts.append(f" at {shortened(event.location)}")
-        if event.kind != "recompile" and (code := code_at(event.location)):  # whose line is the function's first
-            parts.append(f" `{code}`")
-    return "".join(parts) + f": {_cut(reason(event.reason), MAX_REASON)}"
+    where = f" at {event.location}" if event.location else ""
+    found = LOCATION.match(event.location or "")
+    if found:
+        place = line(found["file"], int(found["number"]), found["function"])
+        where = f" at {shown(place.file)}:{place.number} {place.function or ''}".rstrip()
+        if place.code and event.kind != "recompile":  # whose line is the function's first
+            where += f" `{cut(place.code.split('  #')[0], MAX_CODE)}`"
+    return f"compile: {KINDS[event.kind]}{when}{where}: {cut(reason(event.reason), MAX_REASON)}"
 
 
 def reason(text: str) -> str:
@@ -281,19 +283,3 @@ def reason(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[1:2] if line.startswith("Explanation: ")]
     return (explained or lines or ["no reason given"])[0]
-
-
-def shortened(location: str) -> str:
-    """``location`` from the site-packages or working directory on, its function by the name that it has in the code."""
-    return shown(RESUMED.sub(r"\1", location))
-
-
-def code_at(location: str) -> str | None:
-    """The line of code that ``file:line function`` names, if it can be read."""
-    found = re.match(r"(.+):(\d+)(?: |$)", location)
-    line = linecache.getline(found[1], int(found[2])).strip() if found else ""
-    return _cut(line.split("  #")[0], MAX_CODE) or None
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -240,8 +240,11 @@ def shown(fact: str, value: Any) -> str:
         return listed if len(value) <= ITEMS else f"{listed}, ... ({len(value)} in all)"
     if isinstance(value, (int, float)):
         return _measured(fact.rpartition(".")[2].split("_"), value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 3]}..."
+    return cut(value if isinstance(value, str) else json.dumps(value, default=str), CHARACTERS)
+
+
+def cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _measured(words: list[str], value: float) -> str:

@@ -19,7 +19,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.telemetry import hardware
-from trainer.telemetry.files import flat, shown, words
+from trainer.telemetry.files import cut, flat, shown, words
 from trainer.telemetry.meter import Step
 
 DIRECTORY = "profile"
@@ -242,8 +242,7 @@ def readable(name: str) -> str:
     """A kernel's or operator's name for people: what is compiled is named so, and templates are cut."""
     if found := COMPILED.match(name):
         return f"compiled graph {found[1]}"
-    short = name.removeprefix("void ")
-    return short if len(short) <= MAX_NAME else f"{short[: MAX_NAME - 3]}..."
+    return cut(name.removeprefix("void "), MAX_NAME)
 
 
 def with_idle_share(facts: Mapping[str, Any], steady_seconds: float | None) -> dict[str, Any]:

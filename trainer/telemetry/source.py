@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.telemetry.files import cut
+
 LIBRARIES = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len)
 PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 """Where packages lie in any environment, also one within the project's folder."""
@@ -204,7 +206,7 @@ def _classified(guard: str) -> Change:
             return Change(kind, guard, None)
     if "___stack" in guard:
         value = guard.partition("== ")[2]
-        return Change("value carried over a break", "a result of this line", f"{_short(value)} -> ?")
+        return Change("value carried over a break", "a result of this line", f"{cut(value, MAX_VALUE)} -> ?")
     if guard.startswith("not ") and guard[4:].replace(".", "").isidentifier():
         return Change("length", guard[4:], "empty -> not empty")
     if guard.startswith("TYPE_MISMATCH"):
@@ -214,7 +216,7 @@ def _classified(guard: str) -> Change:
 
 
 def _compared(guard: str, compared: re.Match[str]) -> Change:
-    what, sign, value = compared["what"], compared["sign"], _short(compared["value"])
+    what, sign, value = compared["what"], compared["sign"], cut(compared["value"], MAX_VALUE)
     change = f"{value} -> ?"
     relation = ".size()" in what or ".stride()" in what
     if what.startswith("len("):
@@ -242,7 +244,3 @@ def _is_number(value: str) -> bool:
         return isinstance(ast.literal_eval(value), int | float | complex)
     except (ValueError, SyntaxError):
         return value in ("nan", "inf", "-inf")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 3] + "..."
