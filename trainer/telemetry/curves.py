@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,20 +20,11 @@ import torch
 from torch import distributed, nn
 
 from strategies.loop import Loop
+from trainer.telemetry import meter
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.files import build
 from trainer.telemetry.hardware import Peak
-from trainer.telemetry.meter import (
-    Meter,
-    NonFinite,
-    Rates,
-    Step,
-    StepClock,
-    Totals,
-    first_nonfinite,
-    percentile,
-    thinned,
-)
+from trainer.telemetry.meter import Meter, NonFinite, Rates, Step, StepClock, Totals, percentile
 from trainer.telemetry.record import RankFigures, communication_of
 
 Points = dict[str, float | None]
@@ -41,8 +33,8 @@ Points = dict[str, float | None]
 class Curves:
     """The windows of one training, of which each is read while the next one is being filled."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, measured: Meter) -> None:
+        self._meter = measured
         self._steps: list[Step] = []
         self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
         self.losses: list[tuple[int, float, int]] = []
@@ -59,9 +51,10 @@ class Curves:
     def loss_points(self) -> list[list[float]]:
         """Pairs of a step and the mean loss up to it: of each window read back, in longer runs of two windows together,
         of four, ..."""
-        every = thinned(len(self.losses))
+        every = meter.thinned(len(self.losses))
         together = [self.losses[place : place + every] for place in range(0, len(self.losses), every)]
-        return [[each[-1][0], sum(loss * n for _, loss, n in each) / sum(n for _, _, n in each)] for each in together]
+        points = [[each[-1][0], sum(loss * n for _, loss, n in each) / sum(n for *_, n in each)] for each in together]
+        return [point for point in points if math.isfinite(point[1])]
 
     def begin(self, clock: StepClock, peak: Peak) -> None:
         self._clock, self._peak = clock, peak
@@ -93,7 +86,7 @@ class Curves:
         """Read the losses of all steps so far; waits for the device."""
         steps = self._unread()
         losses = [loss for step in steps for loss in step.losses]
-        self.nonfinite = self.nonfinite or first_nonfinite(steps, _stacked(losses).tolist() if losses else [])
+        self.nonfinite = self.nonfinite or meter.first_nonfinite(steps, _stacked(losses).tolist() if losses else [])
 
     def _unread(self) -> list[Step]:
         return [*(step for steps, _, _ in self._sent for step in steps), *self._steps]
@@ -120,7 +113,7 @@ class Curves:
                 seconds.append(step.seconds)
         if losses:
             self.losses.append((steps[-1].number, sum(losses) / len(steps), len(steps)))
-        self.nonfinite = self.nonfinite or first_nonfinite(steps, losses)
+        self.nonfinite = self.nonfinite or meter.first_nonfinite(steps, losses)
         rates = totals.rates()
         self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
         return {"train/loss": self.last_loss, **speed_points(rates, self._peak), **time_points(seconds)}
