@@ -19,7 +19,7 @@ from strategies.loop import Span
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
-from trainer.guards.compare import Comparison, Displaced, StepRecorder, around_steps
+from trainer.guards.compare import Comparison, StepRecorder, around_steps, displaced
 from trainer.guards.forward import region_draws
 from trainer.guards.slowdown import REPEATS, take_sample
 from trainer.guards.snapshot import Snapshot
@@ -155,7 +155,7 @@ def test_weights_are_one_rounding_off_within_a_step_and_right_after_it() -> None
         loss.backward()
         return loss
 
-    with Displaced(parameters, UNIT, seed=3), around_steps([optimizer], [recorder.see_step]):
+    with displaced(parameters, UNIT, seed=3), around_steps([optimizer], [recorder.see_step]):
         optimizer.step(closure)
         with torch.no_grad():
             clamped.weight.clamp_(-0.1, 0.1)

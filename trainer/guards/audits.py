@@ -63,15 +63,12 @@ class Pair:
 
 
 class Audits:
-    """Stands around every micro-batch of ``loop`` until ``release``.
+    """Stands around every micro-batch of ``loop`` until ``release``; ``unaudited`` is what else does, of those that are
+    not audited.
 
-    Args:
-        mode: ``on`` or ``strict``.
-        captured: Whether steps may be captured, so that hooks within them are not called.
-        unaudited: What else stands around a micro-batch, one that is not audited.
-        gradients: Those that the last step gave the optimizer for ``sample``, where a captured step keeps them to
-            itself; None where they are the parameters' own.
-        differs: Called with the error once a step is not eager's; returns when the run continues, in eager.
+    While steps may be ``captured``, hooks within them are not called; ``gradients`` are those that the last one gave
+    the optimizer for ``sample``, or None where they are the parameters' own. ``differs`` is called with the error once
+    a step is not eager's; it returns when the run continues, in eager.
     """
 
     def __init__(

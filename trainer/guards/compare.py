@@ -86,14 +86,8 @@ class Comparison:
         self.noise: list[Distances] = []
 
     def keep(self, kind: str, tensors: Mapping[str, Tensor], *, least: Tensor | float, sizes: Tensor) -> None:
-        """Keep eager's ``tensors``, which nobody writes to.
-
-        Args:
-            kind: One of ``KINDS``.
-            tensors: By name.
-            least: ``(tensors,)``, the least tolerances, relative.
-            sizes: ``(tensors,)``: what differences are relative to; of what is no number there, none counts.
-        """
+        """Keep eager's ``tensors``, which nobody writes to. Differences are relative to ``sizes``, ``(tensors,)``; of
+        what is no number there, none counts. ``least``, ``(tensors,)``, are the least tolerances, relative."""
         sizes = sizes.double()
         self._kept[kind] = _Kept(dict(tensors), sizes, torch.as_tensor(least).double().expand(sizes.shape))
 
@@ -326,34 +320,24 @@ class StepRecorder:
         ]
 
 
-class Displaced:
-    """Inside, weights are one rounding off.
+@contextlib.contextmanager
+def displaced(parameters: Sequence[Tensor], unit: float, seed: int) -> Iterator[None]:
+    """Inside, weights are one rounding off, by ``unit``, relative; see ``perturb``.
 
     A weight is put right by adding what was taken from it. If nobody has touched it since, this is exact: of two
     floating-point numbers within a factor of two, the difference is one too (Sterbenz). If a step has changed it, it
     is exact but for about a rounding of what is stored.
-
-    Args:
-        parameters: What is displaced.
-        unit: By how much, relative; see ``perturb``.
     """
-
-    def __init__(self, parameters: Sequence[Tensor], unit: float, seed: int) -> None:
-        self._parameters, self._unit, self._seed = parameters, unit, seed
-
-    @torch.no_grad()
-    def __enter__(self) -> Displaced:
-        self._back = [parameter.detach().clone() for parameter in self._parameters]
-        perturb(self._parameters, self._unit, self._seed)
-        for parameter, before in zip(self._parameters, self._back, strict=True):
-            before.sub_(parameter)
-        return self
-
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        for parameter, difference in zip(self._parameters, self._back, strict=True):
-            parameter.add_(difference)
-        self._back = []
+    back = [parameter.detach().clone() for parameter in parameters]
+    perturb(parameters, unit, seed)
+    for parameter, before in zip(parameters, back, strict=True):
+        before.sub_(parameter.detach())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, difference in zip(parameters, back, strict=True):
+                parameter.add_(difference)
 
 
 @contextlib.contextmanager

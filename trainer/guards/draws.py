@@ -22,7 +22,7 @@ from torch import Tensor
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.guards.compare import LOSS_FLOOR, Displaced, added_up, apart_of, local, loss_sizes, norms
+from trainer.guards.compare import LOSS_FLOOR, added_up, apart_of, displaced, local, loss_sizes, norms
 from trainer.guards.forward import region_draws
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 
@@ -72,12 +72,10 @@ class Draws:
         self.figures[arm].append(found.double().reshape(-1, 3))
 
     def complaints(self, limit: float, loss: float, gradients: Tensor) -> tuple[list[str], dict[str, Any]]:
-        """What cannot be chance, in words, and figures for the record.
+        """What cannot be chance (beyond ``limit`` standard errors), in words, and figures for the record.
 
-        Args:
-            limit: In standard errors.
-            loss: Relative difference of the loss that rounding alone explains, which more seeds do not average out.
-            gradients: ``(parameters,)``: the same of each gradient; buffers are allowed the median.
+        ``loss`` and ``gradients``, ``(parameters,)``, are the relative differences that rounding alone explains, which
+        more seeds do not average out; buffers are allowed the median.
         """
         eager, compiled = self.losses["eager"], self.losses["compiled"]
         found: list[str] = []
@@ -136,19 +134,13 @@ def compare_forwards(
     unit: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Compare what ``run`` shows with what it shows under eager, on all processes alike.
+    """Compare what ``run``, a forward, shows with what it shows under eager, on all processes alike. ``restore`` puts
+    back what the one before has changed.
 
-    Args:
-        loop: Whose module runs, and whose processes agree.
-        program: What stands aside for eager.
-        run: A forward.
-        restore: Puts back what the one before has changed.
-        least: Relative tolerance; ``multiple`` times what eager's outputs move by where every parameter is moved by
-            ``unit``, relative, widens it. ``seed`` is that of the first such pass.
-
-    Returns:
-        ``reason``, why nothing was compared; or the ``worst`` output's name, its ``eager`` value where it is a number,
-        ``difference`` (the largest, over eager's largest value), ``noise``, ``tolerance``, ``tensors``, ``passes``.
+    ``least`` is the relative tolerance; ``multiple`` times what eager's outputs move by, where every parameter is moved
+    by ``unit``, relative, widens it. Returned are the ``reason``, why nothing was compared, or the ``worst`` output's
+    name, its ``eager`` value where it is a number, ``difference`` (the largest, over eager's largest value), ``noise``,
+    ``tolerance``, ``tensors`` and ``passes``.
     """
     restore()
     before = random_state()
@@ -168,7 +160,7 @@ def compare_forwards(
     noise = tolerance = 0.0
     for sample in range(SAMPLES):
         restore()
-        with eager(program), Displaced(parameters, unit, seed + sample):
+        with eager(program), displaced(parameters, unit, seed + sample):
             again, _ = run()
         noise = max([noise, *(_farthest(again.get(name), value) for name, value in reference.items())])
         tolerance = max(least, unit, multiple * noise)

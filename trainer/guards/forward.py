@@ -242,12 +242,8 @@ def _takes_apart(backend: str) -> bool:
 
 
 class UpdateSample:
-    """Of each parameter group the smallest parameter and one of middle size.
-
-    Args:
-        names: Name of each parameter, by its identity.
-        multiple: How many times the noise of rounding a difference may be.
-    """
+    """Of each parameter group the smallest parameter and one of middle size; ``names`` are by identity, and a
+    difference may be ``multiple`` times the noise of rounding."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], program: Program, *, multiple: float) -> None:
         self._optimizer, self._names, self._program, self._multiple = optimizer, names, program, multiple

@@ -35,11 +35,9 @@ CALLED_IN_VAIN = "called, and nothing in it was compiled"
 class Guards:
     """The guards of one training; the owner calls the methods named after the moments of the loop.
 
-    Args:
-        chances: Optimizer steps after which it is an error that nothing was compiled.
-        chosen: The strategies are what ``compile=auto`` tries: eager takes over where they fail, and they are timed on
-            the training's own steps.
-        compared: Every region was compared with eager already, so that there is no preflight.
+    After ``chances`` optimizer steps it is an error that nothing was compiled. ``chosen`` strategies are what
+    ``compile=auto`` tries: eager takes over where they fail, and they are timed on the training's own steps. Where
+    every region was ``compared`` with eager already, there is no preflight.
     """
 
     def __init__(

@@ -25,12 +25,12 @@ from trainer.guards.compare import (
     MULTIPLES,
     TENSOR_FLOOR,
     Comparison,
-    Displaced,
     Distances,
     ParityError,
     StepRecorder,
     Tensors,
     around_steps,
+    displaced,
     doubled,
     gradient_of,
     moved_since,
@@ -71,11 +71,7 @@ class ParityGate:
 
     Every arm's optimizers are given the gradients that the reference's took. Forward and backward round in the
     precision of autocast; the update does in that of the weights, so that errors show there that would drown in the
-    noise of gradients.
-
-    Args:
-        mode: ``on`` or ``strict``.
-        snapshot: State that every arm begins from.
+    noise of gradients. Every arm begins from ``snapshot``.
     """
 
     def __init__(self, mode: str, loop: Loop, program: Program, snapshot: Snapshot) -> None:
@@ -289,7 +285,7 @@ class ParityGate:
 
         def enter() -> None:
             if noise is not None:
-                apart.enter_context(Displaced(parameters, self._unit, seed))
+                apart.enter_context(displaced(parameters, self._unit, seed))
             if exact:
                 apart.enter_context(without_autocast() if self._lowered else doubled(self._loop.module))
 

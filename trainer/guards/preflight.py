@@ -104,16 +104,9 @@ class Preflight:
                 hardware.give_back(loop.device)
 
     def time_again(self, batch: Any, own: Callable[[], Any] | None = None) -> Sample | None:
-        """Time steps of eager and of the run on ``batch`` in the middle of the training, and restore everything.
-
-        Args:
-            batch: On the device.
-            own: Runs a step as the training does, where that is no step apart from it.
-
-        Returns:
-            None where a step would use up what cannot be put back, asks for no backward, or eager has too little
-            memory.
-        """
+        """Time steps of eager and of the run (``own``, where that is no step apart from the training) on ``batch`` in
+        the middle of the training, and restore everything. None where a step would use up what cannot be put back,
+        asks for no backward, or eager has too little memory."""
         sample = None
         peak = hardware.peak_bytes(self._loop.device)
         with contextlib.suppress(SkippedStep), self._apart(batch, captures=own is None) as snapshot:

@@ -41,11 +41,8 @@ class CompileFailed(RuntimeError):
 
 
 class Rollback:
-    """Decides what happens when something does not compile.
-
-    Args:
-        mode: ``fail`` (the error ends the run) or ``eager`` (the part at fault continues in eager).
-    """
+    """Decides what happens when something does not compile, by ``mode``: ``fail`` (the error ends the run) or ``eager``
+    (the part at fault continues in eager)."""
 
     def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerMonitor) -> None:
         self._mode, self._loop, self._program, self._watch = mode, loop, program, watch
@@ -58,13 +55,8 @@ class Rollback:
         return bool(self._program.regions or self._program.compiled_beside_regions)
 
     def attempt(self, what: str, run: Callable[[], Any], restore: Callable[[], None]) -> None:
-        """Do ``run``, again and again with less compiled as long as the compiler fails at it.
-
-        Args:
-            what: What is being tried, for messages.
-            run: A pass or a step; every process calls it.
-            restore: Puts the state back before each further try.
-        """
+        """Do ``run``, a pass or a step, again and again with less compiled as long as the compiler fails at it; every
+        process calls it. ``restore`` puts the state back before each further try; ``what`` is for messages."""
         while True:
             error = self._tried(run)
             if not self._loop.anywhere(error is not None):

@@ -72,15 +72,10 @@ def take_sample(
     own: Callable[[], Any] | None = None,
     between: Callable[[], Any] | None = None,
 ) -> Sample:
-    """Time ``step`` eager and compiled by turns, on every process; both must have run before.
+    """Time ``step``, apart from the training, eager and compiled by turns, on every process; both must have run before.
 
-    Args:
-        loop: Whose device and processes they are.
-        program: What stands aside for eager.
-        step: A step apart from the training.
-        steps: How many optimizer steps it takes, under manual optimization; the seconds are of one.
-        own: The run's own step, where that is another than ``step``.
-        between: Called after each of them.
+    Under manual optimization it takes ``steps`` optimizer steps; the seconds are of one. ``own`` is the run's own step,
+    where that is another one; ``between`` is called after each of them.
     """
     sample = Sample(replayed=own is not None)
     repeats = REPEATS

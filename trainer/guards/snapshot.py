@@ -75,11 +75,8 @@ class Snapshot:
     closures and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks and
     objects of other libraries. An iterator comes back as another object in the same place.
 
-    Args:
-        batch: Batch that the passes will be given; a step may change it.
-        program: Whose strategies may keep something on the host; not needed for a forward.
-        weights: Whether parameters, gradients, optimizers, schedulers and scalers are kept as well. ``False`` is for a
-            forward, which changes none of them.
+    Without ``weights``, for a forward, parameters, gradients, optimizers, schedulers and scalers are not kept, and
+    ``program``, whose strategies may keep something on the host, is not needed.
     """
 
     def __init__(self, loop: Loop, batch: Any, program: Program | None = None, *, weights: bool = True) -> None:
