@@ -146,7 +146,7 @@ def test_losses_are_medians_over_seeds_and_what_they_are_beyond_eagers() -> None
     assert below[ARMS[0]] == pytest.approx([0.2, 0.1])
     assert any("3 seeds" in text for text in texts(figure))
     bands = [band.get_paths()[0].get_extents() for band in figure.axes[1].collections]
-    assert [(band.y0, band.y1) for band in bands] == [pytest.approx((0.0, 0.4)), pytest.approx((-0.2, 0.2))]
+    assert [(band.y0, band.y1) for band in bands] == [pytest.approx((-0.2, 0.2)), pytest.approx((0.0, 0.4))]
 
 
 # ---- colours ----------------------------------------------------------------------------------------------------

@@ -180,15 +180,15 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     titles += [f"The same less the median of {plain(comparison.baseline, 24)}"] if base and len(arms) > 1 else []
     with _panels(titles, [(arm, "cold") for arm in arms], palette) as (figure, panels):
         for axes, less in zip(panels, ({}, base), strict=False):
-            for arm in reversed(arms):
+            for arm in arms:  # the baseline below the others, and wider: equal curves are both seen
                 points = sorted((step, found) for step, found in curves[arm].items() if not less or step in less)
                 steps = [step for step, _ in points]
                 low, middle, high = (
                     [of(found) - less.get(step, 0.0) for step, found in points] for of in (min, statistics.median, max)
                 )
-                alpha = 0.25 if arm == comparison.baseline else 0.08
+                alpha, width = (0.25, 3.2) if arm == comparison.baseline else (0.08, 1.2)
                 axes.fill_between(steps, low, high, color=palette[arm], alpha=alpha, linewidth=0)
-                axes.plot(steps, middle, color=palette[arm], linewidth=1.4)
+                axes.plot(steps, middle, color=palette[arm], linewidth=width)
         panels[-1].set_xlabel(_unit(comparison))
     return figure
 
