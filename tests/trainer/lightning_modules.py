@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ class Losses(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:  # a step that returned None has none
             self.values.append(float(outputs["loss"]))
+
+
+class StopsWhen(L.Callback):
+    """Ends a training once ``over`` holds in all processes, however long that takes."""
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over = over
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(self._over(), all=True)
 
 
 def fit(module: L.LightningModule, folder: Path, callbacks: Sequence[L.Callback], **options: Any) -> list[float]:

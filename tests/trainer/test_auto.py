@@ -21,7 +21,7 @@ from strategies.auto import Auto
 from strategies.cached.session import fingerprint_of
 from strategies.cuda_graph.capture import StepGraphs
 from tests.processes import Pair
-from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.test_background import put_helper
@@ -578,7 +578,9 @@ def on_a_rank(folder: Path, scripts: list[str]) -> tuple[list[str], Any, float]:
         put_helper(monkeypatch, scripts[int(os.environ["RANK"])])
         compile_with(monkeypatch, "aot_eager")
         compile_ = beside(candidates=["regional"])
-        losses = fit(Blocks(), folder, [compile_], devices=2, strategy="ddp", max_steps=400, max_epochs=-1)
+        decided = StopsWhen(lambda: bool(compile_._chooser and compile_._chooser.decided))
+        options = {"devices": 2, "strategy": "ddp", "max_steps": 20_000, "max_epochs": -1}
+        losses = fit(Blocks(), folder, [compile_, decided], **options)
     return tried(compile_), compile_.record.report["auto"]["table"]["regional"], losses[-1]
 
 

@@ -20,7 +20,7 @@ from strategies.base import Program, Region, Stage, Strategy
 from strategies.regions import compile_in_place, recompute, recomputes
 from tests.processes import Pair
 from tests.trainer.guarded import as_it_is, backend
-from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.ragged_modules import RAGGED, TextData
 from tests.trainer.ragged_modules import fit as fit_texts
 from trainer import background as engine
@@ -399,8 +399,9 @@ def on_a_rank(folder: Path, scripts: list[str]) -> tuple[dict[str, int], list[st
     with pytest.MonkeyPatch.context() as monkeypatch:
         put_helper(monkeypatch, scripts[int(os.environ["RANK"])])
         callback = Compile([regional(), Background(force=True)], verbose=False, save=False)
-        options = {"devices": 2, "strategy": "ddp", "max_steps": 250, "max_epochs": -1}
-        losses = fit(Slow(), folder, [callback], **options)
+        options = {"devices": 2, "strategy": "ddp", "max_steps": 3000, "max_epochs": -1}
+        through = StopsWhen(lambda: bool(callback._takeover and callback._takeover.over))
+        losses = fit(Slow(), folder, [callback, through], **options)
     return facts(callback)["switched_at_step"], sorted(callback.record.eager_parts), losses[-1]
 
 

@@ -210,8 +210,12 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
         for place, (arm, (row, rate)) in enumerate(rates.items()):
             text = number(rate.median)
             if row.ratio is not None:
-                text += f" · {marked(row.ratio)} ({interval(row.ratio)})" if row.ratio.low else ""
-                text += f" · {row.ratio.value:.2f}x, one run" if row.ratio.low is None else ""
+                within = f" ({interval(row.ratio)})" if interval(row.ratio) else ""
+                text += (
+                    f" · {row.ratio.value:.2f}x, one run"
+                    if row.ratio.low is None
+                    else f" · {marked(row.ratio)}{within}"
+                )
             axes.barh(place, rate.median, height=0.55, color=palette[arm])
             if rate.low is not None and rate.high is not None:
                 axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1.4)

@@ -22,6 +22,8 @@ ABSENT = "-"
 NOT_SURE = "~"
 """Before a ratio, and a total time that rests on it, where no difference is shown."""
 NOTE = f"{NOT_SURE} no difference is shown: one run of an arm, or runs of one arm that differ by as much"
+ANYTHING = 10.0
+"""Times that an arm may be as fast, from which on an interval says nothing: two rounds that differ by as much."""
 GAP = 2
 """Blanks between columns."""
 TEXT_COLUMNS = ("arm", "runs", "status")
@@ -101,10 +103,10 @@ def marked(ratio: Ratio) -> str:
 
 
 def interval(ratio: Ratio | None) -> str:
-    """``1.52-1.61``, far ends cut short; empty without one."""
-    if ratio is None or ratio.low is None or ratio.high is None:
+    """``1.52-1.61``; empty without one, or where it could be anything."""
+    if ratio is None or ratio.low is None or ratio.high is None or ratio.high >= ANYTHING:
         return ""
-    return f"{ratio.low:.2f}-{min(ratio.high, 99):.2f}"
+    return f"{ratio.low:.2f}-{ratio.high:.2f}"
 
 
 def _steps(value: float | None) -> str:
