@@ -192,10 +192,10 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_cudnn_whose_backward_is_wrong_is_told() -> None:
-    def told(version: str) -> list[Finding]:
+    def findings_under(version: str) -> list[Finding]:
         stages = {"torch": {**IMPORTED, "version": version}, "cuda": {"available": True}}
         return [one for one in devices(TorchFacts(stages=stages, devices=[GPU])) if one.name == "attention"]
 
-    (wrong,) = told("2.11.0+cu130")
+    (wrong,) = findings_under("2.11.0+cu130")
     assert (wrong.status, "NaN at lengths of 64 modulo 128" in wrong.message) == (WARNING, True)
-    assert told("2.15.0") == []
+    assert findings_under("2.15.0") == []

@@ -289,7 +289,7 @@ class InferenceLoop:
                     raise ParityError(
                         f"parity={parity}: the compiled outputs are not eager's: {seen:.2e} of eager's largest away "
                         f"from them, tolerance {tolerance:.2e}. Nothing was timed. Leave out strategies to find the "
-                        "one at fault; parity=off goes on in spite of it",
+                        "one at fault; parity=off continues in spite of it",
                         facts,
                     )
         # A batch from its graph cannot be timed in turns with eager.

@@ -1,4 +1,4 @@
-"""Pictures: what they draw is what the comparison says, nothing is cut off, and colours can be told apart."""
+"""Pictures: what they draw is what the comparison says, nothing is cut off, and colours differ for everyone."""
 
 from __future__ import annotations
 

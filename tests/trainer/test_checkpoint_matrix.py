@@ -1,7 +1,7 @@
 """A checkpoint saved under any strategy, or any combination, goes on under any other with the losses of eager.
 
-Not every pair is trained: each arm goes on from the one before, so that each saves once and loads once. What a backend
-makes of the graphs is no matter here, so that the quickest serves.
+Not every pair is trained: each arm continues from the one before, so that each saves once and loads once. What a
+backend makes of the graphs is no matter here, so that the quickest serves.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
 
 @contextlib.contextmanager
 def _first_alone(strategy: ModelParallelStrategy, path: Path) -> Iterator[bool]:
-    """Inside, the first process acts, which is told; what the system says to it is raised in all, with ``path``."""
+    """Inside, the first process acts alone; what the system says to it is raised in all, with ``path``."""
     refused: OSError | None = None
     try:
         yield strategy.is_global_zero
