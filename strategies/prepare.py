@@ -85,13 +85,15 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
     def run() -> None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(GIVES_WAY_SECONDS / 2)  # for as long may a step wait for Python's lock
-        for name in modules:
-            if name not in sys.modules:
-                with contextlib.suppress(Exception):  # comes up again, with its reason, where it is needed
-                    importlib.import_module(name)
-                time.sleep(GIVES_WAY_SECONDS)
-        _warm_up()
-        sys.setswitchinterval(before)
+        try:
+            for name in modules:
+                if name not in sys.modules:
+                    with contextlib.suppress(Exception):  # comes up again, with its reason, where it is needed
+                        importlib.import_module(name)
+                    time.sleep(GIVES_WAY_SECONDS)
+            _warm_up()
+        finally:
+            sys.setswitchinterval(before)
         if gc.get_freeze_count():  # in a process of our own: no full collection visits all of this in a step
             gc.freeze()
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+EQUAL = (*PLAIN, torch.device, torch.dtype)  # compared by value
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 """Containers, and their subclasses, whose entries are compared."""
 GONE = object()
@@ -179,7 +180,7 @@ def same(now: Any, then: Any) -> bool:
         return True
     if type(now) is not type(then):
         return False
-    if isinstance(now, (*PLAIN, torch.device, torch.dtype)):
+    if isinstance(now, EQUAL):
         return bool(now == then) or (now != now and then != then)
     if isinstance(now, MethodType):
         return now.__self__ is then.__self__ and now.__func__ is then.__func__

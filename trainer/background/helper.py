@@ -34,20 +34,17 @@ def main(niceness: int, max_host_gib: float) -> None:
     import torch  # noqa: F401
 
     from strategies.prepare import Preparation
-
-    Preparation().wait()
-    name = asked.get()
     from trainer.background.wire import Request
 
+    Preparation().wait()
     while True:
-        with open(name, "rb") as file:
+        with open(asked.get(), "rb") as file:
             request = pickle.load(file)
         assert isinstance(request, Request)
         _compile(request, parent)
         _report(parent, done=True)
         if request.last:
             return
-        name = asked.get()
 
 
 def _watch(max_host_gib: float, asked: queue.SimpleQueue[str]) -> None:
