@@ -166,7 +166,10 @@ class Inference(RunMode):
 
 
 PEER = "peer"
-PEERS = ("loop_eager", "loop_compile", "lightning_compile", "accelerate_regional")
+PEERS = (
+    *("loop_eager", "loop_compile", "loop_reduce_overhead", "loop_captured"),
+    *("lightning_eager", "lightning_compile", "lightning_reduce_overhead", "accelerate_regional"),
+)
 PEER_BACKENDS = ("inductor", "aot_eager", "eager")
 PEERS_REQUIRE: dict[str, tuple[object, ...]] = {
     "accelerator": ("auto", "cpu", "gpu", "cuda"),
@@ -186,8 +189,8 @@ class Peer(RunMode):
     name: ClassVar[str] = PEER
 
     peer: str = "loop_eager"
-    """One of ``PEERS``: a loop by hand, plain or with torch.compile; plain Lightning over a compiled module;
-    accelerate's regional compilation."""
+    """One of ``PEERS``: a hand-written loop or plain Lightning, each eager, under torch.compile or under its mode
+    reduce-overhead; a hand-written loop with its whole step in one CUDA graph; accelerate's regional compilation."""
     backend: str = "inductor"
     """One of ``PEER_BACKENDS``: of its ``torch.compile``."""
 
@@ -290,8 +293,10 @@ class Config:
             yield f"trainer.devices={devices} must be a number of devices for a peer"
         elif settings.strategy not in strategies:
             yield f"trainer.strategy={settings.strategy} must be one of {strategies} for a peer on {devices} devices"
-        elif settings.strategy == "fsdp2" and self.run.peer == "lightning_compile":
+        elif settings.strategy == "fsdp2" and self.run.peer.startswith("lightning"):
             yield f"trainer.strategy=fsdp2: {run}: plain Lightning leaves the sharding to the module's configure_model"
+        if devices != 1 and self.run.peer == "loop_captured":
+            yield f"trainer.devices={devices}: {run} captures steps of one device"
         for given, what in ((self.compile, "compile"), (self.resume, "resume"), (self.profile != "off", "profile")):
             if given:
                 yield f"{what}= is not for a peer: leave it out with {run}"

@@ -8,28 +8,33 @@ Every peer trains our task's module on our task's data under our telemetry. As a
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from strategies.loop import Loop
-from strategies.regions import expand_blocks, find_containers
-from tasks.loading import ResumableDataModule
-from trainer.build import batch_counter, device_of, on_cuda, precision_arguments, resolve_precision
+from trainer.build import batch_counter, on_cuda, precision_arguments, resolve_precision
 from trainer.console import announce
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.plain import PlainLoop
 from trainer.loops.training import note_machine
+from trainer.peers.loops import (
+    AcceleratedLoop,
+    Measured,
+    PeerLoop,
+    TrainingStep,
+    Work,
+    captured_steps,
+    optimizer_and_schedule,
+    placed,
+)
 from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import PEER, Config, Peer
@@ -43,13 +48,17 @@ Trained = tuple[Loop, Sequence[Any]]
 """The loop, and the functions that were handed to the compiler."""
 
 
-LIBRARIES = {"lightning_compile": "lightning", "accelerate_regional": "accelerate"}
-"""Packages that peers are the usual way of, torch itself of the others; records hold their versions."""
+LIBRARIES = ("lightning", "accelerate")
+"""Packages that peers are named after, torch itself for the others; records hold their versions."""
 ABOUT = {
     "loop_eager": "a hand-written loop, nothing compiled",
     "loop_compile": "a hand-written loop, the network replaced by torch.compile(network)",
+    "loop_reduce_overhead": "a hand-written loop, the network replaced by torch.compile(..., mode='reduce-overhead')",
+    "loop_captured": "a hand-written loop, the network compiled, forward to optimizer replayed as one CUDA graph",
+    "lightning_eager": "L.Trainer(...).fit(module), with Lightning's own logger and progress bar",
     "lightning_compile": "L.Trainer(...).fit(torch.compile(module)), which compiles the whole training_step; "
     "Lightning's own logger and progress bar",
+    "lightning_reduce_overhead": "the same with mode='reduce-overhead'",
     "accelerate_regional": "Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=True)) and its loop",
 }
 """What runs, in a few words for the record."""
@@ -104,15 +113,17 @@ class Peering(Job):
             fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
             note_machine(record, loop)
         record.skipped_items = config.task.skipped_items(data)
-        if mode.peer != "loop_eager":
+        if not mode.peer.endswith("_eager"):
             _note_compiler(record, telemetry.compiler, functions)
 
 
 def mark(record: RunRecord, mode: Peer, config: Config) -> None:
     """Write into ``record`` which peer runs, of which version. Raises ValueError for one that cannot run here."""
-    library = LIBRARIES.get(mode.peer, "torch")
+    library = next((name for name in LIBRARIES if mode.peer.startswith(name)), "torch")
     if util.find_spec(library) is None:
         raise ValueError(f"run.peer={mode.peer} needs {library}: pip install -e '.[peers]', or leave it out")
+    if mode.peer == "loop_captured" and not on_cuda(config.trainer):
+        raise ValueError("run.peer=loop_captured: a CUDA graph takes a CUDA device, leave it out here")
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) != (config.trainer.devices or 1):
         raise ValueError(
             f"trainer.devices={config.trainer.devices or 1}: {started} processes were started; several take python -m "
@@ -162,135 +173,31 @@ def _note_compiler(record: RunRecord, compiler: CompilerMonitor, functions: Sequ
         record.notes.append(f"{record.label}: {missing} of {len(frames)} regions were not compiled")
 
 
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """What a peer is given to train."""
-
-    config: Config
-    module: L.LightningModule
-    data: L.LightningDataModule
-    telemetry: Telemetry
-    directory: Path
-    backend: str
-    """Of ``torch.compile``."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that Lightning would take."""
-        device = device_of(self.config.trainer)
-        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-
-    @property
-    def sharded(self) -> bool:
-        """Whether several processes train by FSDP2; else by DDP."""
-        return self.config.trainer.strategy == "fsdp2"
-
-    def blocks(self) -> list[str]:
-        """Paths of the blocks that repeat."""
-        containers = self.config.task.declare().blocks or [one.path for one in find_containers(self.module)]
-        return expand_blocks(self.module, containers)
-
-    def loader(self) -> Any:
-        """This process's training batches, still on the host. Raises ValueError for data that cannot be split so."""
-        if distributed.is_initialized():
-            if not isinstance(self.data, ResumableDataModule):
-                raise ValueError(f"{type(self.data).__name__} does not split its batches over processes by itself")
-            trainer: Any = SimpleNamespace(
-                world_size=distributed.get_world_size(), global_rank=distributed.get_rank(), fit_loop=None
-            )
-            self.data.trainer = trainer
-        self.data.prepare_data()
-        self.data.setup("fit")
-        loader = self.data.train_dataloader()
-        self.data.trainer = None
-        return loader
-
-
-class PeerLoop(PlainLoop):
-    """A loop without Lightning, as people write it; ``fit`` is measured as our own runs are."""
-
-    def __init__(self, work: Work, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-        settings = work.config.trainer
-        super().__init__(
-            work.module,
-            optimizer,
-            schedule=schedule,
-            clip=settings.gradient_clip_val,
-            precision=resolve_precision(settings),
-            max_steps=settings.max_steps,
-            directory=str(work.directory),
-            log_every_n_steps=settings.log_every_n_steps,
-        )
-        self._work = work
-        if distributed.is_initialized():
-            self.world_size, self.is_first_process = distributed.get_world_size(), distributed.get_rank() == 0
-
-    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        if distributed.is_initialized():
-            distributed.all_reduce(tensor, {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}[how])
-        return tensor
-
-    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        if self.wrapped is None:
-            return super().forward_loss(arguments)
-        with self.autocast():
-            loss: Tensor = self.wrapped(arguments["batch"])
-        return loss
-
-    def to_device(self, batch: Any) -> Any:
-        return self._work.data.transfer_batch_to_device(batch, self.device, 0)
-
-    def train_on(self, loader: Iterable[Any]) -> None:
-        """Take the configured steps on batches of ``loader``."""
-        measured = Measured(self._work.telemetry)
-        measured.telemetry.start(self)
-        collections.deque(self.fit(loader, measured), maxlen=0)
-        measured.telemetry.finish()
-
-
-def placed(module: L.LightningModule, device: torch.device) -> L.LightningModule:
-    """Give the module its weights and its device, as Lightning does before it asks for optimizers, and let it train."""
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=device))
-    module.trainer = trainer
-    module.configure_model()
-    module.trainer = None  # ``self.log`` of a module in a hand-written loop goes nowhere
-    return module.to(device).train()
-
-
-def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optimizer, Any]:
-    """What ``configure_optimizers`` returned, taken apart. Raises ValueError for what such a loop has no place for."""
-    configured: Any = module.configure_optimizers()
-    if isinstance(configured, torch.optim.Optimizer):
-        return configured, None
-    schedule = configured.get("lr_scheduler") if isinstance(configured, dict) else None
-    if not isinstance(schedule, dict) or schedule.get("interval") != "step":
-        raise ValueError(
-            f"{type(module).__name__}.configure_optimizers: a hand-written loop takes one optimizer, alone or with an "
-            "lr_scheduler of interval 'step'"
-        )
-    return configured["optimizer"], schedule["scheduler"]
-
-
-def _loop(work: Work, compiled: Sequence[str]) -> Trained:
-    """A hand-written loop, the submodules ``compiled`` replaced by ``torch.compile`` of them; before they are sharded,
-    each block compiled in place."""
+def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured: bool = False) -> Trained:
+    """A hand-written loop, ``network = torch.compile(network, mode=mode)`` for what the task declares as its network;
+    where it is sharded, each block compiled in place before. ``captured`` replays whole steps as one CUDA graph."""
     module = placed(work.module, work.device)
     sharded = distributed.is_initialized() and work.sharded
     blocks = work.blocks() if sharded else []
-    compiled = blocks if compiled and sharded else compiled
-    functions = [module.get_submodule(path).forward for path in compiled]
-    for path in compiled:
+    paths: Sequence[str] = ()
+    if compiled:
+        children = [name for name, child in work.module.named_children() if any(True for _ in child.parameters())]
+        paths = blocks if sharded else work.config.task.declare().whole or children
+    functions = [module.get_submodule(path).forward for path in paths]
+    for path in paths:
         network: Any = module.get_submodule(path)
         if sharded:
-            network.compile(backend=work.backend)
+            network.compile(backend=work.backend, mode=mode)
         else:
-            network = torch.compile(network, backend=work.backend)
+            network = torch.compile(network, backend=work.backend, mode=mode)
             module.set_submodule(path, network)
     wrapped = wrap(work, module, blocks) if distributed.is_initialized() else None
-    loop = PeerLoop(work, *optimizer_and_schedule(module))
-    loop.wrapped = wrapped
-    loop.train_on(work.loader())
-    return loop, functions
+    trained = PeerLoop(work, *optimizer_and_schedule(module))
+    trained.wrapped = wrapped
+    if captured:
+        trained.take_over(captured_steps(trained))
+    trained.train_on(work.loader())
+    return trained, functions
 
 
 def wrap(work: Work, module: L.LightningModule, blocks: Sequence[str]) -> nn.Module:
@@ -310,38 +217,7 @@ def wrap(work: Work, module: L.LightningModule, blocks: Sequence[str]) -> nn.Mod
     return step
 
 
-def loop_compile(work: Work) -> Trained:
-    """A hand-written loop with ``network = torch.compile(network)`` for what the task declares as its network."""
-    children = [name for name, child in work.module.named_children() if any(True for _ in child.parameters())]
-    return _loop(work, work.config.task.declare().whole or children)
-
-
-class Measured(L.Callback):
-    """Calls the telemetry where our own callback does, and nothing else."""
-
-    def __init__(self, telemetry: Telemetry) -> None:
-        self.telemetry = telemetry
-
-    def batch_begins(self, batch: Any) -> None:
-        self.telemetry.batch_start()
-
-    def batch_ends(self, loss: Tensor | None, batch: Any) -> None:
-        self.telemetry.batch_end(loss, batch)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.telemetry.start(LightningLoop(trainer))
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.telemetry.batch_start()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.telemetry.batch_end(outputs["loss"], batch)
-
-    def on_train_end(self, *_: Any) -> None:
-        self.telemetry.finish()
-
-
-def lightning_compile(work: Work) -> Trained:
+def lightning(work: Work, *, compiled: bool = True, mode: str | None = None) -> Trained:
     """Lightning as its documentation compiles: of a compiled module, the Trainer compiles ``training_step`` whole.
     https://lightning.ai/docs/pytorch/stable/advanced/compile.html"""
     settings = work.config.trainer
@@ -360,36 +236,9 @@ def lightning_compile(work: Work) -> Trained:
         default_root_dir=work.directory,
     )
     step = work.module.training_step
-    compiled: Any = torch.compile(work.module, backend=work.backend)
-    trainer.fit(compiled, datamodule=work.data)
+    module: Any = torch.compile(work.module, backend=work.backend, mode=mode) if compiled else work.module
+    trainer.fit(module, datamodule=work.data)
     return LightningLoop(trainer), [step]
-
-
-class TrainingStep(nn.Module):
-    """``training_step`` as a forward, which is what accelerate puts under autocast and, without blocks, compiles."""
-
-    def __init__(self, module: L.LightningModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, batch: Any) -> Tensor:
-        loss: Any = self.module.training_step(batch, 0)
-        return loss
-
-
-class AcceleratedLoop(PeerLoop):
-    """The same with accelerate's forward, which enters autocast itself, its backward and its clipping."""
-
-    accelerator: Any
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss)
-
-    def clip_gradients(self, largest: float) -> None:
-        self.accelerator.clip_grad_norm_(self.module.parameters(), largest)
 
 
 def accelerate_regional(work: Work) -> Trained:
@@ -425,20 +274,24 @@ def accelerate_regional(work: Work) -> Trained:
     else:
         model, optimizer, loader = accelerator.prepare(TrainingStep(module), optimizer, loader)
         schedule = None if schedule is None else accelerator.prepare(schedule)
-    loop = AcceleratedLoop(work, optimizer, schedule)
-    loop.wrapped, loop.accelerator = model, accelerator
-    loop.train_on(loader)
+    trained = AcceleratedLoop(work, optimizer, schedule)
+    trained.wrapped, trained.accelerator = model, accelerator
+    trained.train_on(loader)
     # Wrappers that torch.compile put around repeated blocks; where none repeat, around the whole.
     containers = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     blocks = [block for container in containers for block in container if "_orig_mod" in block._modules]
     wrappers: list[Any] = [*blocks] or [model]
-    return loop, [wrapper._orig_mod.forward for wrapper in wrappers]
+    return trained, [wrapper._orig_mod.forward for wrapper in wrappers]
 
 
 ARMS: dict[str, Callable[[Work], Trained]] = {
-    "loop_eager": lambda work: _loop(work, ()),
-    "loop_compile": loop_compile,
-    "lightning_compile": lightning_compile,
+    "loop_eager": partial(loop, compiled=False),
+    "loop_compile": loop,
+    "loop_reduce_overhead": partial(loop, mode="reduce-overhead"),
+    "loop_captured": partial(loop, captured=True),
+    "lightning_eager": partial(lightning, compiled=False),
+    "lightning_compile": lightning,
+    "lightning_reduce_overhead": partial(lightning, mode="reduce-overhead"),
     "accelerate_regional": accelerate_regional,
 }
 """By the names of ``trainer.settings.PEERS``."""
