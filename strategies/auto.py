@@ -26,7 +26,6 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
     stage: ClassVar[Stage] = Stage.MODULE
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
-    training_only: ClassVar[str | None] = "chooses by the optimizer steps to come"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
     """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``."""

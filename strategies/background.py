@@ -25,7 +25,6 @@ class Background(Strategy):
     name: ClassVar[str] = "background"
     stage: ClassVar[Stage] = Stage.BACKGROUND
     takeover: ClassVar[str | None] = "trainer.background.takeover:Takeover"
-    training_only: ClassVar[str | None] = "lets compiled code take over between training steps"
 
     regions_per_step: int = 1
     """Regions that take over before one step; each costs that step its tracing and loading."""

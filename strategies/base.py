@@ -167,9 +167,6 @@ class Strategy:
     reorders_data: ClassVar[bool] = False
     """Whether training sees its examples in another order than eager does: a comparison needs the same one on both."""
 
-    training_only: ClassVar[str | None] = None
-    """Why it has nothing to do where nothing is trained, if so: with ``run=inference`` it is then an error."""
-
     chooser: ClassVar[str | None] = None
     """``module:Class`` of what chooses other strategies in the place of this one when the first batch is there, if it
     stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""

@@ -140,7 +140,6 @@ class Checkpointing(Strategy):
 
     name: ClassVar[str] = "checkpointing"
     stage: ClassVar[Stage] = Stage.ACTIVATIONS
-    training_only: ClassVar[str | None] = "without a backward there are no activations to compute again"
 
     every: int = 1
     """Each n-th block of a container computes again, beginning with its first; the others keep their activations."""

@@ -91,10 +91,6 @@ class Task:
         """
         return None
 
-    def inference_flops(self, batch: Any) -> int | None:
-        """Floating-point operations of forward alone for this batch, counted like those of ``training_flops``."""
-        return None
-
     def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
         """Items of the user's data left out so far, by reason; empty when nothing was skipped."""
         skipped: dict[str, int] = getattr(data, "skipped", {})
@@ -164,16 +160,9 @@ class TrainedTask(Task):
 
     def training_flops(self, batch: Any) -> int | None:
         """Operations of forward, loss and backward, as ``tasks.module`` counts them."""
-        return self._flops(batch, training=True)
-
-    def inference_flops(self, batch: Any) -> int | None:
-        """Operations of forward alone, as ``tasks.module`` counts them."""
-        return self._flops(batch, training=False)
-
-    def _flops(self, batch: Any, *, training: bool) -> int | None:
         counts = self.count(batch)
         positions = (counts.tokens or 0) // counts.samples
-        return self.count_flops(rows=counts.samples, positions=positions, training=training)
+        return self.count_flops(rows=counts.samples, positions=positions, training=True)
 
     def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
         """Operations of ``rows`` examples of ``positions`` each (0 where it has none)."""

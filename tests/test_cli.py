@@ -81,7 +81,7 @@ def test_the_records_exit_code_is_the_processs(
             ["error: compile.hwole: the run has no strategy hwole; near: whole"],
         ),
         (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
-        (["run=other"], ["error: run=other is not an option; there are inference, peer, train"]),
+        (["run=other"], ["error: run=other is not an option; there are peer, train"]),
         (["compile=[eager,regonal]"], ["error: compile=regonal is not an option; near: regional"]),
         (["hydra/launcher=isolatd"], ["error: hydra/launcher=isolatd is not an option; near: isolated"]),
         (

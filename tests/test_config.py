@@ -76,7 +76,6 @@ def test_every_option_composes_into_dataclasses(subtests: pytest.Subtests) -> No
     "overrides",
     [
         ["run=train"],
-        ["run=inference"],
         ["run=peer", "trainer.val_every_n_steps=0"],
         ["task=micro"],
         ["task/data=shapes"],

@@ -43,30 +43,27 @@ MACHINE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 
 def compile_callback(config: Config, record: RunRecord) -> Compile:
     """The callback that applies the strategies and measures a training, told what the task declares."""
-    return Compile(**callback_arguments(config, record), count=batch_counter(config.task, config.task.training_flops))
-
-
-def callback_arguments(config: Config, record: RunRecord) -> dict[str, Any]:
     declared = config.task.declare()
-    return {
-        "strategies": config.compile.values(),
-        "whole": declared.whole,
-        "blocks": declared.blocks,
-        "parts": declared.parts,
-        "ragged": declared.ragged,
-        "warmup_steps": config.trainer.warmup_steps,
-        "measure_peak": config.trainer.measure_peak,
-        "record": record,
-        "parity": config.parity,
-        "on_compile_error": config.on_compile_error,
-        "on_slower": config.on_slower,
-        "on_difference": config.on_difference,
-        "profile": config.profile,
-        "profile_steps": config.profile_steps,
-    }
+    return Compile(
+        config.compile.values(),
+        whole=declared.whole,
+        blocks=declared.blocks,
+        parts=declared.parts,
+        ragged=declared.ragged,
+        count=batch_counter(config.task),
+        warmup_steps=config.trainer.warmup_steps,
+        measure_peak=config.trainer.measure_peak,
+        record=record,
+        parity=config.parity,
+        on_compile_error=config.on_compile_error,
+        on_slower=config.on_slower,
+        on_difference=config.on_difference,
+        profile=config.profile,
+        profile_steps=config.profile_steps,
+    )
 
 
-def batch_counter(task: Task, operations: Callable[[Any], int | None]) -> BatchCounter:
+def batch_counter(task: Task) -> BatchCounter:
     """Counts batches by the task's rules; their operations are computed once for each size of batch."""
     flops: dict[tuple[int, int | None], int | None] = {}
 
@@ -74,7 +71,7 @@ def batch_counter(task: Task, operations: Callable[[Any], int | None]) -> BatchC
         counts = task.count(batch)
         size = (counts.samples, counts.tokens)
         if size not in flops:
-            flops[size] = operations(batch)
+            flops[size] = task.training_flops(batch)
         return counts.samples, counts.tokens, counts.useful_tokens, flops[size]
 
     return count
@@ -197,7 +194,7 @@ def cluster() -> list[ClusterEnvironment]:
     return [LightningEnvironment()] if "SLURM_NTASKS" in os.environ else []
 
 
-def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Sequence[str], *, trains: bool) -> None:
+def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Sequence[str]) -> None:
     """Raise ValueError where the parameters alone are more than the device's memory; warn where they and their
     gradients are more than is free there. ``command`` names the options that made them so many."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
@@ -205,7 +202,7 @@ def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Se
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     most = 8 if str(trainer.precision).endswith("-mixed") or trainer.precision in ("32-true", "64-true") else 2
     sizes = {parameter: parameter.numel() * min(parameter.element_size(), most) for parameter in parameters}
-    gradients = sum(size for parameter, size in sizes.items() if trains and parameter.requires_grad)
+    gradients = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     device = trainer.strategy.root_device
     to_come = sum(size for parameter, size in sizes.items() if parameter.device != device)
     require_memory(

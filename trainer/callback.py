@@ -58,7 +58,6 @@ class Compile(CompiledTraining, L.Callback):
         CompiledNothing, ParityError, RecompileError: See ``trainer.guards.guards``.
     """
 
-    _stages: tuple[str, ...] = ("fit",)  # of Lightning, which are measured
     watch: Watch | None = None
     _epoch_ends: EpochEnds | None = None
     failed_by: BaseException | None = None
@@ -78,7 +77,7 @@ class Compile(CompiledTraining, L.Callback):
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
             sharded=isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy),
-            trains=stage in self._stages,
+            trains=stage == "fit",
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:

@@ -29,8 +29,6 @@ from trainer.telemetry.telemetry import Telemetry
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
-WEIGHTS = ("state_dict", "global_step", "pytorch-lightning_version")
-"""What an inference takes."""
 DIRECTORY = "checkpoints"
 LAST = "last.ckpt"
 

@@ -50,7 +50,6 @@ examples:
   crucible train -m compile=eager,regional repeat=cold,warm    # from empty compile caches, then from filled ones
   crucible train -m sweep=DIR compile=eager,regional,whole    # in this folder; the same again continues it
   crucible train compile=whole resume=RUN                 # continue from a run's directory or a checkpoint
-  crucible train -m task=micro run=inference compile=eager,whole    # the forward alone: latency and throughput
   crucible train compile=regional profile=on              # a trace of a few steps: is the GPU idle, what takes longest?
 
 --help after other words shows the values that they lead to; --cfg job prints only those. --config-dir DIR adds your own
@@ -62,7 +61,7 @@ GROUPS = {
     "task/network": "which network",
     "task/size": "how large",
     "compile": "how it is compiled; several together: compile=[regional,cuda_graph]",
-    "run": "train, or the forward alone",
+    "run": "train, or a peer that trains the same",
     "trainer": "how long, on what, how often to validate and log",
     "experiment": "a named workload: task, sizes and lengths together",
     "arms": "what a sweep compares, -m arms=static: lists of strategies, peers",

@@ -107,7 +107,7 @@ class ProgressView:
                 since, about = now, phase
                 line = f"compile: {activity(telemetry)}"
                 if self._total is not None:
-                    done = f"{telemetry.units[0]} {telemetry.steps_done}/{self._total}"
+                    done = f"step {telemetry.steps_done}/{self._total}"
                     line = f"{activity(telemetry)}: {done} {figures_line(telemetry)}".rstrip()
                 self._print_line(line)
 
@@ -125,7 +125,7 @@ def activity(telemetry: Telemetry) -> str:
 def figures_line(telemetry: Telemetry) -> str:
     """Speed and loss, as far as they are known."""
     speed, loss = telemetry.steps_per_second, telemetry.last_loss
-    parts = [] if speed is None else [f"{speed:.2f} {telemetry.units[1]}/s"]
+    parts = [] if speed is None else [f"{speed:.2f} steps/s"]
     return " · ".join(parts if loss is None else [*parts, f"loss {loss:.3f}"])
 
 
@@ -191,10 +191,6 @@ MUCH_SKEW = 0.03
 
 def summary(record: RunRecord) -> dict[str, str]:
     """The summary's rows by name; a row of which no figure exists is left out."""
-    trains, mode = record.run != "inference", record.config.get("run", {})
-    step, steps = ("step", "steps") if trains else ("batch", "batches")
-    source = {"device": "batches kept on the device", "loader": "batches of the loader"}.get(mode.get("source"), "")
-    spread = "" if record.repeat_spread is None else f", {record.repeat_spread:.1%} between fastest and slowest"
     chosen = f" (chose {record.report['auto']['chosen']})" if "auto" in record.report else ""
     took = {kind: getattr(record, f"steady_step_seconds_{kind}") for kind in ("mean", "median", "p95")}
     memory = {"device": record.peak_device_memory_gib, "process": record.peak_process_memory_gib}
@@ -202,23 +198,21 @@ def summary(record: RunRecord) -> dict[str, str]:
     rows = {
         "strategies": record.label + chosen,
         "device": _device(record),
-        "inference": f"{mode.get('step')}_step under {mode.get('grad_mode')}, {source}" if source else "",
-        "optimizer steps": _with("{}", record.steps) if trains else "",
+        "optimizer steps": _with("{}", record.steps),
         **(_compiled(record) if record.strategies else {"compile": "nothing to compile"}),
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
         "audits": _audits(record),
         **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
         "CUDA graphs skipped": str(record.cudagraph_skips or ""),
-        f"first {step}": _milliseconds(record.first_step_seconds),
-        "warm-up": _with(f"{{}} s in {{}} {steps}", record.warmup_seconds, record.warmup_steps)
+        "first step": _milliseconds(record.first_step_seconds),
+        "warm-up": _with("{} s in {} steps", record.warmup_seconds, record.warmup_steps)
         + _with(", preflight {} s of it", record.preflight_seconds),
         # The mean is what rates and ratios are made of.
-        f"steady {step}": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
-        steps: _with("{} /s ({} steady ones)", record.steady_steps_per_second, record.steady_steps),
-        "timed runs": _with("{}", record.repeats) + spread,
+        "steady step": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
+        "steps": _with("{} /s ({} steady ones)", record.steady_steps_per_second, record.steady_steps),
         "samples": _with("{} /s", record.samples_per_second, decimals=1)
-        + _with(" of all {} processes", record.world_size if record.world_size > 1 and trains else None),
+        + _with(" of all {} processes", record.world_size if record.world_size > 1 else None),
         "communication": communication_line(record.ranks),
         "useful tokens": _with("{} /s", record.useful_tokens_per_second, decimals=0)
         + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),

@@ -10,7 +10,6 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from trainer.loops.training import note_machine
 from trainer.loops.watch import RankFailed
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.script import conclude
-from trainer.settings import Config, Inference, Peer
+from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
 from trainer.sweep.folders import claim, release
 from trainer.telemetry import hardware
@@ -53,8 +52,8 @@ _runs = itertools.count()
 
 
 def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
-    """Train ``config.task`` under ``config.compile``, or run it forward alone (``config.run``), and leave record,
-    checkpoints and TensorBoard in ``run_dir``.
+    """Train ``config.task`` under ``config.compile``, or as a peer does, and leave record, checkpoints and TensorBoard
+    in ``run_dir``.
 
     Args:
         config: The whole configuration, already checked field by field.
@@ -138,11 +137,7 @@ def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> 
         from trainer.peers import Peering
 
         return Peering(config, record, run_dir, console)
-    if not isinstance(config.run, Inference):
-        return Training(config, record, run_dir, console)
-    from trainer.inference import Inferring  # a Job, too
-
-    return Inferring(config, record, run_dir, console)
+    return Training(config, record, run_dir, console)
 
 
 def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch: Launch | None) -> None:
@@ -248,7 +243,7 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether a training step or a batch was begun."""
+        """Whether a training step was begun."""
         return self._compile is not None and self._compile.telemetry.phase != "starting"
 
     def cause(self, error: BaseException) -> BaseException:
@@ -275,19 +270,6 @@ class Job:
         """Write the last TensorBoard pages, if it came so far."""
         if self._compile is not None:
             self._compile.close_pages(summary)
-
-    @contextlib.contextmanager
-    def _loading(self, checkpoint: Path | None) -> Iterator[None]:
-        """A checkpoint that does not fit, found before the first step, is the user's: ValueError in one line."""
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            if checkpoint is not None and not self.started and re.search("state_dict|loaded state dict", str(error)):
-                raise ValueError(
-                    f"resume={self._config.resume}: the checkpoint belongs to another model than this: "
-                    f"{one_line(error)}"
-                ) from error
-            raise
 
 
 class Training(Job):
@@ -317,10 +299,17 @@ class Training(Job):
         ):
             data = config.task.build_data(seed=config.seed)
             module = config.task.build_module(max_steps=config.trainer.max_steps)
-            require_memory_of(module, trainer, record.command, trains=True)
+            require_memory_of(module, trainer, record.command)
             try:
-                with self._loading(checkpoint):
-                    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+                trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+            except (RuntimeError, ValueError) as error:
+                # A checkpoint that does not fit, found before the first step, is the user's.
+                misfit = checkpoint is not None and re.search("state_dict|loaded state dict", str(error))
+                if misfit and not self.started:
+                    raise ValueError(
+                        f"resume={config.resume}: the checkpoint belongs to another model than this: {one_line(error)}"
+                    ) from error
+                raise
             finally:
                 record.skipped_items = config.task.skipped_items(data)
 

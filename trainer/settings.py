@@ -143,28 +143,6 @@ class Train(RunMode):
     name: ClassVar[str] = "train"
 
 
-@dataclass(kw_only=True, slots=True)
-class Inference(RunMode):
-    """Run the task's forward alone, without gradients, and time it batch by batch; no optimizer, no checkpoints."""
-
-    name: ClassVar[str] = "inference"
-
-    batches: int = 100
-    """Batches of one timed run."""
-    repeats: int = 5
-    """Timed runs."""
-    warmup_batches: int = 10
-    """Batches before the first timed run; more where every distinct batch needs its turn."""
-    distinct_batches: int = 8
-    """The first batches, moved to the device before the first step and taken in turns."""
-
-    def __post_init__(self) -> None:
-        """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        least = dict.fromkeys(("batches", "repeats", "warmup_batches", "distinct_batches"), 1)
-        if complaints := found_wrong(self, "run.", {}, least):
-            raise ValueError("\n".join(complaints))
-
-
 PEER = "peer"
 PEERS = (
     *("loop_eager", "loop_compile", "loop_reduce_overhead", "loop_captured"),
@@ -200,7 +178,7 @@ class Peer(RunMode):
             raise ValueError("\n".join(complaints))
 
 
-RUN_MODES: dict[str, type[RunMode]] = {mode.name: mode for mode in (Train, Inference, Peer)}
+RUN_MODES: dict[str, type[RunMode]] = {mode.name: mode for mode in (Train, Peer)}
 """What ``run=`` takes."""
 
 
@@ -211,7 +189,7 @@ class Config:
     task: Task
     """What is learned."""
     run: RunMode = field(default_factory=Train)
-    """Whether it is trained, or run forward alone and timed."""
+    """Whether we train it, or a peer does."""
     compile: dict[str, Strategy] = field(default_factory=dict)
     """Strategies by name; empty is eager."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -243,10 +221,10 @@ class Config:
     finite checkpoint stays; or the run continues, with a warning, and saves as before."""
 
     profile: str = "off"
-    """``off`` or ``on``: torch's profiler records a few steady steps (batches, in inference): a trace for
-    Perfetto, the share of the time in which the GPU is idle, the kernels or operators that take most of it."""
+    """``off`` or ``on``: torch's profiler records a few steady steps: a trace for Perfetto, the share of the time in
+    which the GPU is idle, the kernels or operators that take most of it."""
     profile_steps: int = 5
-    """Optimizer steps, or batches, that it records; they are no part of the steady figures."""
+    """Optimizer steps that it records; they are no part of the steady figures."""
 
     def __post_init__(self) -> None:
         """Check the fields. Raises one ValueError that holds all complaints, a line each."""
@@ -260,7 +238,6 @@ class Config:
             complaints.append(f"repeat={self.repeat!r} is not one of {REPEAT}, or null")
         complaints += [
             *profile_complaints(self.profile, self.profile_steps),
-            *self._of_training_only(),
             *self._of_peers(),
         ]
         try:
@@ -269,14 +246,6 @@ class Config:
             complaints.append(str(error))
         if complaints:
             raise ValueError("\n".join(complaints))
-
-    def _of_training_only(self) -> Iterator[str]:
-        """Strategies that have nothing to do in inference."""
-        if not isinstance(self.run, Inference):
-            return
-        for name, strategy in self.compile.items():
-            if strategy is not None and strategy.training_only is not None:
-                yield f"compile.{name}: {strategy.training_only}; leave it out of run=inference"
 
     def _of_peers(self) -> Iterator[str]:
         """What the loops of peers cannot do as ours does it."""

@@ -52,8 +52,6 @@ class CudaGraph(Strategy):
         return True
 
     def begin(self, program: Program) -> None:
-        import torch
-
         from strategies.cuda_graph.capture import CudaEngine, StepGraphs
 
         assert program.device is not None
@@ -64,12 +62,8 @@ class CudaGraph(Strategy):
                 )
             program.notes.append("cuda_graph: left out, CUDA graphs need a CUDA device")
             return
-        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if program.loop is not None:
-            reason = program.loop.why_not_capture_together()
-        else:
-            reason = f"captures predict steps of one process, this run has {processes}" if processes > 1 else None
-        if reason is not None:
+        assert program.loop is not None
+        if (reason := program.loop.why_not_capture_together()) is not None:
             if self.required:
                 raise ValueError(f"compile.cuda_graph: {reason}")
             program.notes.append(f"cuda_graph: left out, {reason}")

@@ -40,7 +40,6 @@ class Optimizer(CompileOptions):
 
     name: ClassVar[str] = "optimizer"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    training_only: ClassVar[str | None] = "without training there is no optimizer whose step could be compiled"
 
     dynamic: bool | None = False
     """False and nothing else: shapes of parameters do not change."""

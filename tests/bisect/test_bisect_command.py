@@ -83,7 +83,7 @@ def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixt
         (["compile=hole"], "compile=hole is not an option; near: whole"),
         (["compile=eager"], "compile=eager: compiles nothing"),
         (["compile=cuda_graph", "run=train"], "compile=cuda_graph: compiles nothing"),
-        (["run=inference", "compile=whole"], "run=inference: bisect tries training steps"),
+        (["run=peer", "trainer.val_every_n_steps=0"], "run=peer: bisect tries training steps"),
         (["compile=whole", "compile.whole.mode=fastest"], "compile.whole.mode='fastest' is not one of"),
         (["--config-dir", "/nowhere"], "--config-dir='/nowhere' is not a folder"),
     ],

@@ -58,7 +58,7 @@ def test_a_task_without_a_strategy_is_explained_as_whole_and_all_is_well(capsys:
         (["compile=eager"], "nothing to explain"),
         (["compile=[auto,optimizer]"], "compile=auto: only a run chooses"),
         (["compile=hole"], "compile=hole is not an option; near: whole"),
-        (["compile=whole", "run=inference"], "explain looks at training steps"),
+        (["run=peer", "trainer.val_every_n_steps=0"], "explain looks at training steps"),
         (["compile=whole", "trainer.max_steps=0"], "trainer.max_steps=0 must be at least 1"),
         (["--json", "no/such/folder/x.json"], "--json='no/such/folder/x.json' is a folder, or lies in none"),
         (["--json", "."], "--json='.' is a folder"),

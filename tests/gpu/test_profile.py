@@ -59,12 +59,6 @@ def test_steps_after_the_profile_are_what_they_were(tmp_path: Path) -> None:
     assert profiled.steady_step_seconds_median == pytest.approx(plain.steady_step_seconds_median, rel=0.25)
 
 
-def test_inference_is_profiled(tmp_path: Path) -> None:
-    changes = (*ON_GPU, "run=inference", "run.batches=20", "run.repeats=2", "profile=on")
-    record = train(tmp_path, *changes)
-    assert record.report["profile"]["kernels_per_step"] > 10
-
-
 def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
     found = list(devices(ask_torch()))
     assert [finding for finding in found if finding.status == ERROR] == []

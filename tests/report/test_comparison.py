@@ -126,16 +126,6 @@ def test_steps_of_another_size_are_compared_by_their_samples() -> None:
     assert any("2.00 times the samples" in flag for flag in buckets.flags)
 
 
-def test_inferences_are_compared_by_batches() -> None:
-    def inferred(arm: str, milliseconds: float, **changes: Any) -> list[RunRecord]:
-        return rounds(arm, milliseconds, run="inference", **changes)
-
-    (found,) = compared(*inferred("eager", 10), *inferred("whole", 5, warmup=21.0, compile_seconds=20.0))
-    assert found.rows[1].break_even_steps == pytest.approx(20.0 / 0.005)
-    assert found.rows[1].median_step_seconds is not None
-    assert found.verdict == "for fewer than 4,000 batches use eager; above, whole"
-
-
 def test_another_baseline_may_be_asked_for_and_must_be_there() -> None:
     runs = [*rounds("eager", 100), *rounds("whole", 50), *rounds("regional", 60)]
     (found,) = compared(*runs, baseline="regional")

@@ -82,4 +82,4 @@ def test_an_experiment_is_the_published_network_and_its_smoke_run_trains(name: s
     assert all(weight.grad is not None for weight in module.parameters())
     flops = task.training_flops(batch)
     assert flops is not None
-    assert flops > 2 * (task.inference_flops(batch) or 0)
+    assert flops > 2 * (task.count_flops(rows=16, positions=0, training=False) or 0)

@@ -94,7 +94,7 @@ def test_a_batch_is_counted_and_predicted() -> None:
     assert (batch.targets != 0).sum() == 7
     assert (
         task.training_flops(batch)
-        == 3 * task.inference_flops(batch)
+        == 3 * task.count_flops(rows=2, positions=4, training=False)
         == task.count_flops(rows=2, positions=4, training=True)
     )
     module = task.build_module(max_steps=1).eval()

@@ -18,7 +18,6 @@ import numpy
 import pytest
 import torch
 
-from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 from trainer.checkpoints import Checkpoints, find_checkpoint, random_states, restore_own, step_of
 from trainer.loops import checkpoint_io
@@ -71,7 +70,10 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one_whole(
     assert RunRecord.load(tmp_path).status == "running"
 
 
-@pytest.mark.parametrize("text", ['{"task": ', "[]", '{"schema": 1}', '{"schema": 99}'])
+@pytest.mark.parametrize(
+    "text",
+    ['{"task": ', "[]", '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "task": "a", "run": "inference"}'],
+)
 def test_a_file_that_is_no_record_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(ValueError, match=r"record\.json: "):
@@ -278,11 +280,3 @@ def test_a_record_that_cannot_be_written_at_the_end_fails_the_run_in_one_line(
     assert (record.status, record.exit_code) == ("failed", 1)
     assert record.reason == f"{tmp_path / 'record.json'} was not written: No space left on device"
     assert record.reason in capsys.readouterr().out.replace("\n", "")
-
-
-def test_weights_alone_are_enough_for_an_inference(run_dir: Path, tmp_path: Path) -> None:
-    make = without("optimizer_states", "lr_schedulers", "loops", "callbacks", "epoch")
-    record = infer(tmp_path / "new", f"resume={make(run_dir, tmp_path)}")
-    assert record.status == "finished"
-    with pytest.raises(ValueError, match=r"it holds no state_dict$"):
-        infer(tmp_path / "other", f"resume={without('state_dict')(run_dir, tmp_path)}")

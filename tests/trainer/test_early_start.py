@@ -51,7 +51,7 @@ finally:
 IN_VAIN = [
     *("accelerate", "datasets", "diffusers", "optuna", "pandas", "peft", "scipy", "submitit", "timm"),
     *("scripts", "torch._inductor.compile_fx", "trainer.auto", "trainer.guards.audits", "trainer.guards.parity"),
-    *("trainer.guards.preflight", "trainer.inference", "trainer.loops.huggingface", "trainer.report.page"),
+    *("trainer.guards.preflight", "trainer.loops.huggingface", "trainer.report.page"),
     *("trainer.report.pictures", "trainer.sweep.in_process", "trainer.sweep.slurm"),
 ]
 """What an eager training needs none of. (torchmetrics, below Lightning, takes transformers and matplotlib.)"""

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.inferences import infer
 from tests.trainer.runs import curve, train
 from trainer.console import summary
 from trainer.telemetry.hardware import datasheet_teraflops, find_peak, matrix_kind, measured_teraflops
@@ -87,11 +86,6 @@ def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:
     record.teraflops_per_second = 1.0  # a toy's own has no row
     assert "of the measured" in summary(record)["TFLOP/s"]
     assert curve(tmp_path, "usage/model_flops_utilization_measured_peak")
-
-
-def test_an_inference_counts_the_operations_of_its_forward_alone(tmp_path: Path) -> None:
-    record = infer(tmp_path, "trainer.measure_peak=true")
-    assert record.model_flops_utilization_measured_peak is not None
 
 
 def test_a_run_in_fp32_states_whether_tf32_was_used() -> None:

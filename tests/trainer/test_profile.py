@@ -103,15 +103,6 @@ def test_a_profiler_that_fails_does_not_end_the_run(
     assert (os.environ.get("TEARDOWN_CUPTI"), os.environ["KINETO_LOG_LEVEL"]) == (None, "1"), "put back"
 
 
-def test_inference_is_profiled_apart_from_the_timed_batches(tmp_path: Path) -> None:
-    changes = ("run=inference", "run.batches=4", "run.repeats=2", "run.warmup_batches=2")
-    record = train(tmp_path, *changes, "profile=on", "profile_steps=2")
-    assert record.status == "finished"
-    assert record.steady_steps == 8
-    assert record.report["profile"]["steps"] == 2
-    assert (tmp_path / "profile" / "trace.json.gz").is_file()
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

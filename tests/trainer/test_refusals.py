@@ -40,15 +40,14 @@ def refused(config: Config, folder: Path, command: list[str] | None = None) -> s
         ("precision", "transformer-engine", "trainer.precision=transformer-engine: "),
     ],
 )
-@pytest.mark.parametrize("mode", ["train", "inference"])
 def test_what_the_machine_does_not_have_is_refused_by_its_option(
-    option: str, value: str, said: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_data(*_: object, **__: object) -> None:
         raise AssertionError("the options come before the data")
 
     monkeypatch.setattr(Micro, "build_data", build_data)
-    given = [f"run={mode}", f"trainer.{option}='{value}'", "trainer.gradient_clip_val=null"]
+    given = [f"trainer.{option}='{value}'", "trainer.gradient_clip_val=null"]
     line = refused(compose([*TINY, *given]), tmp_path)
     assert line.startswith(f"trainer.{option}={value}: ")
     assert said in line

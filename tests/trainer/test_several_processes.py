@@ -205,7 +205,6 @@ from pathlib import Path
 import numpy
 import torch
 from tasks.captioning.model import Captioner
-from tests.trainer.inferences import infer
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
@@ -227,14 +226,6 @@ for name, resume in (("whole", ()), ("first", ()), ("second", (f"resume={folder 
     facts[name] = {"status": record.status, "signal": record.signal, "seen": seen.copy()}
     seen.clear()
 
-def predict_step(module, batch, batch_idx):
-    seen.append(batch_idx)
-    if rank == 1 and len(seen) == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-
-Captioner.predict_step = predict_step
-record = infer(folder / "inference", "trainer.devices=2", "run.warmup_batches=9")
-facts["inference"] = {"status": record.status, "signal": record.signal, "calls": len(seen)}
 (folder / f"{rank}.json").write_text(json.dumps(facts))
 """
 
@@ -243,7 +234,6 @@ def test_each_process_resumes_its_own_random_numbers_and_stops_with_the_other(tm
     processes = said_by_two(RESUMING, tmp_path)
     for facts in processes:
         assert (facts["first"]["status"], facts["first"]["signal"]) == ("interrupted", signal.SIGINT)
-        assert facts["inference"] == {"status": "interrupted", "signal": signal.SIGINT, "calls": 2}
         assert facts["second"]["status"] == "finished"
         assert len(facts["first"]["seen"]) == 4, "the step after the one that was asked"
         assert facts["first"]["seen"] + facts["second"]["seen"] == facts["whole"]["seen"]

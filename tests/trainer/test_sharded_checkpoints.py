@@ -338,5 +338,3 @@ def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
     assert is_directory(tmp_path / "saved" / "checkpoints" / "best.ckpt")
     alone = train(tmp_path / "alone", f"resume={tmp_path / 'saved'}", "trainer.max_steps=6", task="micro")
     assert (alone.status, alone.steps) == ("finished", 6)
-    inference = ("run=inference", "run.batches=2", "run.repeats=1", "run.warmup_batches=1", "run.distinct_batches=1")
-    assert train(tmp_path / "run", *inference, f"resume={tmp_path / 'saved'}", task="micro").status == "finished"

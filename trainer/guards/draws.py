@@ -120,7 +120,7 @@ def _ratio(one: list[float], other: list[float]) -> float:
 # ---- forwards in eval mode -------------------------------------------------------------------------------------------
 
 Outputs = tuple[dict[str, Tensor], str]
-"""What a forward shows, by name, or why it shows nothing."""
+"""Losses that a forward shows, by name, or why it shows none."""
 
 
 def compare_forwards(
@@ -129,7 +129,6 @@ def compare_forwards(
     run: Callable[[], Outputs],
     restore: Callable[[], Any],
     *,
-    least: float,
     multiple: float,
     unit: float,
     seed: int,
@@ -137,10 +136,9 @@ def compare_forwards(
     """Compare what ``run``, a forward, shows with what it shows under eager, on all processes alike. ``restore`` puts
     back what the one before has changed.
 
-    ``least`` is the relative tolerance; ``multiple`` times what eager's outputs move by, where every parameter is moved
-    by ``unit``, relative, widens it. Returned are the ``reason``, why nothing was compared, or the ``worst`` output's
-    name, its ``eager`` value where it is a number, ``difference`` (the largest, over eager's largest value), ``noise``,
-    ``tolerance``, ``tensors`` and ``passes``.
+    ``multiple`` times what eager's losses move by, where every parameter is moved by ``unit``, relative, widens the
+    tolerance. Returned are the ``reason``, why nothing was compared, or the ``worst`` loss's name, its ``eager`` value,
+    ``difference`` (over eager's value), ``noise`` and ``tolerance``.
     """
     restore()
     before = random_state()
@@ -163,20 +161,17 @@ def compare_forwards(
         with eager(program), displaced(parameters, unit, seed + sample):
             again, _ = run()
         noise = max([noise, *(_farthest(again.get(name), value) for name, value in reference.items())])
-        tolerance = max(least, unit, multiple * noise)
-        if reference[worst].numel() == 1 and reference[worst].is_floating_point():
-            tolerance = max(tolerance, float(loss_sizes(reference[worst].flatten(), least)["least"]))
+        smallest = float(loss_sizes(reference[worst].flatten(), LOSS_FLOOR)["least"])
+        tolerance = max(LOSS_FLOOR, unit, multiple * noise, smallest)
         if sample and not loop.anywhere(apart[worst] > tolerance):
             break
     restore()
     return {
         "worst": worst,
-        "eager": float(reference[worst]) if reference[worst].numel() == 1 else None,
+        "eager": float(reference[worst]),
         "difference": apart[worst],
         "tolerance": tolerance,
         "noise": noise,
-        "tensors": len(reference),
-        "passes": sample + 1,
     }
 
 
@@ -202,7 +197,7 @@ def compare_evaluation(
     steps = [*(["validation_step"] if loop.validates else []), *([] if loop.manual else ["training_step"])]
     for step in steps:
         run = partial(_losses, loop, batch, step)
-        found = compare_forwards(loop, program, run, snapshot.restore, least=LOSS_FLOOR, **allowed)
+        found = compare_forwards(loop, program, run, snapshot.restore, **allowed)
         if "reason" in found:
             reasons.append(f"{step}: {found['reason']}")
             continue

@@ -125,15 +125,7 @@ class CompiledTraining:
         self._audits: Audits | None = None
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
-        self.telemetry = self._new_telemetry()
-
-    @property
-    def profile_steps(self) -> int | None:
-        """Steps or batches that the profiler records; None without."""
-        return self._measured["profile_steps"]
-
-    def _new_telemetry(self) -> Telemetry:
-        return Telemetry(**self._measured)
+        self.telemetry = Telemetry(**self._measured)
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -186,7 +178,7 @@ class CompiledTraining:
                 compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
             )
         if trains:
-            self.telemetry = self._new_telemetry()
+            self.telemetry = Telemetry(**self._measured)
             self.telemetry.compiler.start()
         return self.program
 

@@ -88,7 +88,7 @@ class Peering(Job):
         mark(record, mode, config)
         announce(self._console, record, self._run_dir)
         telemetry = Telemetry(
-            count=batch_counter(config.task, config.task.training_flops),
+            count=batch_counter(config.task),
             warmup_steps=config.trainer.warmup_steps,
             measure_peak=config.trainer.measure_peak,
         )

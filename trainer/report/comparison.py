@@ -26,7 +26,7 @@ from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimat
 from trainer.telemetry.record import RunRecord
 
 AT_STEPS = (500, 2000, 20000)
-"""Numbers of steps (batches, in inference) for which total times are given."""
+"""Numbers of steps for which total times are given."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
 OVER_RUNS = ("samples_per_second", "useful_tokens_per_second", "padded_share", "joules_per_sample", "final_loss")
@@ -38,7 +38,7 @@ LARGEST = ("peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph
 @dataclass(kw_only=True, slots=True)
 class Row:
     """One cell's figures, medians over its finished runs. None = not measured; all None but the flags when none
-    finished. In inference a step is a batch."""
+    finished."""
 
     cell: Cell
     step_seconds: Estimate | None = None
@@ -99,8 +99,6 @@ class WorkloadComparison:
 
     workload: str
     task: str
-    run: str
-    """``train`` or ``inference``."""
     device: str
     """All that there are, joined by `` / `` (then they are in ``unlike``); ``n/a`` when no record has one."""
     processor: str
@@ -120,11 +118,6 @@ class WorkloadComparison:
     Of the arms that are shown to be faster, and the baseline."""
     verdict: str = ""
     """One plain sentence: which arm to use, for how many steps."""
-
-    @property
-    def unit(self) -> str:
-        """What is counted: ``steps`` or ``batches``."""
-        return "batches" if self.run == "inference" else "steps"
 
     @property
     def baseline_row(self) -> Row | None:
@@ -171,7 +164,6 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     found = WorkloadComparison(
         workload=workload,
         task=first.task,
-        run=first.run,
         device=_joined([run.record.device for run in measured]) or "n/a",
         processor=_joined([run.record.processor for run in measured]) or "n/a",
         versions={name: version for name, version in versions.items() if version},
@@ -225,9 +217,9 @@ def _advice(found: WorkloadComparison, start: str, horizon: int) -> str:
     if len(within) == 1:
         only = within[0].arm
         if only == found.baseline:
-            return f"no strategy tried is shown to beat {only} within {horizon:,} {found.unit}{beyond}"
-        return f"use {only} for any number of {found.unit}{beyond}"
-    words = [f"for fewer than {rounded(within[1].from_steps)} {found.unit} use {within[0].arm}"]
+            return f"no strategy tried is shown to beat {only} within {horizon:,} steps{beyond}"
+        return f"use {only} for any number of steps{beyond}"
+    words = [f"for fewer than {rounded(within[1].from_steps)} steps use {within[0].arm}"]
     for crossing, following in itertools.pairwise(within[1:]):
         words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
     return "; ".join([*words, f"above, {within[-1].arm}{beyond}"])

@@ -32,7 +32,7 @@ THIN = "thin"
 
 
 def step_seconds(record: RunRecord) -> float | None:
-    """Mean seconds of a steady step, or of a batch in inference."""
+    """Mean seconds of a steady step."""
     return 1 / record.steady_steps_per_second if record.steady_steps_per_second else None
 
 
@@ -160,7 +160,7 @@ def _thin(cell: Cell) -> Iterator[str]:
     found, new_shapes = [], 0.0
     counts = [record.steady_steps for record in records]
     if few := [count for count in counts if count is not None and count < MIN_STEPS]:
-        found.append(f"{min(few)} {'timed batches' if records[0].run == 'inference' else 'steady steps'}")
+        found.append(f"{min(few)} steady steps")
     for record, count in zip(records, counts, strict=True):
         new = record.new_shape_steps or 0
         new_shapes = max(new_shapes, new / (new + (count or 0) or 1))
@@ -170,9 +170,6 @@ def _thin(cell: Cell) -> Iterator[str]:
     spread = (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else 0.0
     if spread > MAX_SPREAD:
         found.append(f"its runs differ by {spread:.0%}")
-    within = max((record.repeat_spread or 0.0 for record in records), default=0.0)
-    if within > MAX_SPREAD:
-        found.append(f"timed runs within a run differ by {within:.0%}")
     if found:
         yield f"{THIN}: {', '.join(found)}"
 

@@ -106,7 +106,7 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         for line in shown:
             look = {"alpha": 1.0 if line.shown else PALE, "zorder": 3 if line is base else 2, **STROKES[line.start]}
             axes.plot(steps, [height(line, one) for one in steps], color=palette[line.arm], **look)
-        axes.set(xscale="log", xlim=(low, high), xlabel=_unit(comparison))
+        axes.set(xscale="log", xlim=(low, high), xlabel="optimizer steps")
         if base is None:
             axes.set_yscale("log")
         else:
@@ -189,7 +189,7 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
                 alpha, width = (0.25, 3.2) if arm == comparison.baseline else (0.08, 1.2)
                 axes.fill_between(steps, low, high, color=palette[arm], alpha=alpha, linewidth=0)
                 axes.plot(steps, middle, color=palette[arm], linewidth=width)
-        panels[-1].set_xlabel(_unit(comparison))
+        panels[-1].set_xlabel("optimizer steps")
     return figure
 
 
@@ -327,10 +327,6 @@ def _drawing() -> Iterator[None]:
 
 def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", weight="bold", size=11)
-
-
-def _unit(comparison: WorkloadComparison) -> str:
-    return "batches" if comparison.run == "inference" else "optimizer steps"
 
 
 def arm_colours(comparisons: Sequence[WorkloadComparison]) -> dict[str, str]:

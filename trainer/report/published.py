@@ -32,7 +32,7 @@ from trainer.telemetry.record import RunRecord
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset(
     {
-        *("repeat_samples_per_second", "events", "notes", "verdict", "audits", "compile_phases_seconds"),
+        *("events", "notes", "verdict", "audits", "compile_phases_seconds"),
         *("skipped_items", "final_metrics"),
     }
 )

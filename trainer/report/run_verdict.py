@@ -131,8 +131,6 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
         if record.cache in ("cold", None) and "cached" not in names:
             return command(record, _compile(["cached", *names])), "the next start takes its graphs from a store"
         steps = statistics.rounded(LONGER * verdict.break_even_steps).replace(",", "")
-        if record.run == "inference":
-            return None
         return command(record, same, f"trainer.max_steps={steps}"), "long enough to pay"
     if "cuda_graph" not in names and _waits_for_host(record):
         return command(record, _compile([*names, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
@@ -202,10 +200,9 @@ def verdict_lines(record: RunRecord) -> list[str]:
 
 
 def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
-    unit = "batch" if record.run == "inference" else "step"
     if verdict.outcome == EAGER:
         mean = record.steady_step_seconds_mean
-        took = "" if mean is None else f", {milliseconds(mean)} a steady {unit}"
+        took = "" if mean is None else f", {milliseconds(mean)} a steady step"
         if _chose_eager(record):
             return f"{record.label} chose eager{took}"
         what = f"{record.label} ended in eager" if record.strategies else "eager"
@@ -214,7 +211,7 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
         return f"{record.label} was not compared with eager: {verdict.reason}"
     figures = (
         f"{record.label} {milliseconds(verdict.step_seconds)}, eager {milliseconds(verdict.eager_step_seconds)} "
-        f"a {unit} on the same batch{'' if verdict.batches == 1 else 'es'}: {verdict.ratio:.2f}x"
+        f"a step on the same batch{'' if verdict.batches == 1 else 'es'}: {verdict.ratio:.2f}x"
     )
     if verdict.ratio_low is not None and verdict.ratio_high is not None:
         figures += f", {verdict.ratio_low:.2f} to {verdict.ratio_high:.2f}"
@@ -234,9 +231,8 @@ def _wait(record: RunRecord, verdict: RunVerdict) -> str:
         return f"{text}, which never pays"
     if verdict.break_even_steps is None or verdict.steps is None:
         return text
-    units = "batches" if record.run == "inference" else "steps"
     enough = "long enough" if verdict.paid else "too short"
-    pays = f"pays after {statistics.rounded(verdict.break_even_steps)} {units}"
+    pays = f"pays after {statistics.rounded(verdict.break_even_steps)} steps"
     return f"{text}, {pays}; this run of {verdict.steps:,} was {enough}"
 
 

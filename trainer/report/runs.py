@@ -26,7 +26,6 @@ LOOSE = frozenset(
     {
         *("trainer.max_steps", "trainer.val_every_n_steps", "trainer.val_batches", "trainer.checkpoint_every_n_steps"),
         *("trainer.log_every_n_steps", "trainer.warmup_steps", "trainer.measure_peak"),
-        *("run.batches", "run.repeats", "run.warmup_batches"),
     }
 )
 """Settings that a steady step does not depend on."""
@@ -155,7 +154,7 @@ def group(runs: Sequence[Run]) -> list[Cell]:
     for run in runs:
         record = run.record
         settings = sorted(f"{name}={value}" for name, value in fixed_settings(record).items())
-        arms = workloads.setdefault((record.task, record.run, *settings), {})
+        arms = workloads.setdefault((record.task, *settings), {})
         parameters = sorted(f"{name}={value}" for name, value in _parameters(record).items())
         arms.setdefault((record.label, *parameters), []).append(run)
     firsts = [next(iter(arms.values()))[0].record for arms in workloads.values()]
@@ -194,7 +193,7 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
     """A short name for each of ``records``, one of each workload: the task, and few settings that tell them apart."""
     names: list[str] = []
     for record in records:
-        fellows = [fixed_settings(one) for one in records if (one.task, one.run) == (record.task, record.run)]
+        fellows = [fixed_settings(one) for one in records if one.task == record.task]
         chosen: list[str] = []
         apart = 1
         for name in sorted({name for one in fellows for name in one}, key=lambda name: (name.count("."), name)):
@@ -208,7 +207,7 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
             for name, last in zip(chosen, lasts, strict=True)
             if name in settings
         ]
-        _add_name(names, record.task if record.run == "train" else f"{record.task} {record.run}", words)
+        _add_name(names, record.task, words)
     return names
 
 

@@ -53,7 +53,7 @@ def scalings(runs: Sequence[Run]) -> list[Scaling]:
     alike: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         record = run.record
-        if record.status != "finished" or record.run != "train" or not record.samples_per_second:
+        if record.status != "finished" or not record.samples_per_second:
             continue
         settings = {name: value for name, value in fixed_settings(record).items() if name not in DEVICES}
         said = [f"{name}={value}" for name, value in settings.items() if not name.endswith("batch_size")]

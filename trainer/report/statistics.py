@@ -16,7 +16,7 @@ see: arms of a round run one after the other, so that on a machine that slows do
 
 The overhead is what warm-up takes beyond as many steady steps. What compiling cost is the larger of the extra overhead
 and the time in the compiler, which includes validation's graphs; and what getting the compiler ready took from the
-setup. In inference a step is a batch.
+setup.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """From ``from_steps`` steps on (batches, in inference) an arm needs the least total time, up to the next one."""
+    """From ``from_steps`` steps on an arm needs the least total time, up to the next one."""
 
     from_steps: int
     """0 for the arm that is best for the shortest runs."""

@@ -41,12 +41,12 @@ def decision(found: WorkloadComparison) -> Columns:
     columns = {
         "arm": [row.cell.arm for row in rows],
         "runs": [f"{len(row.cell.finished)}{f' of {len(row.cell.runs)}' * bool(row.cell.failed)}" for row in rows],
-        f"{_one(found)} ms": [estimated(row.step_seconds, 1e3) for row in rows],
+        "step ms": [estimated(row.step_seconds, 1e3) for row in rows],
         f"speed to {found.baseline}": [speed(row, found) for row in rows],
         "95% interval": [interval(row.ratio) or ABSENT for row in rows],
         "warm-up s": [_middle(row.cold_warmup_seconds) for row in rows],
         "warm start s": [ABSENT if not row.cell.compiles else _middle(row.warm_warmup_seconds) for row in rows],
-        f"pays back after {found.unit}": [_steps(row.break_even_steps) for row in rows],
+        "pays back after steps": [_steps(row.break_even_steps) for row in rows],
     }
     return kept(columns | _memory(rows))
 
@@ -61,7 +61,7 @@ def all_figures(found: WorkloadComparison) -> Columns:
             for kind, name in (("", "total_seconds"), ("warm caches: ", "total_seconds_warm"))
             for steps in dict.fromkeys(steps for row in rows for steps in getattr(row, name))
         },
-        f"warm caches: pays back after {found.unit}": [_steps(row.break_even_steps_warm) for row in rows],
+        "warm caches: pays back after steps": [_steps(row.break_even_steps_warm) for row in rows],
         "median ms": [estimated(row.median_step_seconds, 1e3) for row in rows],
         "p95 ms": [_middle(row.p95_seconds, 1e3) for row in rows],
         "samples/s": [_middle(row.samples_per_second) for row in rows],
@@ -69,7 +69,7 @@ def all_figures(found: WorkloadComparison) -> Columns:
         "padding": [ABSENT if row.padded_share is None else f"{row.padded_share.median:.1%}" for row in rows],
         "J/sample": [_middle(row.joules_per_sample) for row in rows],
         "final loss": [ABSENT if row.final_loss is None else f"{row.final_loss.median:.4f}" for row in rows],
-        f"first {_one(found)} s": [_middle(row.first_step_seconds) for row in rows],
+        "first step s": [_middle(row.first_step_seconds) for row in rows],
         "compile s": [_middle(row.compile_seconds) for row in rows],
         "graphs": [_count(row.graphs) for row in rows],
         "breaks": [_count(row.graph_breaks) for row in rows],
@@ -135,10 +135,6 @@ def footnotes(comparisons: Sequence[WorkloadComparison]) -> list[str]:
 def _total(row: Row, seconds: float | None) -> str:
     mark = NOT_SURE if row.ratio is not None and not row.ratio.shown and seconds is not None else ""
     return mark + number(seconds)
-
-
-def _one(found: WorkloadComparison) -> str:
-    return "batch" if found.unit == "batches" else "step"
 
 
 def estimated(value: Estimate | None, factor: float = 1.0) -> str:
@@ -259,7 +255,7 @@ def _escaped(text: str) -> str:
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
     """A list of workloads with their rows, the folders of their runs, crossings and verdict."""
-    names = ("workload", "task", "run", "device", "processor", "versions", "baseline", "verdict", "unlike", "notes")
+    names = ("workload", "task", "device", "processor", "versions", "baseline", "verdict", "unlike", "notes")
     values = [
         {name: getattr(found, name) for name in names}
         | {"crossings": [asdict(crossing) for crossing in found.crossings], "rows": list(map(_plain, found.rows))}

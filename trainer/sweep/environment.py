@@ -156,7 +156,6 @@ def described(config: Config, command: list[str]) -> RunRecord:
     cell = current()
     record = RunRecord(
         task=config.task.title,
-        run=config.run.name,
         config=without_credentials(dataclasses.asdict(config)),
         seed=config.seed,
         start=config.repeat,
@@ -164,7 +163,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
         **origin(ordered(config.compile.values()), command),
     )
     if isinstance(config.run, Peer):  # an arm of the same workload as our training
-        record.run, record.config["run"] = "train", {}
+        record.config["run"] = {}
         record.strategies, record.label = [{"name": PEER, "arm": config.run.peer}], f"{PEER} {config.run.peer}"
     return record
 

@@ -105,8 +105,7 @@ class Sweep:
         self._ends[cell.entry.number] = result
         parts = [result.outcome]
         if record.steady_steps_per_second:
-            unit = "batches" if record.run == "inference" else "steps"
-            parts.append(f"{record.steady_steps_per_second:.2f} {unit}/s")
+            parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
         parts.append(_span(seconds))
         if result.exit_code != 0 and record.reason:
             parts.append(record.reason.splitlines()[0])

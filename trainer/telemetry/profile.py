@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,10 @@ class StepProfiler:
         if self.recording:
             step.profiled = True
             self._first = self._first or step.number
-            self.count()
+            self._done += 1
             return False
         self._quiet = self._quiet + 1 if warm and not step.compiled else 0
         return self._quiet >= QUIET_STEPS
-
-    def count(self) -> None:
-        self._done += 1
 
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
@@ -107,7 +104,7 @@ class StepProfiler:
             seconds = time.perf_counter() - self._began
             self._recorder.stop()
             if self._done:
-                facts = {"first_step": self._first or None, "steps": self._done, "seconds": seconds}
+                facts = {"first_step": self._first, "steps": self._done, "seconds": seconds}
                 self._end(facts | self._read(self._done))
             del self._recorder
 
@@ -149,19 +146,6 @@ class StepProfiler:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         return profile(activities=activities, acc_events=True)
-
-
-def profile_calls(call: Callable[[], None], times: int, device: torch.device, directory: Path | None) -> dict[str, Any]:
-    profiled = StepProfiler(times, device, directory)
-    profiled.start()
-    try:
-        for _ in range(times):
-            call()
-            profiled.count()
-    finally:
-        profiled.stop()
-        profiled.finish()
-    return profiled.facts
 
 
 Span = tuple[float, float]

@@ -18,9 +18,6 @@ from trainer.telemetry.machine import MachineFacts
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
-LATENCY = {f"latency_seconds_{name}": f"steady_step_seconds_{name}" for name in ("mean", "median", "p95")}
-BEFORE = {"batches": "steady_steps", "batches_per_second": "steady_steps_per_second", **LATENCY}
-"""Names that figures of an inference had in earlier records, and have now."""
 EXIT_CODES = {"finished": 0, "failed": 1}
 
 
@@ -84,8 +81,7 @@ class AuditFacts:
 
 @dataclass(kw_only=True, slots=True)
 class RunVerdict:
-    """Whether a run's strategies paid, by steps of eager and of the run taken by turns on the same batches; in
-    inference a step is a batch."""
+    """Whether a run's strategies paid, by steps of eager and of the run taken by turns on the same batches."""
 
     outcome: str
     """``faster`` or ``slower`` than eager, ``no difference shown``, ``eager`` (nothing ran compiled) or ``not
@@ -173,8 +169,6 @@ class RunRecord:
     """As applied, in order: ``{"name": ..., <parameter>: ...}``; empty for eager."""
     chosen_strategies: list[dict[str, Any]] = field(default_factory=list)
     """What ``auto`` chose, in the same form; empty for eager, and without ``auto``."""
-    run: str = "train"
-    """``train`` or ``inference``; in inference a step is a batch."""
     label: str = "eager"
     """The strategies' names joined by ``+``."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -311,7 +305,7 @@ class RunRecord:
     """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
     loop waits for a batch, elsewhere the loop's own waiting."""
     machine: MachineFacts | None = None
-    """What else ran on the machine from the first steady step (timed batch) on; None where that took under a second."""
+    """What else ran on the machine from the first steady step on; None where that took under a second."""
     pause_seconds: float | None = None
     """Validation and checkpoints during training."""
     peak_device_memory_gib: float | None = None
@@ -320,14 +314,6 @@ class RunRecord:
     """Highest resident memory of a process, of the largest one."""
     joules_per_sample: float | None = None
     """Board energy (NVML) over steady windows; None without NVML or for windows under two seconds."""
-
-    # Inference, timed runs of batches
-    repeats: int | None = None
-    """Timed runs."""
-    repeat_samples_per_second: list[float] = field(default_factory=list)
-    """Of each timed run, this process."""
-    repeat_spread: float | None = None
-    """Between the fastest and the slowest of them, over their median."""
 
     # What was learned
     final_loss: float | None = None
@@ -374,7 +360,8 @@ class RunRecord:
         try:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
-            values |= {now: values[name] for name, now in BEFORE.items() if values.get(name) is not None}
+            if (run := values.get("run", "train")) != "train":
+                raise ValueError(f"{file}: a record of run={run}, which is no longer measured")
             record = build(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")

@@ -52,12 +52,7 @@ def _highest(figures: list[float | None]) -> float | None:
 
 
 class Telemetry:
-    """Measures one fit, or one inference, whose steps are batches; the owner calls the methods named after the moments
-    of the loop."""
-
-    units = ("step", "steps")
-    work = "training"
-    """What steps are, in a word for the progress view."""
+    """Measures one fit; the owner calls the methods named after the moments of the loop."""
 
     def __init__(
         self,
@@ -173,7 +168,7 @@ class Telemetry:
             self._step.after, self._after = self._after, None
             if self.meter.warm:
                 self._machine.begin()
-            self.phase = "profiling" if self._profiler is not None and self._profiler.recording else self.work
+            self.phase = "profiling" if self._profiler is not None and self._profiler.recording else "training"
         self._step.fetches += self.wait.claim()
         if not self._step.batches:
             self._step.epoch, self._step.batch_idx = self._loop.position

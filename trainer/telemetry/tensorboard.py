@@ -136,9 +136,9 @@ def hyperparameters(record: RunRecord) -> dict[str, str]:
     """Columns that tell runs apart: strategies with their options, and everything else in one. TensorBoard shows five
     columns if there are as many, and figures would be out of sight behind them."""
     options = " ".join(f"{name}={value}" for name, value in set_parameters(record).items())
-    size, run = batch_size(record), "inference" if record.run == "inference" else None
+    size = batch_size(record)
     batch, number = size and f"batch {size}", record.round and f"round {record.round}"
-    facts = [record.task, batch, record.start, number, f"seed {record.seed}", record.precision, record.device, run]
+    facts = [record.task, batch, record.start, number, f"seed {record.seed}", record.precision, record.device]
     return {"compile": f"{record.label} {options}".strip(), "workload": " · ".join(fact for fact in facts if fact)}
 
 

@@ -1,4 +1,4 @@
-"""Inference and checkpointing on a CUDA device: events as clock, graphs of both kinds, a measured peak."""
+"""Checkpointing and gradient scaling on a CUDA device, captured or not."""
 
 from __future__ import annotations
 
@@ -6,33 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.inferences import infer
 from tests.trainer.runs import curve, relative_differences, train
 
 pytestmark = pytest.mark.gpu
-ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=bf16-mixed", "parity=on")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "changes"),
-    [
-        ("eager", ()),
-        ("regional", ("compile.regional.backend=inductor",)),
-        ("whole", ("compile.whole.backend=inductor", "compile.whole.mode=reduce-overhead")),
-        ("cuda_graph", ()),
-        ("[regional,cuda_graph]", ("compile.regional.backend=inductor",)),
-    ],
-)
-def test_an_inference_is_measured_on_the_device(strategy: str, changes: tuple[str, ...], tmp_path: Path) -> None:
-    record = infer(tmp_path, *ON_GPU, *changes, strategy=strategy)
-    assert (record.status, record.reason) == ("finished", None)
-    assert record.peak_teraflops_measured is not None
-    assert record.peak_device_memory_gib is not None
-    assert record.matrix_precision == "bf16"
-    if strategy != "eager":
-        assert record.report["parity"]["verdict"] == "passed"
-    if "cuda_graph" in strategy:
-        assert record.report["cuda_graph"]["replayed_steps"] >= 8
 
 
 @pytest.mark.parametrize(
