@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +30,30 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
     from trainer.config import compose
 
     config = compose(overrides, config_dir=config_dir)
+    if config.run.name != "train":
+        raise ValueError(f"run={config.run.name}: {looks} training steps; leave run= out")
     named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)
     if not config.compile and not named:
         # Not composed again: a plugin.py need not bear to be run twice.
         overrides, config = [*overrides, "compile=whole"], dataclasses.replace(config, compile={"whole": Whole()})
-    if config.run.name != "train":
-        raise ValueError(f"run={config.run.name}: {looks} training steps; leave run= out")
     return config, overrides
+
+
+@contextlib.contextmanager
+def own_caches(name: str) -> Iterator[None]:
+    """Compiler caches that begin empty and are gone afterwards: what comes from a cache is not compiled. Torch, which
+    reads where they are when it is imported, is imported inside."""
+    from strategies.toolchain import environment
+    from trainer.process import importing
+    from trainer.sweep.environment import cache_variables
+
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{name}-caches-", ignore_cleanup_errors=True) as folder,
+        environment(cache_variables(Path(folder), store=False)),
+    ):
+        with importing():
+            importlib.import_module("torch")
+        yield
 
 
 def check_file(option: str, file: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Bisect: the smallest submodule or option under which compiling fails, breaks, differs from eager or is slow."""
+"""Bisect: the smallest submodule whose compiled results are not eager's."""
 
 if __name__ == "bisect":  # this folder's parent is on the path (``python scripts/x.py``): who asks means the library's
     from _bisect import bisect_left, bisect_right, insort_left, insort_right  # noqa: F401

@@ -1,5 +1,5 @@
-"""Bench: a training up to its first step, of which any submodules can be compiled by themselves, each try from the
-same state. A try tells whether a step fails to compile, departs from eager's or is slower. Nothing is trained."""
+"""Bench: a training up to its first step, of which any submodules can be compiled by themselves and compared with
+eager, each try from the same state. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import copy
 import dataclasses
 import inspect
 import itertools
-import os
-import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, Trial, holds, searched
+from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, holds, searched
 from scripts.steps import ONE_DEVICE, copied, kind_of, several_devices, training, wrap_training_loader
 from strategies import Modular, Program, Stage, Strategy
-from strategies.compose import aside, eager
+from strategies.compose import aside
 from strategies.errors import one_line
 from strategies.modular import Part
 from strategies.options import ModuleRequest
@@ -31,24 +28,16 @@ from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
-from trainer.guards.preflight import REPLAYED_FROM
-from trainer.guards.slowdown import MARGIN
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.private import replaced
 from trainer.settings import Config
-from trainer.telemetry import hardware, source
-from trainer.telemetry.files import number as figure
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
 """Names of the options that reach torch.compile."""
 MAX_BATCHES = 32
 """Batches among which different shapes are looked for."""
-PAIRS, MIN_PAIRS, MAX_SECONDS = 9, 3, 6.0
-"""Steps of each that are timed in pairs, and about how long that takes at most."""
-PROJECT = Path(__file__).resolve().parents[2]
-OURS = tuple(f"{PROJECT / package}{os.sep}" for package in ("trainer", "strategies", "scripts"))
-"""Whose lines are nobody's mistake to fix."""
+MAX_SHAPES = 4
+"""Of them so many are tried."""
 
 
 class Bench:
@@ -81,8 +70,6 @@ class Bench:
         strategy = next((each for each in strategies if each.stage is Stage.MODULE), None)
         paths = [region.path for region in program.regions]
         uncompile(program)
-        self._repeats = REPLAYED_FROM if program.uses_cuda_graphs else 2  # the first step makes the optimizer's state
-        self._phase, self._batch = "forward", ""
         self._snapshot = Snapshot(passes, list(batches.values()), program)
         called = self._called()
         self.site = Site(
@@ -94,118 +81,36 @@ class Bench:
             notes=list(notes),
         )
 
-    def trial(self, trial: Trial) -> Outcome:
+    def trial(self, paths: Sequence[str]) -> Outcome:
         """Do one trial from the state of the first step."""
         torch.compiler.reset()
         with contextlib.ExitStack() as stack:
-            if OPTIMIZER not in trial.paths:
+            if OPTIMIZER not in paths:
                 stack.enter_context(aside(self._program))
             stack.callback(self._snapshot.restore)
             stack.callback(uncompile, self._program)
-            self._compile(trial)
+            self._compile([path for path in paths if path != OPTIMIZER])
             self._snapshot.restore()
-            stack.enter_context(self._phases())
-            try:
-                return getattr(self, f"_{trial.symptom}")(trial)
-            except Exception as error:
-                where, code = place(error)
-                return Outcome(
-                    shows=trial.symptom in ("fails", "breaks"),
-                    reason=one_line(error),
-                    phase=self._phase,
-                    where=where,
-                    code=code,
-                    batch=self._batch,
-                    crashed="CUDA error" in str(error),  # nothing works in this process any more
-                )
+            for kind, batch in self._batches.items():
+                try:
+                    ParityGate("on", self._passes, self._program, self._snapshot).run(batch)
+                except ParityError as error:
+                    return Outcome(differs=True, reason=beyond_tolerance(error.facts), batch=kind)
+                except Exception as error:
+                    if "CUDA error" in str(error):  # nothing works in this process any more
+                        raise
+                    return Outcome(differs=False, reason=one_line(error), batch=kind)
+        return Outcome(differs=False)
 
-    def _compile(self, trial: Trial) -> None:
+    def _compile(self, paths: Sequence[str]) -> None:
         """In place, with the options of the region that each path lies in."""
-        paths = [path for path in trial.paths if path != OPTIMIZER]
         for path in paths:
             region = next(region for region in self._requests if holds(region, path))
-            request = dataclasses.replace(self._requests[region], **trial.changes)
-            arguments: dict[str, Any] = request.compile_arguments()
-            if trial.symptom == "breaks":
-                arguments["fullgraph"] = True  # so that a break is an error, which names the line
+            arguments: dict[str, Any] = self._requests[region].compile_arguments()
             # Compiled apart, what were parts of one graph would have one code for their several sizes.
             if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
                 arguments["dynamic"] = False
             compile_in_place(self._program, path, arguments)
-
-    def _each(self) -> Iterator[Any]:
-        for kind, batch in self._batches.items():
-            self._batch = kind
-            yield batch
-
-    def _fails(self, trial: Trial) -> Outcome:
-        for batch in self._each():
-            for _ in range(self._repeats):
-                self._phase = "forward"
-                self._passes.step(batch, self._backward_is_over)
-        return Outcome(shows=False)
-
-    _breaks = _fails
-
-    def _differs(self, trial: Trial) -> Outcome:
-        for batch in self._each():
-            try:
-                ParityGate("on", self._passes, self._program, self._snapshot).run(batch)
-            except ParityError as error:
-                return Outcome(shows=True, reason=beyond_tolerance(error.facts), batch=self._batch)
-        return Outcome(shows=False)
-
-    def _slower(self, trial: Trial) -> Outcome:
-        """Of the batches, the one that loses most."""
-        found = [self._lost(batch, trial.min_lost_seconds) for batch in self._each()]
-        return max(found, key=lambda one: (one.shows, one.lost_seconds or 0.0))
-
-    def _lost(self, batch: Any, min_lost_seconds: float | None) -> Outcome:
-        for _ in range(self._repeats):
-            self._passes.step(batch)
-        with eager(self._program):
-            self._passes.step(batch)
-        outcome = Outcome(shows=True, batch=self._batch)
-        for _ in range(2):  # slower by chance once is not slower by chance twice
-            eagers, compiled = self._timed(batch)
-            eager_seconds = statistics.median(eagers)
-            outcome.lost_seconds = lost = statistics.median(compiled) - eager_seconds
-            wanted = (MARGIN - 1) * eager_seconds if min_lost_seconds is None else min_lost_seconds
-            if not (lost > wanted and sorted(compiled)[len(compiled) // 4] > eager_seconds):
-                return Outcome(shows=False, lost_seconds=lost)
-            took, in_eager = figure((eager_seconds + lost) * 1e3), figure(eager_seconds * 1e3)
-            outcome.reason = f"a step takes {took} ms, {in_eager} ms in eager"
-        return outcome
-
-    def _timed(self, batch: Any) -> tuple[list[float], list[float]]:
-        """Seconds of steps of eager and compiled, taken in pairs."""
-        eagers: list[float] = []
-        compiled: list[float] = []
-        device, began = self._trainer.strategy.root_device, time.perf_counter()
-
-        def step() -> None:
-            self._passes.step(batch)
-
-        while len(eagers) < PAIRS and (len(eagers) < MIN_PAIRS or time.perf_counter() - began < MAX_SECONDS):
-            with eager(self._program):
-                eagers.append(hardware.seconds_of(device, step))
-            compiled.append(hardware.seconds_of(device, step))
-        return eagers, compiled
-
-    def _phases(self) -> contextlib.AbstractContextManager[Any]:
-        """Know which phase of a step is under way."""
-        self._phase, self._batch = "forward", ""
-        strategy: Any = self._trainer.strategy
-        backward = strategy.backward
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._phase = "backward"
-            return backward(*args, **kwargs)
-
-        return replaced(strategy, "backward", marked)
-
-    def _backward_is_over(self, _: torch.Tensor) -> None:
-        self._phase = "optimizer step"
 
     def _called(self) -> set[int]:
         """Modules that a step of eager calls. Raises ValueError if that step fails."""
@@ -213,7 +118,7 @@ class Bench:
         handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
         try:
             with aside(self._program):
-                for batch in self._each():
+                for batch in self._batches.values():
                     try:
                         self._passes.step(batch)
                     except Exception as error:
@@ -264,17 +169,14 @@ def _node(module: nn.Module, path: str, called: set[int]) -> Node:
     )
 
 
-def with_config(config: Config, use: Callable[[Bench], object], *, shapes: int) -> None:
-    """Call ``use`` with the bench of ``config.task`` under ``config.compile``. Raises ValueError for bad input.
-
-    Of the epoch's first batches, so many of different ``shapes`` are kept and tried.
-    """
+def with_config(config: Config, use: Callable[[Bench], object]) -> None:
+    """Call ``use`` with the bench of ``config.task`` under ``config.compile``. Raises ValueError for bad input."""
     strategies, notes = searched(config.compile.values())
     if several_devices(config):
         notes.append(ONE_DEVICE.format("tried"))
 
     def callbacks(compile_: Compile) -> list[L.Callback]:
-        return [BenchCallback(compile_, use, notes, shapes=shapes), compile_]
+        return [BenchCallback(compile_, use, notes), compile_]
 
     with training(config, strategies, callbacks, val_every_n_steps=0, checkpoint_every_n_steps=0) as made:
         fit(made.trainer, made.module, datamodule=made.data)
@@ -294,10 +196,8 @@ def fit(trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
 class BenchCallback(L.Callback):
     """Comes before ``Compile`` in the trainer's callbacks, hands over a bench and ends before the first step."""
 
-    def __init__(
-        self, compile_: Compile, use: Callable[[Bench], object], notes: Sequence[str] = (), *, shapes: int = 4
-    ) -> None:
-        self._compile, self._use, self._notes, self._max_shapes = compile_, use, list(notes), shapes
+    def __init__(self, compile_: Compile, use: Callable[[Bench], object], notes: Sequence[str] = ()) -> None:
+        self._compile, self._use, self._notes = compile_, use, list(notes)
         self._chosen: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -322,12 +222,12 @@ class BenchCallback(L.Callback):
         began, seen = time.perf_counter(), set()
         for batch in itertools.islice(loader, MAX_BATCHES):
             seen.add(kind := kind_of(batch))
-            if len(self._chosen) < self._max_shapes:
+            if len(self._chosen) < MAX_SHAPES:
                 self._chosen.setdefault(kind, batch)
             if time.perf_counter() - began > 60.0:  # a slow loader
                 break
         if len(seen) > len(self._chosen):
-            self._notes.append(f"{len(seen)} shapes of batch were seen, {len(self._chosen)} of them tried (--shapes)")
+            self._notes.append(f"{len(seen)} shapes of batch were seen, {len(self._chosen)} of them tried")
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
         return [copied(batch) for batch in list(self._chosen.values())[:1] * 2]
 
@@ -348,16 +248,3 @@ def beyond_tolerance(facts: dict[str, Any]) -> str:
             what = label.format(figures.get("worst"))
             beyond.append(f"{what} {figures['difference']:.2g} of eager's away, tolerance {figures['tolerance']:.2g}")
     return "; ".join([*beyond[:1], *beyond[1:][-1:]]) or facts["reason"]
-
-
-def place(error: BaseException) -> tuple[str | None, str | None]:
-    """The line of code that an error is about, as ``file:line in function``, and its text."""
-    text = str(error)
-    if "from user code:" in text:
-        stack = source.lines_of_stack(text.split("from user code:", 1)[1])
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        stack = [source.line(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-    stack = [each for each in stack if not each.file.startswith(OURS)]
-    where, _, _ = source.of_interest(stack)
-    return (str(where), where.code) if where is not None else (None, None)

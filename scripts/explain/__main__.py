@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scripts.arguments import check_file, composed_training, exit_code, parser, positive, seconds
+from scripts.arguments import check_file, composed_training, exit_code, own_caches, parser, positive, seconds
 from scripts.explain import Break, Explanation, Recompile
-from trainer.process import importing, leaving
-from trainer.sweep.environment import cache_variables
+from trainer.process import leaving
 from trainer.telemetry.source import Line, shown
 
 EXAMPLES = """\
@@ -50,25 +48,20 @@ def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> 
     config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
-    from strategies.toolchain import environment
+    with Console(stderr=True, highlight=False).status("getting ready") as status, own_caches("explain"):
+        import torch
 
-    with tempfile.TemporaryDirectory(prefix="explain-caches-", ignore_cleanup_errors=True) as folder:
-        # Of our own, gone afterwards: what comes from a cache is not compiled. Torch reads them when it is imported.
-        variables = cache_variables(Path(folder), store=False)
-        with environment(variables), Console(stderr=True, highlight=False).status("getting ready") as status:
-            with importing():
-                import torch
+        from scripts.explain.recorder import Options
+        from scripts.explain.run import explain
 
-                from scripts.explain.recorder import Options
-                from scripts.explain.run import explain
-            chosen = Options(
-                backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
-                batches=options.batches,
-                seconds=options.seconds,
-                progress=status.update,
-                before_steps=before_steps,
-            )
-            explanation = explain(config, chosen, command=options.overrides)
+        chosen = Options(
+            backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
+            batches=options.batches,
+            seconds=options.seconds,
+            progress=status.update,
+            before_steps=before_steps,
+        )
+        explanation = explain(config, chosen, command=options.overrides)
     if options.json is not None:
         options.json.write_text(explanation.as_json(), encoding="utf-8")
     print_explanation(explanation, Console(highlight=False, soft_wrap=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scripts.bisect.bench import Bench, BenchCallback, fit
-from scripts.bisect.search import Outcome, Report, Search, Trial
+from scripts.bisect.search import Outcome, Report, Search
 from scripts.bisect.search import searched as those_searched
 from strategies import Whole
 from tests.bisect import planted
@@ -36,9 +36,9 @@ class Forgetful:
     def __init__(self, bench: Bench) -> None:
         self._bench, self.site = bench, bench.site
 
-    def trial(self, trial: Trial) -> Outcome:
+    def trial(self, paths: Sequence[str]) -> Outcome:
         planted.planted_seen.clear()
-        return self._bench.trial(trial)
+        return self._bench.trial(paths)
 
 
 def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: Any, **declared: Any) -> None:
@@ -53,12 +53,11 @@ def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: An
 
 @pytest.fixture
 def searched() -> Searched:
-    """Search a network for the symptoms; by default as ``compile=whole`` with one shape of batch."""
+    """Search a network; by default as ``compile=whole`` with one shape of batch."""
 
     def search(
         net: nn.Module,
         backend: str = "eager",
-        *symptoms: str,
         rows: tuple[int, ...] = (4,),
         strategies: Any = None,
         **options: Any,
@@ -67,7 +66,7 @@ def searched() -> Searched:
         report = Report(task="planted", strategies="whole")
 
         def use(bench: Bench) -> None:
-            Search(Forgetful(bench), report).run(symptoms or ("fails", "breaks", "differs"))
+            Search(Forgetful(bench), report).run()
 
         given = strategies or [Whole(backend=backend, **options)]
         with_module(Trained(net), loader(*rows), given, use, whole=["net"])

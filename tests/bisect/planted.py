@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import register_backend
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
 WIDTH = 8
-SLOW_SECONDS = 0.05
 
 
 class Plain(nn.Module):
@@ -45,14 +39,6 @@ class Cosine(nn.Module):
         return torch.cos(x)
 
 
-class Breaking(nn.Module):
-    """Breaks the graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()  # planted
-        return x * 2
-
-
 class Middle(nn.Module):
     """A module deep inside, between two that are fine."""
 
@@ -66,13 +52,11 @@ class Middle(nn.Module):
         return self.after(self.inner(self.before(x)))
 
 
-class BreaksBetween(Middle):
-    """Breaks the graph between two submodules."""
+class SineBetween(Middle):
+    """Takes a sine between two submodules."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(self.before(x))
-        torch._dynamo.graph_break()  # planted
-        return self.after(x)
+        return self.after(torch.sin(self.inner(self.before(x))))
 
 
 class Net(nn.Module):
@@ -111,56 +95,26 @@ def wrong_sine(x: Tensor) -> Tensor:
     return torch.sin(x) * 1.01
 
 
-@register_backend
-def planted_slow_sine(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    def slow(*args: Any) -> Any:
-        time.sleep(SLOW_SECONDS)
-        return graph.forward(*args)
-
-    return slow if calls(graph, "sin") else graph.forward
-
-
-def _as_it_is(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    return make_boxed_func(graph.forward)
-
-
-def raise_at_cosine(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    if calls(graph, "cos"):  # what a sine is in the backward
-        raise ValueError("no kernel for a cosine")
-    return make_boxed_func(graph.forward)
-
-
-planted_backward = aot_autograd(fw_compiler=_as_it_is, bw_compiler=raise_at_cosine)
-register_backend(planted_backward, name="planted_backward")
+def scaled(graph: GraphModule) -> Compiled:
+    """Everything that the graph returns, a hundredth too large."""
+    return lambda *args: tuple(value * 1.01 for value in graph.forward(*args))
 
 
 @register_backend
 def planted_together(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Fails once a sine and a cosine have been compiled in one program, in one graph or in two."""
-    seen = planted_seen
-    seen.update(name for name in ("sin", "cos") if calls(graph, name))
-    if len(seen) == 2:
-        raise ValueError("a sine and a cosine")
-    return graph.forward
+    """Goes wrong once a sine and a cosine have been compiled in one program, in one graph or in two."""
+    planted_seen.update(name for name in ("sin", "cos") if calls(graph, name))
+    return scaled(graph) if len(planted_seen) == 2 else graph.forward
 
 
 planted_seen: set[str] = set()
 
 
 @register_backend
-def planted_symbols(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Fails at symbolic sizes."""
-    if any(isinstance(value, torch.SymInt) for value in inputs):
-        raise ValueError("a symbolic size")
-    return graph.forward
-
-
-@register_backend
 def planted_seven_rows(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Fails at batches of seven."""
-    if any(isinstance(value, Tensor) and value.shape[:1] == (7,) for value in inputs):
-        raise ValueError("seven rows")
-    return graph.forward
+    """Goes wrong at batches of seven."""
+    seven = any(isinstance(value, Tensor) and value.shape[:1] == (7,) for value in inputs)
+    return scaled(graph) if seven else graph.forward
 
 
 @register_backend
@@ -169,8 +123,16 @@ def planted_failing(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
 
 
 @register_backend
-def planted_crash(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Kills the process at a sine, as a bug in a compiler does."""
-    if calls(graph, "sin"):
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return graph.forward
+def planted_wrong_step(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """An update a hundredth too large."""
+
+    def wrong(*args: Any) -> Any:
+        before = [value.detach().clone() if isinstance(value, Tensor) else None for value in args]
+        results = graph.forward(*args)
+        with torch.no_grad():
+            for value, old in zip(args, before, strict=True):
+                if old is not None:
+                    value.add_(0.01 * (value - old))
+        return results
+
+    return wrong

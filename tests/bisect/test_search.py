@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scripts.bisect.search import Node, Outcome, Report, Search, Site, Trial
+from scripts.bisect.search import Node, Outcome, Report, Search, Site
 
 
 def node(path: str, *children: Node, kind: str | None = None, called: bool = True) -> Node:
@@ -16,18 +16,18 @@ def node(path: str, *children: Node, kind: str | None = None, called: bool = Tru
 class Tries:
     """A bench of names."""
 
-    def __init__(self, regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> None:
-        self.site, self._shows = Site(regions=list(regions), strategy="whole"), shows
+    def __init__(self, regions: Sequence[Node], differs: Callable[[set[str]], bool]) -> None:
+        self.site, self._differs = Site(regions=list(regions), strategy="whole"), differs
         self.tried: list[frozenset[str]] = []
 
-    def trial(self, trial: Trial) -> Outcome:
-        self.tried.append(frozenset(trial.paths))
-        return Outcome(shows=self._shows(set(trial.paths)), reason="planted" if self._shows(set(trial.paths)) else None)
+    def trial(self, paths: Sequence[str]) -> Outcome:
+        self.tried.append(frozenset(paths))
+        return Outcome(differs=self._differs(set(paths)), reason="planted" if self._differs(set(paths)) else None)
 
 
-def search(regions: Sequence[Node], shows: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
-    bench, found = Tries(regions, shows), Report(task="mine", strategies="whole")
-    Search(bench, found).run(["differs"])
+def search(regions: Sequence[Node], differs: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
+    bench, found = Tries(regions, differs), Report(task="mine", strategies="whole")
+    Search(bench, found).run()
     assert len(bench.tried) == len(set(bench.tried)), "no set is tried twice"
     return found, bench.tried
 

@@ -18,7 +18,7 @@ COMMANDS = {
     "report": "runs as one HTML page: verdict, break-even, pictures",
     "verify": "do the published figures hold on this machine?",
     "explain": "what does not compile, with its line and the usual fix",
-    "bisect": "the smallest module or option that makes a compiled run fail, differ or lag",
+    "bisect": "the smallest module whose compiled results are not eager's",
     "doctor": "is this machine all right?",
 }
 PACKAGES = ("bisect", "doctor", "explain")
