@@ -1,13 +1,14 @@
 """Say where the compiler breaks, repeats or leaves out a training step: ``crucible explain compile=whole``.
 
 Takes the trainer's overrides, runs an epoch's shapes through forward, backward and optimizer step, and names each graph
-break and recompile with its line of code and the usual fix. Nothing is trained for keeps, nothing written unasked.
+break and recompile with its line of code and torch's own hints. Nothing is trained for keeps, nothing written unasked.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts.arguments import check_file, composed_training, exit_code, own_caches, parser, positive, seconds
-from scripts.explain import Break, Explanation, Recompile
+from scripts.explain import Explanation, Finding
 from trainer.process import leaving
 from trainer.telemetry.source import Line, shown
 
@@ -32,8 +33,8 @@ examples:
 Breaks and recompiles need no Inductor: off a GPU the default backend is aot_eager, on one the strategies' own.
 Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wrong arguments, 128 + signal interrupted.
 """
-MAX_CHANGES = 4
-"""Changes of one value that the terminal shows; JSON has all."""
+MAX_TEXTS = 4
+"""Failed guards of one line that the terminal shows; JSON has all."""
 BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 
 
@@ -131,26 +132,20 @@ def _lines_at_the_end(explanation: Explanation) -> Iterator[str]:
     yield from (f"not looked at: {each}" for each in explanation.not_looked_at)
 
 
-def _print_problem(title: str, one: Break | Recompile, console: Console) -> None:
-    identifier = f" ({one.identifier})" if isinstance(one, Break) and one.identifier else ""
+def _print_problem(title: str, one: Finding, console: Console) -> None:
     times = "" if one.count == 1 else f", {one.count} times"
-    console.print(f"\n{title}: {markup.escape(one.kind + identifier + times)}")
+    cost = "" if one.seconds is None else f", {one.seconds:.1f} s of compiling"
+    console.print(f"\n{title}{times}{cost}")
     _print_line(one.where, console)
-    if isinstance(one, Break):
-        if one.inside is not None:
-            console.print(f"  which reaches {_place(one.inside)}", markup=False)
-        if one.called_from is not None:
-            console.print("  called from")
-            _print_line(one.called_from, console)
+    if one.inside is not None:
+        console.print(f"  which reaches {_place(one.inside)}", markup=False)
+    if one.called_from is not None:
+        console.print("  called from")
+        _print_line(one.called_from, console)
     if one.region:
         console.print(f"  in region {one.region}", markup=False)
-    if isinstance(one, Break):
-        console.print(f"  why:  {one.reason}", markup=False)
-    else:
-        more = [f"{len(one.changes) - MAX_CHANGES} more"] if len(one.changes) > MAX_CHANGES else []
-        changes = "; ".join([*one.changes[:MAX_CHANGES], *more])
-        console.print(f"  what: {one.what}" + (f": {changes}" if changes else ""), markup=False)
-    console.print(Text.assemble("  ", ("fix:", "green"), "  ", one.fix))
+    more = [f"and {len(one.texts) - MAX_TEXTS} more"] if len(one.texts) > MAX_TEXTS else []
+    console.print(textwrap.indent("\n".join([*one.texts[:MAX_TEXTS], *more]), "  "), markup=False)
 
 
 def _print_line(line: Line | None, console: Console) -> None:

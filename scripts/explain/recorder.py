@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 import torch._dynamo.utils as dynamo_utils
 
-from scripts.explain import Break, Graphs, Recompile, read_break, read_recompile
+from scripts.explain import Finding, Graphs, read_break, read_recompile
 from scripts.steps import copied, kind_of, wrap_training_loader
 from strategies import Program
 from strategies.compose import eager
@@ -63,8 +63,8 @@ class CompilerRecorder:
         """``warming`` (before the first step), ``training`` or ``validating``, set by the owner."""
         self.graphs: dict[str, Graphs] = {}
         """By kind of region."""
-        self.breaks: list[Break] = []
-        self.recompiles: list[Recompile] = []
+        self.breaks: list[Finding] = []
+        self.recompiles: list[Finding] = []
         self.failures: list[str] = []
         self.left_out_of_cuda_graphs: list[str] = []
         """Why, for each graph."""
@@ -115,8 +115,8 @@ class CompilerRecorder:
                     function=where,
                     region=region,
                     phase=self.phase,
+                    seconds=metric.entire_frame_compile_time_s,
                     first_call=first_call,
-                    resumed=bool(source.RESUMED.match(metric.co_name or "")),
                 )
             )
         if backward or (metric.has_guarded_code and metric.graph_op_count):

@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning as L
 
-from scripts.explain import Explanation, merged_breaks, merged_recompiles
+from scripts.explain import Explanation, merged
 from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
 from scripts.steps import ONE_DEVICE, several_devices, training
 from strategies import Modular, Strategy
@@ -184,8 +184,8 @@ def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, 
         backend=", ".join(used),
         device=hardware.device_name(trainer.strategy.root_device),
         versions=hardware.versions(),
-        breaks=merged_breaks(compiler.breaks),
-        recompiles=merged_recompiles(compiler.recompiles),
+        breaks=merged(compiler.breaks),
+        recompiles=merged(compiler.recompiles),
         failures=list(dict.fromkeys([*compiler.failures, *failures, *record.eager_parts.values()])),
         notes=list(record.notes),
     )

@@ -1,4 +1,4 @@
-"""Each planted case is found at its line, with its fix; what torch handles by now is no alarm."""
+"""Each planted case is found at its line, with torch's hint; what torch handles by now is no alarm."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def at(line: Line | None) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says", "fix"),
+    ("kind", "hint"),
     [
-        (planted.Prints, "print", "reorderable_logging_functions"),
-        (planted.Item, "item", "capture_scalar_outputs"),
-        (planted.Branch, "Data-dependent branching", "torch.where"),
-        (planted.Extension, "zlib.crc32", "custom_op"),
-        (planted.Hook, "item", "capture_scalar_outputs"),
+        (planted.Prints, "reorderable_logging_functions"),
+        (planted.Item, "capture_scalar_outputs"),
+        (planted.Branch, "torch.where"),
+        (planted.Extension, "custom_op"),
+        (planted.Hook, "capture_scalar_outputs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_break_is_found_at_its_line_with_its_fix(looked: Look, kind: type[nn.Module], says: str, fix: str) -> None:
+def test_a_break_is_found_at_its_line_with_torchs_hint(looked: Look, kind: type[nn.Module], hint: str) -> None:
     explanation = looked(kind())
     found = [each for each in explanation.breaks if at(each.where) == (FILE, line_of(kind))]
     assert found, [str(each.where) for each in explanation.breaks]
-    one = next(each for each in found if says in f"{each.kind} {each.reason}")
-    assert fix in one.fix
+    (one,) = found
+    assert hint in "".join(one.texts)
     assert one.where is not None
     assert "# planted" in (one.where.code or "")
     assert one.region == kind.__name__
@@ -56,78 +56,63 @@ def test_a_break_is_found_at_its_line_with_its_fix(looked: Look, kind: type[nn.M
         assert explanation.recompiles == [], "a break alone is no recompile"
 
 
-def test_a_number_that_a_break_leaves_behind_is_blamed_on_the_break(looked: Look) -> None:
-    (one,) = looked(planted.Item()).unexpected
-    assert one.kind == "value carried over a break"
-    assert "goes away with the graph break" in one.fix
-    assert at(one.where) == (FILE, line_of(planted.Item))
-
-
 @pytest.mark.parametrize(
-    ("kind", "changed", "what", "changes"),
+    ("kind", "guard"),
     [
-        (planted.EvalInside, "training flag", "dropout", ["True -> ?"]),
-        (planted.ChangingFloat, "number", "self.scale", ["0.5 -> ?"]),
-        (planted.GlobalVariable, "global variable", "FACTOR", ["1.0 -> ?"]),
+        (planted.EvalInside, "dropout"),
+        (planted.ChangingFloat, "self.scale"),
+        (planted.GlobalVariable, "FACTOR"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_value_that_changes_is_found_with_what_it_was(
-    looked: Look, kind: type[nn.Module], changed: str, what: str, changes: list[str]
-) -> None:
+def test_a_value_that_changes_is_found_at_its_line(looked: Look, kind: type[nn.Module], guard: str) -> None:
     explanation = looked(kind())
     assert explanation.breaks == []
     (one,) = explanation.unexpected
-    assert (one.kind, one.changes) == (changed, changes)
-    assert what in one.what
+    assert guard in one.texts[0]
     assert at(one.where) == (FILE, line_of(kind))
-    assert one.fix
+    assert one.seconds is not None
 
 
 def test_a_closure_over_what_changes_is_found_at_the_line_that_reads_it(looked: Look) -> None:
     (one,) = looked(planted.closure()).unexpected
-    assert (one.kind, one.what, one.changes) == ("number", "factor", ["1.0 -> ?"])
+    assert "factor" in one.texts[0]
     lines = Path(FILE).read_text().splitlines()
     assert at(one.where) == (FILE, 1 + next(index for index, line in enumerate(lines) if "# planted closure" in line))
 
 
 def test_a_closure_in_an_attribute_is_found_where_torch_guards_it(looked: Look) -> None:
-    found = looked(planted.ClosureAttribute()).unexpected
-    if TORCH < (
-        2,
-        15,
-    ):  # no guard: compiled code goes on with the first value, which only a comparison with eager shows
-        assert found == []
-    else:
-        assert [(one.what, at(one.where)) for one in found] == [("factor", (FILE, line_of(planted.ClosureAttribute)))]
+    found = [at(one.where) for one in looked(planted.ClosureAttribute()).unexpected]
+    # Before 2.15 no guard: compiled code continues with the first value, which only a comparison with eager shows.
+    assert found == ([] if TORCH < (2, 15) else [(FILE, line_of(planted.ClosureAttribute))])
 
 
 @pytest.mark.parametrize(
-    ("batches", "changed", "changes"),
+    ("batches", "guard"),
     [
-        (like(2, 2, 2, 3), "shape", ["2 -> 3"]),
-        ([*like(2, 2, 2), *(batch.double() for batch in like(2))], "dtype", ["Float -> Double"]),
+        (like(2, 2, 2, 3), "size mismatch at index 0. expected 2, actual 3"),
+        ([*like(2, 2, 2), *(batch.double() for batch in like(2))], "dtype mismatch. expected Float, actual Double"),
     ],
     ids=["shape", "dtype"],
 )
 def test_a_batch_that_differs_is_found_at_the_function_that_takes_it(
-    looked: Look, batches: list[Any], changed: str, changes: list[str]
+    looked: Look, batches: list[Any], guard: str
 ) -> None:
     class AnyType(planted.Planted):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x.to(self.linear.weight.dtype))
 
     (one,) = looked(AnyType(), batches).unexpected
-    assert (one.kind, one.what.split(",")[0], one.changes) == (changed, "tensor x", changes)
+    assert guard in one.texts[0]
     assert at(one.where) == (str(Path(__file__).resolve()), AnyType.forward.__code__.co_firstlineno)
     assert one.where is not None
     assert one.where.function == "forward"
 
 
-def test_keys_that_change_are_found_with_the_number_of_items(looked: Look) -> None:
+def test_keys_that_change_are_found(looked: Look) -> None:
     one_key, two_keys = {"a": like(2)[0]}, {"a": like(2)[0], "b": like(2)[0]}
     (one,) = looked(planted.ChangingKeys(), [one_key, two_keys]).unexpected
-    assert (one.kind, one.what, one.changes) == ("length", "x", ["1 -> ? items"])
+    assert "len(x)" in one.texts[0]
     assert at(one.where)[0] == FILE
 
 

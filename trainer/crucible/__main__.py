@@ -17,7 +17,7 @@ COMMANDS = {
     "compare": "would torch.compile help? Train eager and two strategies on a task; or compare runs that are there",
     "report": "runs as one HTML page: verdict, break-even, pictures",
     "verify": "do the published figures hold on this machine?",
-    "explain": "what does not compile, with its line and the usual fix",
+    "explain": "what does not compile, with its line and torch's own hints",
     "bisect": "the smallest module whose compiled results are not eager's",
     "doctor": "is this machine all right?",
 }

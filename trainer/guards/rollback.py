@@ -216,14 +216,10 @@ def _listed(paths: list[str]) -> str:
 
 
 def _beyond_limit(recompile_reason: str) -> str:
-    """Why code may not be compiled once more, with the guard that failed last and what helps against that one."""
+    """Why code may not be compiled once more, with the guard that failed last."""
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
-    if not recompile_reason:
-        return line
-    from trainer.telemetry.source import FIXES, change_of, guard_of
-
-    kind = change_of(recompile_reason).kind
-    return f"{line}; the guard that failed last: {guard_of(recompile_reason)} ({kind}): {FIXES[kind]}"
+    guard = recompile_reason.strip().partition("\n")[0]
+    return f"{line}; the guard that failed last: {guard}" if guard else line
 
 
 def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:
