@@ -52,12 +52,21 @@ def test_a_terminal_shows_one_table_within_its_width(both: list[WorkloadComparis
                 assert {word for cell in texts for word in cell.split()} <= words
 
 
+def test_the_share_of_the_roofline_has_a_column_where_it_is_known() -> None:
+    records = static()
+    for one in (one for one in records if one.label == "eager"):
+        one.roofline_share = 0.456
+    (found,) = compared(records)
+    assert dict(zip(all_figures(found)["arm"], all_figures(found)["of roofline"], strict=True))["eager"] == "45.6%"
+    assert set(all_figures(found)["of roofline"]) == {"45.6%", ABSENT}
+
+
 def test_single_runs_claim_nothing_in_any_column() -> None:
     """The records of one round of the published figures: 1.85 times as fast, and no repeat to say so."""
     (found,) = compared([one for one in static(rounds=1) if one.start == "cold"])
     columns = decision(found) | all_figures(found)
     assert "95% interval" not in columns
-    assert "pays back after steps" not in columns
+    assert {"pays back after steps", "of roofline"}.isdisjoint(columns)
     for name, texts in columns.items():
         if name.startswith(("speed", "s to")):
             assert all(text.startswith("~") for text in texts[1:])

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.trainer.runs import curve, train
 from trainer.console import summary
-from trainer.telemetry.hardware import datasheet_teraflops, find_peak, matrix_kind, measured_teraflops
+from trainer.telemetry.hardware import (
+    Peak,
+    datasheet_teraflops,
+    find_peak,
+    matrix_kind,
+    measured_gigabytes_per_second,
+    measured_teraflops,
+    optimizer_gigabytes,
+)
 from trainer.telemetry.record import RunRecord
 
 CPU = torch.device("cpu")
@@ -71,7 +82,60 @@ def test_a_measured_peak_is_a_rate_and_draws_none_of_the_runs_random_numbers() -
 
 
 def test_without_a_wish_only_a_gpu_is_measured() -> None:
-    assert find_peak(CPU, "32-true", measure=None).peak_teraflops_measured is None
+    peak = find_peak(CPU, "32-true", measure=None)
+    assert peak.peak_teraflops_measured is peak.peak_gigabytes_per_second_measured is None
+
+
+def test_the_bandwidth_is_that_of_a_copy() -> None:
+    measured = measured_gigabytes_per_second(CPU)
+    assert measured is not None
+    assert 0.1 < measured < 10_000
+    assert measured_gigabytes_per_second(torch.device("meta")) is None
+
+
+def stepped(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer of 1,000 parameters after a step, 500 that are frozen and 500 that get no gradient."""
+    used, frozen, idle = (nn.Parameter(torch.ones(count, dtype=dtype)) for count in (1000, 500, 500))
+    optimizer = kind([used, frozen.requires_grad_(False), idle], lr=0.1, **options)
+    used.grad = torch.ones_like(used)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options", "expected"),
+    [
+        # parameter read and written, gradient read, two states read and written, a counter of 4 bytes likewise
+        (torch.optim.AdamW, torch.float32, {}, 1000 * (8 + 4 + 16) + 8),
+        (torch.optim.AdamW, torch.bfloat16, {}, 1000 * (4 + 2 + 8) + 8),
+        (torch.optim.AdamW, torch.float32, {"amsgrad": True}, 1000 * (8 + 4 + 24) + 8),
+        (torch.optim.SGD, torch.float32, {"momentum": 0.9}, 1000 * (8 + 4 + 8)),
+        (torch.optim.Adafactor, torch.float32, {}, None),
+    ],
+)
+def test_an_optimizer_moves_its_parameters_gradients_and_states_once(
+    kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, options: dict[str, Any], expected: float | None
+) -> None:
+    found = optimizer_gigabytes([stepped(kind, dtype, **options)])
+    assert found == (None if expected is None else expected / 1e9)
+
+
+def test_what_of_its_tensors_an_optimizer_moves_is_not_guessed() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    assert optimizer_gigabytes([torch.optim.SGD(embedding.parameters(), lr=0.1)]) is None
+    assert optimizer_gigabytes([stepped(torch.optim.SGD, torch.float32) for _ in "ab"]) is None
+    assert optimizer_gigabytes([]) is None
+
+
+def test_the_least_time_is_that_of_products_and_then_of_bytes() -> None:
+    known: dict[str, Any] = {"matrix_precision": "bf16", "peak_teraflops_datasheet": None}
+    peak = Peak(**known, peak_teraflops_measured=800.0, peak_gigabytes_per_second_measured=4000.0)
+    # LLaMA-7B: 6.74e9 parameters of 28 bytes
+    assert peak.least_step_seconds(400.0, 188.7) == pytest.approx(0.5 + 0.0472, rel=1e-3)
+    assert peak.least_step_seconds(None, 188.7) is peak.least_step_seconds(400.0, None) is None
+    unmeasured = Peak(**known, peak_teraflops_measured=800.0, peak_gigabytes_per_second_measured=None)
+    assert unmeasured.least_step_seconds(400.0, 188.7) is None
 
 
 def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:
@@ -83,6 +147,13 @@ def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:
     share = record.teraflops_per_second / record.peak_teraflops_measured
     assert record.model_flops_utilization_measured_peak == pytest.approx(share)
     assert record.matrix_precision == "fp32"
+    assert record.least_step_seconds is not None
+    assert record.optimizer_gigabytes is not None
+    assert record.peak_gigabytes_per_second_measured is not None
+    products = share * (record.steady_step_seconds_mean or 0)
+    moved = record.optimizer_gigabytes / record.peak_gigabytes_per_second_measured
+    assert record.least_step_seconds == pytest.approx(products + moved)
+    assert record.roofline_share == pytest.approx(record.least_step_seconds / (record.steady_step_seconds_mean or 0))
     record.teraflops_per_second = 1.0  # a toy's own has no row
     assert "of the measured" in summary(record)["TFLOP/s"]
     assert curve(tmp_path, "usage/model_flops_utilization_measured_peak")

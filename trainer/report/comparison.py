@@ -29,7 +29,8 @@ AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
-OVER_RUNS = ("samples_per_second", "useful_tokens_per_second", "padded_share", "joules_per_sample", "final_loss")
+RATES = ("samples_per_second", "useful_tokens_per_second", "padded_share", "roofline_share", "joules_per_sample")
+OVER_RUNS = (*RATES, "final_loss")
 OF_COLD_STARTS = ("first_step_seconds", "compile_seconds")
 LARGEST = ("peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph_breaks", "recompiles")
 """Figures that a row takes from its records by their names."""
@@ -56,6 +57,7 @@ class Row:
     first_step_seconds: Estimate | None = None
     """Of cold starts, as above; so is the next one."""
     compile_seconds: Estimate | None = None
+    roofline_share: Estimate | None = None
     joules_per_sample: Estimate | None = None
     final_loss: Estimate | None = None
     peak_device_memory_gib: float | None = None

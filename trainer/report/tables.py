@@ -67,6 +67,7 @@ def all_figures(found: WorkloadComparison) -> Columns:
         "samples/s": [_middle(row.samples_per_second) for row in rows],
         "useful tokens/s": [_middle(row.useful_tokens_per_second) for row in rows],
         "padding": [ABSENT if row.padded_share is None else f"{row.padded_share.median:.1%}" for row in rows],
+        "of roofline": [ABSENT if row.roofline_share is None else f"{row.roofline_share.median:.1%}" for row in rows],
         "J/sample": [_middle(row.joules_per_sample) for row in rows],
         "final loss": [ABSENT if row.final_loss is None else f"{row.final_loss.median:.4f}" for row in rows],
         "first step s": [_middle(row.first_step_seconds) for row in rows],

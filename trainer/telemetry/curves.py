@@ -151,15 +151,9 @@ def time_points(seconds: Sequence[float]) -> Points:
 def compiler_points(monitor: CompilerMonitor) -> Points:
     if not monitor.compilations:
         return {}
+    names = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
     figures = monitor.figures()
-    return {
-        "warmup/compile_seconds": figures.compile_seconds,
-        "warmup/graphs": figures.graphs,
-        "warmup/graph_breaks": figures.graph_breaks,
-        "warmup/recompiles": figures.recompiles,
-        "warmup/cache_hits": figures.cache_hits,
-        "warmup/cache_misses": figures.cache_misses,
-    }
+    return {f"warmup/{name}": getattr(figures, name) for name in names}
 
 
 # ---- several processes ------------------------------------------------------------------------------------------

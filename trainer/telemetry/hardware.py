@@ -1,11 +1,13 @@
-"""Hardware: what a run ran on, the memory it took, and how fast the device multiplies matrices.
+"""Hardware: what a run ran on, the memory it took, how fast the device multiplies matrices and moves bytes.
 
 Utilisation means something only beside a named peak. The datasheet's is the same for everyone but is never reached;
-what a large product of matrices reaches on this machine, at its clocks and power limit, is what could be had.
+what a large product of matrices reaches on this machine, at its clocks and power limit, is what could be had. A step
+takes at least its matrix products at that rate, and then the optimizer's bytes at the rate of a large copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import os
@@ -13,8 +15,9 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,8 @@ CUDA_SIZE = 8192
 """Rows and columns of the matrices that are multiplied on a GPU."""
 HOST_SIZES = (128, 256, 512, 1024)
 """The same on a CPU, as long as they are quick: it may emulate a precision a hundred times slower than fp32."""
+COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}
+"""By kind of device, more than its caches hold: on a CPU at least than one core's."""
 WARMUP, WINDOWS, IN_A_WINDOW = 3, 5, 4
 MAX_SECONDS = 0.25
 """Timing takes about this long at most, beside one window."""
@@ -136,22 +141,57 @@ def peak_process_gib() -> float:
     return kilobytes * (1.0 if sys.platform == "darwin" else 1024.0) / GIB
 
 
-# ---- the peak that utilisation is a share of ----------------------------------------------------------------------
+# ---- the peaks that a step is compared with ------------------------------------------------------------------------
+
+MOVE_ALL_ONCE = tuple(getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam"))
+"""Optimizers of which a step moves each of their tensors; others may repeat, or leave some out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Fields of the record about the matrix rates of one device, TFLOP/s; None where unknown or not measured."""
+    """Fields of the record about the rates of one device, TFLOP/s and GB/s; None where unknown or not measured."""
 
     matrix_precision: str | None
     peak_teraflops_datasheet: float | None
     peak_teraflops_measured: float | None
+    peak_gigabytes_per_second_measured: float | None
 
     def utilization(self, teraflops: float | None) -> tuple[float | None, float | None]:
         """Share of each peak, the datasheet's and the measured one, that a run reaches; None where not known."""
         peaks = (self.peak_teraflops_datasheet, self.peak_teraflops_measured)
         datasheet, measured = (teraflops / peak if teraflops and peak else None for peak in peaks)
         return datasheet, measured
+
+    def least_step_seconds(self, teraflop: float | None, optimizer_gigabytes: float | None) -> float | None:
+        """Of a step of so many operations (1e12) and bytes (1e9), one after the other; None where a part is unknown."""
+        flops, bandwidth = self.peak_teraflops_measured, self.peak_gigabytes_per_second_measured
+        if teraflop is None or optimizer_gigabytes is None or not flops or not bandwidth:
+            return None
+        return teraflop / flops + optimizer_gigabytes / bandwidth
+
+
+def optimizer_gigabytes(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """What a step of ``optimizers`` has to move on this device, in 1e9 bytes: parameters and states are read and
+    written, gradients read, each once. None for several optimizers, sparse gradients and kinds that are not known."""
+    # Hugging Face's Trainer holds the optimizer within accelerate's.
+    found = [getattr(one, "optimizer", one) for one in optimizers]
+    if len(found) != 1 or type(optimizer := found[0]) not in MOVE_ALL_ONCE:
+        return None
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    moved = [one for one in parameters if optimizer.state.get(one) or one.grad is not None]  # others had no gradient
+    if not moved or any(one.grad is not None and one.grad.layout != torch.strided for one in moved):
+        return None
+    total = 0
+    for one in moved:
+        states = [each for each in optimizer.state.get(one, {}).values() if torch.is_tensor(each)]
+        states = [each for each in states if each.device == one.device]
+        total += 3 * _local_bytes(one) + 2 * sum(map(_local_bytes, states))
+    return total / 1e9
+
+
+def _local_bytes(tensor: Any) -> int:
+    """On this device; a sharded tensor is on several."""
+    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
 def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> Peak:
@@ -162,6 +202,7 @@ def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> 
         matrix_precision=kind,
         peak_teraflops_datasheet=datasheet_teraflops(device_name(device), kind),
         peak_teraflops_measured=measured_teraflops(device, kind) if wanted else None,
+        peak_gigabytes_per_second_measured=measured_gigabytes_per_second(device) if wanted else None,
     )
 
 
@@ -184,17 +225,30 @@ def datasheet_teraflops(name: str, kind: str | None) -> float | None:
 
 def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
     """Best rate of products of two large random matrices, TFLOP/s; None where there is no memory for them."""
-    if kind is None or device.type not in ("cuda", "cpu"):
+    if kind is None or device.type not in COPIED_BYTES:
         return None
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
     best = 0.0
-    try:
+    with contextlib.suppress(torch.OutOfMemoryError), _only_meanwhile(device) as generator:
         for size in (CUDA_SIZE,) if device.type == "cuda" else HOST_SIZES:
             if not best or 2 * size**3 / best / 1e12 < MAX_SECONDS / 10:
                 best = max(best, _rate(size, device, kind, generator))
-        return best
-    except torch.OutOfMemoryError:
+    return best or None
+
+
+def measured_gigabytes_per_second(device: torch.device) -> float | None:
+    """Best rate of a copy of random bytes, read and written, GB/s; None where there is no memory for it."""
+    if (size := COPIED_BYTES.get(device.type)) is None:
         return None
+    with contextlib.suppress(torch.OutOfMemoryError), _only_meanwhile(device) as generator:
+        return _copy_rate(size, device, generator)
+    return None
+
+
+@contextlib.contextmanager
+def _only_meanwhile(device: torch.device) -> Iterator[torch.Generator]:
+    """A generator, as the run's own random numbers stay as they are; what was allocated is given back afterwards."""
+    try:
+        yield torch.Generator(device).manual_seed(0)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,16 +256,21 @@ def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
 
 @torch.no_grad()
 def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator) -> float:
-    """TFLOP/s of the best of a few products after a warm-up."""
+    """TFLOP/s of a product."""
     # Random: of zeros, a GPU multiplies faster than its power limit allows for numbers.
     dtype = DTYPES.get(kind, torch.float32)
     left, right = (torch.empty(size, size, device=device, dtype=dtype).normal_(generator=generator) for _ in "ab")
-    product = torch.empty_like(left)
+    return 2 * size**3 / _best_seconds(device, partial(torch.mm, left, right, out=torch.empty_like(left))) / 1e12
 
-    def window(count: int) -> float:
-        return seconds_of(device, lambda: torch.mm(left, right, out=product), times=count)
 
-    window(WARMUP)
-    once = window(1)
+def _copy_rate(size: int, device: torch.device, generator: torch.Generator) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_(generator=generator)
+    return 2 * size / _best_seconds(device, partial(torch.empty_like(source).copy_, source)) / 1e9
+
+
+def _best_seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    """Of ``work``: the best of a few windows after a warm-up."""
+    seconds_of(device, work, times=WARMUP)
+    once = seconds_of(device, work)
     windows = min(WINDOWS, int(MAX_SECONDS / (IN_A_WINDOW * once)))
-    return 2 * size**3 / min([once, *(window(IN_A_WINDOW) for _ in range(windows))]) / 1e12
+    return min([once, *(seconds_of(device, work, times=IN_A_WINDOW) for _ in range(windows))])

@@ -301,6 +301,14 @@ class RunRecord:
     """``teraflops_per_second`` over ``peak_teraflops_datasheet``."""
     model_flops_utilization_measured_peak: float | None = None
     """``teraflops_per_second`` over ``peak_teraflops_measured``."""
+    peak_gigabytes_per_second_measured: float | None = None
+    """Of a large copy in this run, its bytes read and written; None when it was not measured."""
+    optimizer_gigabytes: float | None = None
+    """What the optimizer has to move in a step on each device, see ``hardware.optimizer_gigabytes``."""
+    least_step_seconds: float | None = None
+    """Computed from the two measured rates: a mean step's operations, then the optimizer's bytes; padding counts."""
+    roofline_share: float | None = None
+    """``least_step_seconds`` over ``steady_step_seconds_mean``."""
     data_wait_share: float | None = None
     """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
     loop waits for a batch, elsewhere the loop's own waiting."""

@@ -347,6 +347,10 @@ class Telemetry:
         record.joules_per_sample = self._energy.joules_per_sample()
         record.machine = self._machine.facts()
         self.meter.fill(record)
+        record.optimizer_gigabytes = hardware.optimizer_gigabytes(self._loop.optimizers)
+        if (mean := record.steady_step_seconds_mean) and (rate := rates.teraflops_per_second) is not None:
+            record.least_step_seconds = least = peak.least_step_seconds(rate * mean, record.optimizer_gigabytes)
+            record.roofline_share = None if least is None else least / mean
         if self.preflight_seconds is not None:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
         record.preflight_seconds = self.preflight_seconds
