@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -37,16 +38,25 @@ FORKS.set_forkserver_preload(
     [
         "pytest",
         "torch._dynamo.backends.debugging",
+        "torch._dynamo.backends.inductor",
+        "torch._dynamo.repro.after_dynamo",
         "torch._functorch.aot_autograd",
         "torch._inductor.compile_fx",
+        "torch._inductor.compiler_bisector",
+        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
         "torch.distributed.fsdp",
-        "torch.distributed.tensor",
+        "torch.distributed.tensor.experimental",
+        "torch.export._trace",
         "torch.utils.tensorboard",
         "torchmetrics",
+        "s3fs",
         "strategies",
         "trainer.run",
         "trainer.callback",
+        "trainer.guards.audits",
         "tests.processes",
+        "tests.trainer.lightning_modules",
+        "tests.trainer.runs",
     ]
 )
 SECONDS_AFTER_A_FAILURE = 30.0
@@ -146,6 +156,7 @@ def known(folder: Path, rank: int, said: tuple[bool, Any] | None) -> str:
 
 def be_rank(folder: str, environment: dict[str, str], connection: Connection) -> None:
     """Be one rank: call the function, answer, and stay until all have answered, because its end would break others."""
+    gc.freeze()  # each full collection would look through, and copy, half a million objects of the process forked from
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)

@@ -77,11 +77,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "buckets": ("compile.buckets.count=2",),
     "auto": ("compile.auto.remember=false",),
     "cuda_graph": ("compile.cuda_graph.required=false",),
-    "full_stack": (
-        "compile.regional.backend=aot_eager",
-        "compile.optimizer.backend=aot_eager",
-        "compile.buckets.count=2",
-    ),
+    "full_stack": ("compile.buckets.count=2",),
 }
 """Overrides by strategy or composite: what it cannot run without, or is too slow without, in a test."""
 
@@ -130,6 +126,8 @@ def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str
         if kind is not None and "backend" in kind.__dataclass_fields__:
             given.append(f"compile.{name}.backend={backend}")
         given.extend(NEEDS.get(name, ()))
+        if name == "full_stack":
+            given.extend(f"compile.{part}.backend={backend}" for part in ("regional", "optimizer"))
         if name == "modular":
             given.extend(
                 f"+compile.modular.parts.{part}={{how:{how},backend:{backend}}}"
