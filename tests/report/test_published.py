@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.report import published
 from trainer.report.comparison import compare_runs
+from trainer.report.pictures import PICTURES
 from trainer.report.published import RATIO, false_calls, lands, publish, refresh, refreshed, rows_of
 from trainer.report.runs import Run, find
 from trainer.telemetry.machine import MachineFacts
@@ -55,6 +57,14 @@ def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
     assert list(published.stale_pictures()) == [], "python -m scripts.verify --tables draws them anew"
     shown = {match[3] for text in texts.values() for match in published.MARK.finditer(text)}
     assert shown == {file.stem for file in published.RECORDS.glob("*.jsonl")}, "each record belongs to a table"
+
+
+def test_the_first_pages_show_only_pictures_that_are_drawn_from_records() -> None:
+    drawn = {f"{file.stem}-{one.name}.png" for file in published.RECORDS.glob("*.jsonl") for one in PICTURES}
+    for page in (ROOT / "README.md", ROOT / "docs" / "results" / "README.md"):
+        shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        assert {Path(one).name for one in shown} <= drawn
+        assert shown or page.parent != ROOT, "the first page shows one"
 
 
 def test_a_table_that_was_edited_differs_from_its_records(tmp_path: Path) -> None:
