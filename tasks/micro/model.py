@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.layers import Attention, Scores, attend, class_scores, mlp
+from tasks.layers import Attention, Scores, class_scores, mlp
 from tasks.micro.data import VOCABULARY
 
 if TYPE_CHECKING:
     from tasks.micro.task import MicroSize
-
-POOLED = 8
-"""Rows and columns that ``ComplexMixed`` pools its features to."""
 
 
 class ClassTail(nn.Module):
@@ -64,21 +60,6 @@ class SimpleLinear(MicroNet):
         return hidden_BD
 
 
-class LargeLinear(MicroNet):
-    """Three wide linear layers, each with a ReLU, and the head: matrix products that a compiler cannot better."""
-
-    def __init__(self, size: MicroSize, classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(layer for _ in range(3) for layer in (nn.Linear(size.width, size.width), nn.ReLU()))
-        )
-        self.tail = ClassTail(size.width, classes)
-
-    def features(self, x_BD: Tensor) -> Tensor:
-        hidden_BD: Tensor = self.layers(x_BD)
-        return hidden_BD
-
-
 class GraphBreaker(MicroNet):
     """Two linear layers with a print and a branch on data between them: what users write and compilers cannot trace."""
 
@@ -114,30 +95,6 @@ class ConvNet(MicroNet):
     def features(self, x_BCHW: Tensor) -> Tensor:
         pooled_BD: Tensor = self.layers(x_BCHW).mean(dim=(2, 3))
         return pooled_BD
-
-
-class ComplexMixed(MicroNet):
-    """Convolution, batch norm, ReLU and max pooling; single-head self-attention over the flattened positions with a
-    residual; adaptive pooling to 8x8; two linear layers.
-    """
-
-    def __init__(self, size: MicroSize, classes: int) -> None:
-        super().__init__()
-        width = size.width
-        self.convolution = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.output = nn.Linear(width, width)
-        self.hidden = nn.Linear(POOLED**2 * width, 8 * width)
-        self.tail = ClassTail(8 * width, classes)
-
-    def features(self, x_BCHW: Tensor) -> Tensor:
-        x_BDHW = F.max_pool2d(self.norm(self.convolution(x_BCHW)).relu(), 2)
-        x_BSD = x_BDHW.flatten(2).transpose(1, 2)
-        x_BSD = x_BSD + self.output(attend(self.query_key_value(x_BSD), 1))
-        x_BDHW = x_BSD.transpose(1, 2).unflatten(2, x_BDHW.shape[2:])
-        hidden_BD: Tensor = self.hidden(F.adaptive_avg_pool2d(x_BDHW, POOLED).flatten(1)).relu()
-        return hidden_BD
 
 
 class TransformerBlock(nn.Module):
@@ -192,10 +149,8 @@ class RaggedLabeller(MicroNet):
 
 NETWORKS: dict[str, type[MicroNet]] = {
     "simple_linear": SimpleLinear,
-    "large_linear": LargeLinear,
     "convnet": ConvNet,
     "transformer_block": SingleBlock,
-    "complex_mixed": ComplexMixed,
     "graph_breaker": GraphBreaker,
     "ragged": RaggedLabeller,
 }

@@ -53,14 +53,12 @@ class MicroSize:
 
 DEFAULTS: dict[str, MicroSize] = {
     "simple_linear": MicroSize(batch_size=32, width=512),
-    "large_linear": MicroSize(batch_size=64, width=2048),
     "convnet": MicroSize(batch_size=32, width=64, image_size=224),
     "transformer_block": MicroSize(batch_size=32, width=512, positions=128),
-    "complex_mixed": MicroSize(batch_size=32, width=64, image_size=32),
     "graph_breaker": MicroSize(batch_size=32, width=512),
     "ragged": MicroSize(batch_size=32, width=256, positions=512, layers=4),
 }
-"""Each model at its default size. The quoted benchmark gives the first three batches or images and no other number."""
+"""Each model at its default size. The quoted benchmark gives a batch of 32, images of 224x224 and no other number."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,16 +69,14 @@ class Micro(TrainedTask):
     monitor: ClassVar[str | None] = "val/loss"
 
     model: str = "simple_linear"
-    """``simple_linear``, ``large_linear``, ``convnet``, ``transformer_block``, ``complex_mixed``, ``graph_breaker`` or
-    ``ragged``; see docs/tasks/micro.md."""
+    """``simple_linear``, ``convnet``, ``transformer_block``, ``graph_breaker`` or ``ragged``: docs/tasks/micro.md."""
     batch_size: int | None = None
-    """Examples in a batch on each device; None: the model's own, 64 for ``large_linear`` and 32 for the others."""
+    """Examples in a batch on each device; None: 32."""
     width: int | None = None
-    """Features of every layer; of ``convnet`` and ``complex_mixed`` channels of the first convolution. None: the
-    model's own, 512 for ``simple_linear``, ``graph_breaker`` and ``transformer_block``, 2048 for ``large_linear``,
-    256 for ``ragged``, 64 for images."""
+    """Features of every layer; of ``convnet`` channels of the first convolution. None: 512, but 256 for ``ragged`` and
+    64 for ``convnet``."""
     image_size: int | None = None
-    """Rows and columns of an image, pixels. None: 224 for ``convnet``, 32 for ``complex_mixed``."""
+    """Rows and columns of an image of ``convnet``, pixels. None: 224."""
     positions: int | None = None
     """Positions of a sequence, for ``ragged`` of the longest one. None: 128 for ``transformer_block``, 512 for
     ``ragged``, whose median is a quarter of it."""
@@ -114,7 +110,7 @@ class Micro(TrainedTask):
 
     @property
     def title(self) -> str:
-        """``micro ragged``: seven models have little in common."""
+        """``micro ragged``: the models have little in common."""
         return f"{self.name} {self.model}"
 
     @property

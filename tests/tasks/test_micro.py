@@ -11,12 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
-from tasks.micro.model import ComplexMixed, TransformerBlock
-from tasks.micro.task import DEFAULTS, Micro, MicroSize
+from tasks.micro.model import TransformerBlock
+from tasks.micro.task import DEFAULTS, Micro
 
 SMALL: dict[str, dict[str, int]] = {
     "convnet": {"width": 4, "image_size": 16},
-    "complex_mixed": {"width": 4, "image_size": 12},
     "transformer_block": {"width": 64, "positions": 8},
     "ragged": {"width": 16, "positions": 32, "layers": 3},
 }
@@ -95,7 +94,7 @@ def test_validation_is_the_exact_mean_over_targets() -> None:
 
 
 def test_inputs_have_the_precision_of_the_weights() -> None:
-    task = small("complex_mixed")
+    task = small("convnet")
     module, data = task.build_module(max_steps=1), task.build_data(seed=0)
     trainer = L.Trainer(
         accelerator="cpu", precision="64-true", logger=False, enable_progress_bar=False, enable_model_summary=False
@@ -185,21 +184,6 @@ def test_the_block_gives_the_numbers_of_torchs_encoder_layer() -> None:
     torch.testing.assert_close(ours(x_BSD), reference(x_BSD))
 
 
-def test_the_mixed_models_attention_is_torchs_with_one_head() -> None:
-    torch.manual_seed(0)
-    net = ComplexMixed(MicroSize(batch_size=1, width=8), 10).eval()
-    attention = nn.MultiheadAttention(8, 1, batch_first=True)
-    attention.out_proj = net.output
-    attention.in_proj_weight = net.query_key_value.weight
-    attention.in_proj_bias = net.query_key_value.bias
-    images = torch.randn(2, 3, 20, 20)
-    x_BDHW = nn.functional.max_pool2d(net.norm(net.convolution(images)).relu(), 2)
-    x_BSD = x_BDHW.flatten(2).transpose(1, 2)
-    x_BSD = x_BSD + attention(x_BSD, x_BSD, x_BSD)[0]
-    pooled = nn.functional.adaptive_avg_pool2d(x_BSD.transpose(1, 2).reshape(2, 8, 10, 10), 8)
-    torch.testing.assert_close(net(images), net.tail(net.hidden(pooled.flatten(1)).relu(), None))
-
-
 def test_padding_changes_neither_loss_nor_scores() -> None:
     task = small("ragged")
     net, batch = seeded(task).eval(), first_batch(task)
@@ -232,10 +216,9 @@ def test_an_example_depends_on_the_seed_and_its_number_alone(model: str) -> None
 
 
 def test_images_are_channels_last_and_lengths_are_ragged() -> None:
-    for model in ("convnet", "complex_mixed"):
-        task = small(model)
-        assert first_batch(task).inputs.is_contiguous(memory_format=torch.channels_last)
-        assert task.count(first_batch(task)).tokens is None
+    task = small("convnet")
+    assert first_batch(task).inputs.is_contiguous(memory_format=torch.channels_last)
+    assert task.count(first_batch(task)).tokens is None
     task = small("ragged")
     data = task.build_data(seed=0)
     data.setup("fit")
@@ -252,7 +235,7 @@ def test_images_are_channels_last_and_lengths_are_ragged() -> None:
     ("options", "message"),
     [
         ({"model": "convnets"}, r"task\.model='convnets' is not one of .*; near: convnet$"),
-        ({"image_size": 64}, r"task\.image_size=64: task\.model=simple_linear has none \(convnet, complex_mixed do\)"),
+        ({"image_size": 64}, r"task\.image_size=64: task\.model=simple_linear has none \(convnet do\)"),
         ({"model": "transformer_block", "layers": 2}, r"task\.layers=2: task\.model=transformer_block has none"),
         ({"width": 0}, r"task\.width=0 must be at least 1"),
         ({"train_examples": 31}, r"task\.train_examples=31 must be at least task\.batch_size=32"),

@@ -91,12 +91,11 @@ def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(CountingBlocks(), tmp_path, [], max_steps=10)
     module, compile_ = CountingBlocks(), Compile([Regional(backend="aot_eager", fullgraph=fullgraph)], parity=parity)
-    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0.*self\.steps == \d.*make it a tensor"):
+    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0.*self\.steps == \d.*into a tensor"):
         assert fit(module, tmp_path, [compile_], max_steps=10) == pytest.approx(eager, rel=FLOOR)
     assert [layer.steps for layer in module.layers] == [10] * 3, "no call ran twice"
     record = compile_.record
     assert (record.ended_in_eager, list(record.eager_parts)) == (True, ["layers.0", "layers.1", "layers.2"])
-    assert not any("buckets" in reason or "dynamic" in reason for reason in record.eager_parts.values())
     assert any(event.kind == "fallback" and "self.steps" in event.reason for event in record.events)
     assert any("self.steps" in note for note in record.notes)
     assert all(layer._compiled_call_impl is None for layer in module.layers)
@@ -121,7 +120,7 @@ class Growing(Blocks):
         return super().training_step([tensor[:1].repeat(self.global_step + 2, 1) for tensor in batch], batch_idx)
 
 
-def test_where_a_size_was_the_reason_padding_is_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_size_was_the_reason_torchs_guard_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
     eager = fit(Growing(), tmp_path, [])
     compile_ = Compile([Regional(dynamic=False, backend="aot_eager")])

@@ -218,7 +218,7 @@ def _listed(paths: list[str]) -> str:
 def _beyond_limit(recompile_reason: str) -> str:
     """Why code may not be compiled once more, with the guard that failed last."""
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
-    guard = recompile_reason.strip().partition("\n")[0]
+    guard = " ".join(recompile_reason.strip().partition("\n")[0].split())
     return f"{line}; the guard that failed last: {guard}" if guard else line
 
 
