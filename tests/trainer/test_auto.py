@@ -24,8 +24,9 @@ from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
+from tests.trainer.test_auto_ahead import POINTS, Device
 from tests.trainer.test_background import put_helper
-from trainer.auto import candidates, chooser
+from trainer.auto import ahead, candidates, chooser
 from trainer.auto.remembered import program_facts
 from trainer.background import Background
 from trainer.background.wire import Request
@@ -435,6 +436,52 @@ def test_a_run_that_ends_in_the_middle_of_a_trial_keeps_what_was_best(
     assert choice["table"]["regional"]["switched_at_step"] == 3
     assert all(child._compiled_call_impl is None for child in module.modules())
     assert any("the run ended before the choice" in note for note in compile_.record.notes)
+
+
+NO_PAY, SAID = 1_000, "the device never waited for the host in "
+
+
+def chosen(
+    device: Device,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capturing: Callable[..., None],
+    planned: int,
+) -> Any:
+    monkeypatch.setattr(ahead, "mark", device.mark)
+    monkeypatch.setattr("trainer.auto.chooser.AHEAD_STEPS", 2)
+    capturing(eager=0.01, cuda_graph=0.005)
+    compile_ = auto(candidates=["cuda_graph"], planned_steps=planned)
+    losses = fit(Blocks(), folder, [compile_], max_steps=40)
+    assert losses == pytest.approx(fit(Blocks(), folder, [], max_steps=40), rel=1e-4)
+    return compile_
+
+
+def test_a_busy_device_is_captured_only_where_gaps_between_kernels_could_pay(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capturing: Callable[..., None],
+) -> None:
+    compile_ = chosen(Device(), tmp_path, monkeypatch, capturing, NO_PAY)
+    assert tried(compile_) == ["eager"]
+    assert compile_.record.report["auto"]["table"]["eager"]["never_waited_steps"] == 2
+    assert any(note.startswith("auto: eager") and f"{SAID}2 steps" in note for note in compile_.record.notes)
+    compile_ = chosen(Device(), tmp_path, monkeypatch, capturing, 100 * NO_PAY)
+    assert tried(compile_) == ["eager", "cuda_graph"]
+    table = next(note for note in compile_.record.notes if note.startswith("auto tried"))
+    assert f"{SAID}2 steps" in table.splitlines()[1]
+
+
+@pytest.mark.parametrize("device", [Device(*[True] * 1_000), Device(*[False] * POINTS, True)], ids=["idle", "mixed"])
+def test_a_device_that_may_have_waited_is_captured_as_before(
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capturing: Callable[..., None],
+) -> None:
+    compile_ = chosen(device, tmp_path, monkeypatch, capturing, NO_PAY)
+    assert tried(compile_) == ["eager", "cuda_graph"]
+    assert not any(SAID in note for note in compile_.record.notes)
 
 
 # ---- candidates that a helper process compiles -----------------------------------------------------------------------

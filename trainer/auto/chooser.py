@@ -17,9 +17,10 @@ from strategies.compose import ordered
 from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.regions import uncompile
+from trainer.auto.ahead import Ahead
 from trainer.auto.candidates import Candidate, Candidates
 from trainer.auto.remembered import Remembered, directory, program_facts
-from trainer.auto.rule import EAGER, Arm, Choice, Knowledge
+from trainer.auto.rule import EAGER, NEVER_WAITED, Arm, Choice, Knowledge
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
@@ -37,6 +38,9 @@ SETTLE_STEPS = 5
 """First steps of an arm, which are not timed: kernels are loaded, memory is asked for, steps are captured."""
 TIMED_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = 10, 0.5, 50
 """An arm is timed for as many steps, until they took as many seconds or are the most."""
+AHEAD_STEPS, AHEAD_SHARE = 8, 0.875
+"""The device counts as never waiting for the host where it did not in so many timed steps, and such a share of them:
+one of ten may read its loss for a log."""
 MAX_STEPS = 200
 """Steps after which an arm is judged by the steady steps that it had, however few."""
 
@@ -76,13 +80,15 @@ class Chooser:
         self._best = self._on = self._base
         self._candidates = Candidates(auto.background, loop, program, settings, parity, self._known)
         settings.callback(self._candidates.close)
+        self._ahead = Ahead(loop)
+        settings.callback(self._ahead.close)
         self._guards: dict[str, Guards | None] = {EAGER: guards}
         self._eager_parts: dict[str, str] = {}
         self._begun = False
         self._next: Arm | None = None
         self._recalled: str | None = None
         self._memory: Remembered | None = None
-        self._steps: list[tuple[Step, Any]] = []
+        self._steps: list[tuple[Step, Any, bool]] = []
         self._shape: Any = None
         self._check_at = SETTLE_STEPS + TIMED_STEPS
         self._switching_seconds = 0.0
@@ -123,6 +129,8 @@ class Chooser:
                 self._decide()
         elif arm is not None:
             self._try(arm, guard)
+        if len(self._steps) >= SETTLE_STEPS and not self._on.steps_timed and not self._on.captured:
+            self._ahead.begin()
 
     def _begin(self, batch: Any) -> None:
         self._begun = True
@@ -230,6 +238,7 @@ class Chooser:
         """An optimizer step is over: judge what has been timed long enough."""
         if not self._begun:
             return
+        ahead = self._ahead.end()
         rests = self._on is self._best and self._best.steps_timed > 0 and self._next is None  # it trains on meanwhile
         answered = self._candidates.after_step(may_try=rests)
         tried = answered and self._on is self._base
@@ -237,7 +246,7 @@ class Chooser:
             if answered:
                 self._look_for_next()
             return
-        self._steps.append((self._telemetry.last_step, self._shape))
+        self._steps.append((self._telemetry.last_step, self._shape, ahead))
         if len(self._steps) < self._check_at:
             return
         self._check_at = len(self._steps) + TIMED_STEPS
@@ -260,15 +269,15 @@ class Chooser:
         """Fill in what ``arm`` takes; False where more steps have to be timed. The same on all processes."""
         self._telemetry.time_steps()
         steady = [
-            (step, shape)
-            for step, shape in self._steps[SETTLE_STEPS:]
+            (step, shape, ahead)
+            for step, shape, ahead in self._steps[SETTLE_STEPS:]
             if not step.disturbed and not step.profiled and step.after is None
         ]
-        seconds = [step.seconds for step, _ in steady]
+        seconds = [step.seconds for step, *_ in steady]
         enough = len(seconds) >= TIMED_STEPS and sum(seconds) >= TIMED_SECONDS
         enough = enough or len(seconds) >= MAX_TIMED_STEPS or (bool(seconds) and len(self._steps) >= MAX_STEPS)
         by_shape: dict[Any, list[float]] = {}
-        for step, shape in steady:
+        for step, shape, _ in steady:
             by_shape.setdefault(shape, []).append(step.seconds)
         found = None
         if enough:
@@ -279,8 +288,11 @@ class Chooser:
             return False
         arm.step_seconds, arm.by_shape = found
         arm.seconds, arm.steps_timed, arm.remembered = seconds, len(seconds), False
-        settling = sum(max(0.0, step.seconds - arm.step_seconds) for step, _ in self._steps[:SETTLE_STEPS])
-        captures = sum(step.seconds - arm.step_seconds for step, _ in self._steps[SETTLE_STEPS:] if step.compiled)
+        never_waited = sum(ahead for *_, ahead in steady)
+        if self._loop.everywhere(never_waited >= max(AHEAD_STEPS, AHEAD_SHARE * len(steady))):
+            arm.never_waited_steps = never_waited
+        settling = sum(max(0.0, step.seconds - arm.step_seconds) for step, *_ in self._steps[:SETTLE_STEPS])
+        captures = sum(step.seconds - arm.step_seconds for step, *_ in self._steps[SETTLE_STEPS:] if step.compiled)
         spent = self._switching_seconds + settling + max(0.0, captures)
         arm.setup_seconds = 0.0 if arm is self._base else float(self._loop.broadcast(spent))
         return True
@@ -389,5 +401,7 @@ class Chooser:
         nothing = "; the steps to come pay for nothing else" if self.decided else ""
         tried = f"; tried: {'; '.join(parts)}" if parts else nothing
         tried += "" if self.decided else "; the run ended before the choice did"
+        waited = best.never_waited_steps
+        tried += "" if waited is None else f"; {NEVER_WAITED.format(waited)}"
         source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
         return f"auto: {best.name}{since}{took}{setup}{tried}{source}"

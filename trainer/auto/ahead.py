@@ -1,0 +1,60 @@
+"""Ahead: whether the host is ahead of the device all through a step, seen without waiting for either.
+
+A step is cut where the loop calls us anyway. At each point an event is recorded, and the event of the point before is
+asked. If the device has not come to that one, all that lies between the two was launched before it began there: it
+waited for the host at no moment in between. If it has, nothing is known: the queue of a device holds about a thousand
+launches, and a loop that reads its loss empties it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from strategies.loop import Loop
+
+
+def mark(device: torch.device) -> Any:
+    """A point in the device's current stream, whose ``query()`` says whether the device has come to it; None without
+    streams."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class Ahead:
+    """Watches single steps of ``loop``: ``begin`` each of them, then ``end`` it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._within = loop, contextlib.ExitStack()
+        self._last: Any = None
+        self._ahead = False
+
+    def begin(self) -> None:
+        """A step begins. What lies between two watched steps belongs to the second."""
+        self._ahead = self._last is None or not self._last.query()
+        self._last = mark(self._loop.device)
+        if self._last is not None:
+            self._within.enter_context(self._loop.around_training_step(self._point, self._point))
+            if self._loop.scaler is None:  # else looking whether it left the update out would wait for the device
+                self._within.enter_context(self._loop.around_update(self._point, self._point))
+
+    def _point(self, *_: Any) -> None:
+        self._ahead = self._ahead and not self._last.query()
+        self._last = mark(self._loop.device)
+
+    def end(self) -> bool:
+        """The step is over; whether the device waited for the host at no moment of it. False where nothing is known."""
+        self.close()
+        if self._last is None:
+            return False
+        self._point()
+        return self._ahead
+
+    def close(self) -> None:
+        """Leave the loop as it was. May be called twice."""
+        self._within.close()
