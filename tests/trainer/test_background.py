@@ -25,7 +25,7 @@ from tests.trainer.ragged_modules import RAGGED, TextData
 from tests.trainer.ragged_modules import fit as fit_texts
 from trainer import background as engine
 from trainer.background.trial import Trial
-from trainer.background.wire import Call, call_of, dumps
+from trainer.background.wire import Call, call_of, dumps, set_torch_state, torch_state
 from trainer.callback import Compile
 
 REGIONS = ["layers.0", "layers.1", "layers.2"]
@@ -363,11 +363,6 @@ def test_the_helper_ends_with_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="not understood: under Lightning these blocks are compiled anew; without it, and in GPT-2, captioning and "
-    "BERT in small under the trainer's own command, all are found",
-    strict=False,
-)
 def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Inductor and a helper of its own: every graph of the training comes from the cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -377,6 +372,23 @@ def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
     assert facts(callback)["cache_misses"] == 0
     assert facts(callback)["cache_hits"] > 0
+
+
+@pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])
+def test_the_helpers_precision_is_the_trainings_own(precision: str) -> None:
+    """It is part of the caches' keys, where "none" and "ieee" are two although both mean float32."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        if precision != "none":
+            torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
+        state = torch_state()
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = "none"
+        set_torch_state(state)
+        assert matmul.fp32_precision == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = "none"
 
 
 def test_a_call_is_recorded_with_its_autocast() -> None:

@@ -152,6 +152,7 @@ def torch_state() -> dict[str, Any]:
     """Settings of torch that change how code is compiled."""
     return {
         "precision": torch.get_float32_matmul_precision(),
+        "own_precision": torch.backends.cuda.matmul.fp32_precision,
         "dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -164,7 +165,8 @@ def set_torch_state(state: Mapping[str, Any]) -> None:
     """The reverse, in the helper."""
     torch.set_default_dtype(state["dtype"])
     torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["warn_only"])
-    torch.set_float32_matmul_precision(state["precision"])
+    if torch.backends.cuda.matmul.fp32_precision != state["own_precision"]:  # "none" is not "ieee" in the caches' keys
+        torch.set_float32_matmul_precision(state["precision"])
     for path in _SWITCHES:
         group, _, name = path.rpartition(".")
         if operator.attrgetter(path)(torch.backends) != state[path]:
