@@ -36,24 +36,24 @@ class Ahead:
 
     def begin(self) -> None:
         """A step begins. What lies between two watched steps belongs to the second."""
-        self._ahead = self._last is None or not self._last.query()
-        self._last = mark(self._loop.device)
+        self._ahead = True
+        self._point()
         if self._last is not None:
             self._within.enter_context(self._loop.around_training_step(self._point, self._point))
             if self._loop.scaler is None:  # else looking whether it left the update out would wait for the device
                 self._within.enter_context(self._loop.around_update(self._point, self._point))
 
     def _point(self, *_: Any) -> None:
-        self._ahead = self._ahead and not self._last.query()
+        self._ahead = self._ahead and (self._last is None or not self._last.query())
         self._last = mark(self._loop.device)
 
     def end(self) -> bool:
         """The step is over; whether the device waited for the host at no moment of it. False where nothing is known."""
         self.close()
-        if self._last is None:
-            return False
-        self._point()
-        return self._ahead
+        if self._ahead:
+            self._point()
+        ahead, self._ahead = self._ahead and self._last is not None, False
+        return ahead
 
     def close(self) -> None:
         """Leave the loop as it was. May be called twice."""

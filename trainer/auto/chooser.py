@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
@@ -367,7 +368,7 @@ class Chooser:
         choice.gained_seconds = sum(gains) if gains else None
         if len(tried) > 1:
             self._program.notes.append(choice.lines())
-        self._program.report[self._auto.name] = choice.facts()
+        self._program.report[self._auto.name] = asdict(choice)
         self._compare()
         if self._memory is not None and self._base.step_seconds is not None and self._loop.is_first_process:
             not_kept = self._memory.keep(self._known, cache=self._telemetry.compiler.figures().cache)
@@ -386,22 +387,17 @@ class Chooser:
     def _line(self) -> str:
         if self.choice.reason is not None:
             return f"auto: eager; {self.choice.reason}"
-        parts = []
-        for arm in self._known.arms.values():
-            took = "" if arm.step_seconds is None else f"{arm.step_seconds * 1e3:,.1f} ms a step"
-            if (reason := arm.failed or arm.not_ready) is not None:
-                parts.append(f"{arm.name} is out: {reason}")
-            elif arm.switched_at_step is not None and arm.steps_timed and arm is not self._best:
-                setup = f", {arm.setup_seconds:.1f} s to set up" if arm.setup_seconds else ""
-                parts.append(f"{arm.name} {took}{setup}")
-        best = self._best
-        took = "" if best.step_seconds is None else f", {best.step_seconds * 1e3:,.1f} ms a step"
-        since = f" from step {best.switched_at_step + 1:,} on" if best.switched_at_step is not None else ""
-        setup = f", {best.setup_seconds:.1f} s to set up" if best.setup_seconds else ""
-        nothing = "; the steps to come pay for nothing else" if self.decided else ""
-        tried = f"; tried: {'; '.join(parts)}" if parts else nothing
-        tried += "" if self.decided else "; the run ended before the choice did"
-        waited = best.never_waited_steps
-        tried += "" if waited is None else f"; {NEVER_WAITED.format(waited)}"
+        best, setup = self._best, self._best.setup_seconds
+        line = f"auto: {best.name}"
+        line += f" from step {best.switched_at_step + 1:,} on" if best.switched_at_step is not None else ""
+        line += f", {best.step_seconds * 1e3:,.1f} ms a step" if best.step_seconds is not None else ""
+        line += f", {setup:.1f} s to set up" if setup else ""
+        reasons = {arm.name: arm.failed or arm.not_ready for arm in self._known.arms.values()}
+        parts = [line, *(f"{name} is out: {reason}" for name, reason in reasons.items() if reason)]
+        parts.append(
+            "the steps to come pay for nothing else" if self.decided else "the run ended before the choice did"
+        )
+        if best.never_waited_steps is not None:
+            parts.append(NEVER_WAITED.format(best.never_waited_steps))
         source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
-        return f"auto: {best.name}{since}{took}{setup}{tried}{source}"
+        return "; ".join(parts) + source

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from strategies import Strategy
@@ -110,17 +110,14 @@ class Arm:
             until = steps_done if self.stepped_back_at_step is None else self.stepped_back_at_step
             each = 0.0 if before is None or self.step_seconds is None else before - self.step_seconds
             gained = each * (until - self.switched_at_step) - self.setup_seconds
+        own = (
+            *("switched_at_step", "stepped_back_at_step", "helper_seconds", "setup_seconds", "step_seconds"),
+            *("steps_timed", "never_waited_steps", "remembered"),
+        )
         return {
-            "switched_at_step": self.switched_at_step,
-            "stepped_back_at_step": self.stepped_back_at_step,
-            "helper_seconds": self.helper_seconds,
-            "setup_seconds": self.setup_seconds,
+            **{name: getattr(self, name) for name in own},
             "step_seconds_before": before,
-            "step_seconds": self.step_seconds,
-            "steps_timed": self.steps_timed,
-            "never_waited_steps": self.never_waited_steps,
             "gained_seconds": gained,
-            "remembered": self.remembered,
             "failed": self.failed or self.not_ready,
         }
 
@@ -235,10 +232,6 @@ class Choice:
     """Why nothing was tried, if so."""
     table: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By the name of each arm, in the order in which they were tried."""
-
-    def facts(self) -> dict[str, Any]:
-        """For the record."""
-        return asdict(self)
 
     def lines(self) -> str:
         """The table, for a person."""

@@ -136,7 +136,7 @@ class UpdateTakeover:
         except Exception as error:  # anything that a user's object raises when it is pickled
             self.leave(f"it cannot be described to the helper: {one_line(error)}")
             return
-        self._calls[path] = Call(path=path, arguments={}, pickled=described, autocast={}, grad=False)
+        self._calls[path] = Call(path=path, arguments={}, pickled=described, autocast={})
         self._keep(self._calls[path])
 
     def advance(self, ready: set[str], refused: Mapping[str, str], failed: str | None) -> None:

@@ -36,7 +36,6 @@ class Call:
     """The region, its positional and its keyword arguments, see ``dumps``."""
     autocast: dict[str, tuple[bool, torch.dtype]]
     """By type of device."""
-    grad: bool
 
     @property
     def needs_main(self) -> bool:
@@ -76,7 +75,6 @@ def call_of(path: str, module: nn.Module, arguments: dict[str, Any], args: Any, 
         arguments=arguments,
         pickled=dumps((module, args, dict(kwargs))),
         autocast={kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES},
-        grad=torch.is_grad_enabled(),
     )
 
 
