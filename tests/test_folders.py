@@ -54,7 +54,7 @@ def failed(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    RunRecord(task="line", status="failed").save(folder)
+    RunRecord(task="line", status="failed", total_seconds=1.0).save(folder)
 
 
 def unreadable(folder: Path) -> None:

@@ -31,10 +31,11 @@ from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.private import on_start
+from trainer.loops.watch import has_launched
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep import early
 from trainer.sweep.environment import launched
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
 MACHINE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
@@ -120,7 +121,12 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
         trainer = L.Trainer(**shared, **arguments)
         if config.trainer.strategy == "auto" and type(trainer.strategy) is DDPStrategy:  # on several devices
             trainer = L.Trainer(**{**shared, "strategy": _strategy(config, "ddp")}, **arguments)
-        on_start(trainer, early.process_for, early.end)
+
+        def started() -> None:
+            early.end()
+            has_launched(trainer.strategy.launcher, run_dir / FILE_NAME)
+
+        on_start(trainer, early.process_for, started)
         return trainer
     except Exception as error:
         given: dict[str, Any] = {}

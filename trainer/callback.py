@@ -22,6 +22,7 @@ from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import CompiledTraining, Logs
 from trainer.telemetry.files import flat
+from trainer.telemetry.record import FILE_NAME
 
 if TYPE_CHECKING:
     from trainer.loops.processes import EpochEnds
@@ -91,7 +92,9 @@ class Compile(CompiledTraining, L.Callback):
             from trainer.loops.processes import epoch_ends
 
             self._epoch_ends = epoch_ends(trainer)
+        self._keep_record(trainer)
         self.begin(LightningLoop(trainer), logs_of(trainer))
+        self._keep_record(trainer)  # in a script it has a place only now
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -148,7 +151,14 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The training has failed; Lightning calls no teardown then."""
-        self.failed_by = exception if self.watch is None else self.watch.failed(exception)
+        if self.watch is not None:
+            self.failed_by = self.watch.failed(exception)
+        elif trainer.world_size > 1:
+            from trainer.loops.watch import behind
+
+            self.failed_by = behind(exception)
+        else:
+            self.failed_by = exception
         self.fail(self.failed_by)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -173,6 +183,11 @@ class Compile(CompiledTraining, L.Callback):
         self.watch = watch(trainer.global_rank, facts, trainer.strategy.launcher)
         if self.watch is not None:
             self.watch.save = partial(self._save_from_outside, trainer.default_root_dir)
+
+    def _keep_record(self, trainer: L.Trainer) -> None:
+        folder = Path(trainer.default_root_dir) if self._own is None else self._own.directory
+        if self.watch is not None and folder is not None and trainer.is_global_zero:
+            self.watch.keep(folder / FILE_NAME)
 
     def _save_from_outside(self, directory: str, error: RankFailed) -> int:
         """Save the record while the main thread waits for another process, which is gone; returns the exit code."""

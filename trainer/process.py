@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import io
 import logging
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1
+"""<linux/prctl.h>: the signal that a process gets when its parent dies."""
 
 
 class Interrupted(BaseException):
@@ -104,6 +107,13 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def signal_at_end_of_parent(signum: int) -> None:
+    """Ask the kernel (Linux) for ``signum`` when this process's parent dies; 0 for nothing."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:

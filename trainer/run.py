@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import re
+import signal
 import socket
 import time
 import traceback
@@ -28,15 +29,16 @@ from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resuming, find_checkpoint, step_of
 from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.sentinel import Record, Sentinel
 from trainer.loops.training import note_machine
-from trainer.loops.watch import RankFailed
-from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
+from trainer.loops.watch import RankFailed, name_of, until_watched
+from trainer.process import Interrupted, StopRequest, process_settings, signal_at_end_of_parent, undisturbed
 from trainer.script import conclude
 from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
 from trainer.sweep.folders import claim, release
 from trainer.telemetry import hardware
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import FILE_NAME, RunRecord
 
 OTHERS_LOG = "error.rank*.log"
 """Tracebacks of the other processes, after the name of their host."""
@@ -79,6 +81,13 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     replaced = (
         claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if is_first_process() else None
     )
+    keeper = None
+    several = launch is not None or config.trainer.devices not in (None, 1)
+    if launch is None and not is_first_process():
+        signal_at_end_of_parent(signal.SIGKILL)
+        until_watched.append(functools.partial(signal_at_end_of_parent, 0))
+    elif several:
+        keeper = _keeper(run_dir / FILE_NAME)
     refused = False
     ended: SystemExit | None = None
     try:
@@ -90,6 +99,9 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     except Interrupted as interrupted:
         stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
+        with contextlib.suppress(ValueError):  # torchrun stops all where one has died, which its sentinel has written
+            if launch is not None and (said := RunRecord.load(run_dir)).status == "failed":
+                record.status, record.reason = said.status, f"{said.reason}; this process ends with it"
     except Exception as error:
         cause = job.cause(error)
         stopped = job.stopping or getattr(cause, "signum", None)
@@ -122,6 +134,8 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
                 close_pages=job.close_pages,
                 instead=replaced if refused else None,
             )
+            if keeper is not None:
+                keeper.end()
     console.quiet = not job.leads
     print_end(console, record, run_dir if kept else None)
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
@@ -130,6 +144,20 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
     if ended is not None:
         raise ended
     return record
+
+
+def _keeper(file: Path) -> Sentinel | None:
+    """What writes into the record in ``file`` that this process was killed; of those after the first one, while nobody
+    watches over them."""
+    rank = int(getattr(rank_zero_only, "rank", 0) or 0)
+    try:
+        sentinel = Sentinel(rank, {rank: name_of(rank)}, {})
+    except OSError:  # a full process table
+        return None
+    sentinel.send(f"={file.absolute()}")
+    if rank:
+        until_watched.append(sentinel.end)
+    return sentinel
 
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
@@ -148,7 +176,9 @@ def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch
     if not is_first_process():
         if isinstance(cause, RankFailed):
             return
-        log = OTHERS_LOG.replace("*", str(rank_zero_only.rank))  # type: ignore[attr-defined]
+        rank = rank_zero_only.rank  # type: ignore[attr-defined]
+        log = OTHERS_LOG.replace("*", str(rank))
+        Record(str(run_dir / FILE_NAME)).end(f"rank {name_of(rank)}: {one_line(cause)}")  # if nobody is there to hear
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))

@@ -122,7 +122,7 @@ def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, ea
 
 def on_start(trainer: L.Trainer, start: Callable[..., Any], done: Callable[[], None]) -> None:
     """Let ``start`` stand in for ``subprocess.Popen`` where Lightning runs the command again for each device, and call
-    ``done`` afterwards; at once where this Trainer does no such thing.
+    ``done`` once it watches over these processes; at once where this Trainer does no such thing.
 
     https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/strategies/launchers/subprocess_script.py
     """
@@ -136,9 +136,16 @@ def on_start(trainer: L.Trainer, start: Callable[..., Any], done: Callable[[], N
     def call_children_scripts() -> None:
         with replaced(module, "subprocess", SimpleNamespace(Popen=start)):
             call()
-        done()
 
-    launcher._call_children_scripts = call_children_scripts
+    def launch(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        def begin(*given: Any, **named: Any) -> Any:
+            done()
+            return function(*given, **named)
+
+        return launch_as_lightning(begin, *arguments, **named)
+
+    launch_as_lightning = launcher.launch
+    launcher._call_children_scripts, launcher.launch = call_children_scripts, launch
 
 
 class LightningMicroBatch:

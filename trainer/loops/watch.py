@@ -31,7 +31,7 @@ from torch import nn
 
 from strategies.errors import one_line, origin_of
 from trainer.loops.processes import host_group
-from trainer.loops.sentinel import Sentinel
+from trainer.loops.sentinel import Record, Sentinel
 
 ROOT = Path(__file__).parents[2]
 CONNECT_SECONDS = 20.0
@@ -102,10 +102,14 @@ class Watch:
         self._still: tuple[Any, float] = (None, time.monotonic())
         self._places: dict[int, str] = {}
         self._say_after = WAITING_SECONDS
-        self._sentinel = Sentinel(names, connections)
+        self._sentinel = Sentinel(rank, names, connections)
         for other, connection in connections.items():
             threading.Thread(target=self._listen, args=(other, connection), name="watch", daemon=True).start()
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
+
+    def keep(self, record: Path) -> None:
+        """Have this file say why, where this process can no longer write it."""
+        self._sentinel.send(f"={record.absolute()}")
 
     def begin(self) -> None:
         """Another training of the same processes begins."""
@@ -182,8 +186,7 @@ class Watch:
             if other in self._children:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = self._children[other].wait(1)
-            how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended without a word"
-            self._found(Fault(other, f"rank {self._names[other]}: {how}", died=True))
+            self._found(Fault(other, f"rank {self._names[other]}: {ending(code)}", died=True))
 
     def _found(self, fault: Fault, heard_from: int | None = None) -> None:
         with self._lock:
@@ -266,7 +269,7 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
         server = socket.create_server(("", 0))
     gathered: list[Any] = [None] * dist.get_world_size()
     port, token = (server.getsockname()[1], secrets.token_hex()) if server else (None, None)
-    name = f"{rank} ({socket.gethostname()}, pid {os.getpid()})"
+    name = name_of(rank)
     dist.all_gather_object(gathered, (name, dict(facts), port, token), group=host_group())
     names = [one[0] for one in gathered]
     for other, (_, theirs, *_) in enumerate(gathered):
@@ -289,7 +292,74 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
     if _current is None:
         os.register_at_fork(after_in_child=_forget)
     _current = dist.group.WORLD, made
+    while until_watched:
+        until_watched.pop()()
     return made
+
+
+until_watched: list[Callable[[], object]] = []
+"""What ends once the processes watch over each other."""
+
+
+def name_of(rank: int, pid: int | None = None) -> str:
+    return f"{rank} ({socket.gethostname()}, pid {pid or os.getpid()})"
+
+
+def ending(code: int | None) -> str:
+    """How a process has ended, in words; None where its exit code is not known."""
+    if code:
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return "ended without a word"
+
+
+class Launched:
+    """Processes that Lightning's ``launcher`` has started, until ``watch`` sees them all: where one dies before, this
+    one ends with it, and ``record`` says so."""
+
+    def __init__(self, launcher: Any, record: Path) -> None:
+        self._children, self._record = _children(launcher), Record(str(record))
+        self.over = threading.Event()
+        until_watched.append(self.over.set)
+        threading.Thread(target=self._look, name="launched", daemon=True).start()
+
+    def fault(self) -> Fault | None:
+        """The first of them that has died. Who trains without ``watch`` may leave with exit code 0 at the end."""
+        for rank, process in self._children.items():
+            if process.poll():
+                name = name_of(rank, process.pid)
+                return Fault(rank, f"rank {name}: {ending(process.returncode)}", died=True)
+        return None
+
+    def _look(self) -> None:
+        while (fault := self.fault()) is None:
+            if self.over.wait(0.5):
+                return
+        if self.over.wait(GRACE_SECONDS):  # in which this process may end by itself, with its own reason
+            return
+        for process in self._children.values():
+            process.kill()
+        self._record.end(str(RankFailed(fault)))
+        print_error(f"failed: {RankFailed(fault)}")
+        os._exit(1)
+
+
+_launched: Launched | None = None
+
+
+def has_launched(launcher: Any, record: Path) -> None:
+    """Lightning's ``launcher`` has started the other processes, if it is one that does."""
+    global _launched
+    if getattr(launcher, "procs", None):
+        _launched = Launched(launcher, record)
+
+
+def behind(error: BaseException) -> BaseException:
+    """``error`` before ``watch``, or the death of another process, where that is what this one has noticed."""
+    if _launched is not None and not _launched.over.is_set() and CONSEQUENCE.search(str(error)):
+        _launched.over.wait(LEARN_SECONDS)
+        if (fault := _launched.fault()) is not None:
+            return RankFailed(fault)
+    return error
 
 
 def _connected(rank: int, server: socket.socket | None, port: int, token: str) -> dict[int, socket.socket]:
@@ -330,7 +400,7 @@ def _forget() -> None:
         for connection in _current[1]._connections.values():
             with contextlib.suppress(OSError):
                 os.close(connection.detach())
-        _current[1]._sentinel.forget()
+        _current[1]._sentinel.close()
 
 
 def lines_of(connection: socket.socket) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.sweep.environment import signal_at_end_of_parent
+from trainer.process import signal_at_end_of_parent
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerConfig
@@ -115,5 +115,4 @@ def waiting() -> Iterator[None]:
     sys.argv[1:] = order["arguments"]
     os.environ.clear()
     os.environ.update(order["environment"])
-    signal_at_end_of_parent(0)  # from now on as a process of Lightning's
     signal.signal(signal.SIGINT, interrupted)

@@ -8,7 +8,6 @@ imported.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import hashlib
@@ -19,13 +18,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.process import signal_at_end_of_parent
 from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import RunRecord
 
@@ -40,8 +39,6 @@ CACHES_DIRECTORY = "caches"
 ROOT = Path(__file__).resolve().parents[2]
 CODE_PACKAGES = ("crucible-train", "torch", "lightning")
 """Packages whose version decides what a cell measures."""
-PR_SET_PDEATHSIG = 1
-"""<linux/prctl.h>: the signal that a process gets when its parent dies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +70,6 @@ def end_with_parent() -> None:
     cell = current()
     if cell is not None and cell.parent == os.getppid():
         signal_at_end_of_parent(signal.SIGTERM)
-
-
-def signal_at_end_of_parent(signum: int) -> None:
-    """Ask the kernel (Linux) for ``signum`` when this process's parent dies; 0 for nothing."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:

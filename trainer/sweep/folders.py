@@ -136,5 +136,6 @@ def _was_refused(folder: Path) -> bool:
     """Whether the record in ``folder`` is of a run that was refused before any work."""
     with contextlib.suppress(ValueError):
         record = RunRecord.load(folder)
-        return record.status == "failed" and not record.steps and not (folder / "error.log").exists()
+        said = record.total_seconds is not None  # else it was killed, after any number of steps
+        return record.status == "failed" and said and not record.steps and not (folder / "error.log").exists()
     return False

@@ -181,8 +181,8 @@ class RunRecord:
     resumed_from: str | None = None
     """Checkpoint that the run continued from."""
     status: str = "running"
-    """``running`` (or killed while it was), ``finished``, ``interrupted`` or ``failed``; in a script also
-    ``not started``."""
+    """``running`` (or, of one process, killed while it was), ``finished``, ``interrupted`` or ``failed``; in a script
+    also ``not started``."""
     reason: str | None = None
     """Why it was interrupted or failed."""
     started: str | None = None
