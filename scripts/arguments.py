@@ -43,7 +43,7 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
 def own_caches(name: str) -> Iterator[None]:
     """Compiler caches that begin empty and are gone afterwards: what comes from a cache is not compiled. Torch, which
     reads where they are when it is imported, is imported inside."""
-    from strategies.toolchain import environment
+    from strategies.options import environment
     from trainer.process import importing
     from trainer.sweep.environment import cache_variables
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from strategies.options import environment
 from strategies.prepare import is_prepared
-from strategies.toolchain import environment
 
 _graphs: Any = torch.cuda.graphs
 _asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tasks.base import Loading
-from tasks.resources import load_or_make
+from tasks.base import Loading, load_or_make
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

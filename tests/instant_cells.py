@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
-from trainer.report.sweep import Cell
 from trainer.sweep import launcher
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.plan import PlannedCell
+from trainer.sweep.processes import Cell
 
 SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
 """Steps per second by label."""

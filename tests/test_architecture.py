@@ -138,7 +138,7 @@ for module in sys.argv[1:]:
         "trainer",
         "trainer.crucible",
         "trainer.telemetry.record",
-        "trainer.report.sweep",
+        "trainer.sweep.sweep",
         "trainer.sweep.environment",
         "trainer.sweep.plan",
         "trainer.report.comparison",

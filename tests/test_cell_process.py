@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.report.sweep import Cell
 from trainer.sweep import processes as cell_process
 from trainer.sweep.plan import Entry, PlannedCell
-from trainer.sweep.processes import CellProcess
+from trainer.sweep.processes import Cell, CellProcess
 from trainer.telemetry.record import RunRecord
 
 CELL = """

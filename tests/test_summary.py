@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.report.sweep import Cell, summarize
+from trainer.sweep.processes import Cell
+from trainer.sweep.sweep import summarize
 from trainer.telemetry.record import RunRecord
 
 

@@ -15,8 +15,8 @@ from tests.instant_cells import InstantCells
 from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
-from trainer.report.sweep import FOLDER, write, write_summary
 from trainer.sweep import launcher
+from trainer.sweep.sweep import FOLDER, write, write_summary
 
 
 def events_in(directory: Path) -> EventAccumulator:
@@ -87,7 +87,7 @@ def test_a_sweep_ends_with_its_summary(command_line: Any, called: Any, monkeypat
 
 def test_it_needs_no_torch(sweep: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from trainer.report.sweep import write_summary; "
+        "import sys; from pathlib import Path; from trainer.sweep.sweep import write_summary; "
         f"assert write_summary(Path({str(sweep)!r})) is None; "
         "sys.exit(sum(name in sys.modules for name in ('torch', 'lightning', 'hydra', 'tensorflow')))"
     )

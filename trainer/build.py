@@ -23,14 +23,13 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tasks.base import Task, suggest
-from tasks.resources import require_memory
+from tasks.base import Task, require_memory, suggest
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
-from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.private import on_start
+from trainer.loops.processes import DDP
 from trainer.loops.watch import has_launched
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep import early

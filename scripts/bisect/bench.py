@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, holds, searched
-from scripts.steps import ONE_DEVICE, copied, kind_of, several_devices, training, wrap_training_loader
+from scripts.explain.recorder import copied, kind_of, wrap_training_loader
+from scripts.explain.run import ONE_DEVICE, several_devices, training
 from strategies import Modular, Program, Stage, Strategy
 from strategies.compose import aside
 from strategies.errors import one_line

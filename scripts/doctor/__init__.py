@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strategies.cached.store import distrust_of
-from strategies.toolchain import SWITCHES, cache_directories, switched_off, unwritable
-from tasks.resources import CGROUPS, free_bytes, words
+from strategies.options import SWITCHES, cache_directories, switched_off, unwritable
+from tasks.base import CGROUPS, free_bytes, words
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 COLOURS = {OK: "32", WARNING: "33", ERROR: "31"}

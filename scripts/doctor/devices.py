@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.doctor import Finding, call, error, ok, warning
-from strategies.toolchain import (
+from strategies.options import (
     cache_directories,
     cpp_compiler,
     cudnn_attention_fails,

@@ -8,21 +8,23 @@ this reads more, at a price that no run should pay.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch._dynamo.utils as dynamo_utils
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
 
 from scripts.explain import Finding, Graphs, read_break, read_recompile
-from scripts.steps import copied, kind_of, wrap_training_loader
 from strategies import Program
 from strategies.compose import eager
 from strategies.regions import RegionCall, region_calls
@@ -305,3 +307,51 @@ class StepRecorder(L.Callback):
                 self.compiler.read(kind, first_call=first)
 
         return recorded
+
+
+# ---- batches, which bisect looks at as well --------------------------------------------------------------------------
+
+
+def wrap_training_loader(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> None:
+    """Have the training loop iterate over what ``wrap`` makes of its loader."""
+    strategy: Any = trainer.strategy
+    process = strategy.process_dataloader
+
+    def process_dataloader(loader: Any) -> Any:
+        processed = process(loader)
+        return wrap(processed) if trainer.state.stage is RunningStage.TRAINING else processed
+
+    strategy.process_dataloader = process_dataloader
+
+
+def copied(batch: Any) -> Any:
+    """A batch that a step may change."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # a class that refuses; then steps get the same object
+        return batch
+
+
+def kind_of(batch: Any) -> str:
+    """Dtypes and shapes of everything in a batch that is a tensor, and the types of the rest, with names."""
+    return ", ".join(_parts("", batch)) or "empty"
+
+
+def _parts(name: str, value: Any) -> Iterator[str]:
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Tensor):
+        shape = " x ".join(map(str, value.shape)) or "scalar"
+        yield f"{name} {str(value.dtype).removeprefix('torch.')} {shape}".strip()
+        return
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(option.name, getattr(value, option.name)) for option in dataclasses.fields(value)]
+    else:
+        if value is not None:
+            yield f"{name} {type(value).__name__}".strip()
+        return
+    for key, item in items:
+        yield from _parts(f"{name}.{key}" if name else str(key), item)

@@ -13,23 +13,28 @@ import dataclasses
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from scripts.explain import Explanation, merged
 from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
-from scripts.steps import ONE_DEVICE, several_devices, training
 from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
 from trainer.auto.rule import refuse_choice
+from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
-from trainer.guards.rollback import throwaway_trainer
+from trainer.guards.rollback import throwaway, throwaway_trainer
+from trainer.process import process_settings
+from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware, source
 
+ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
 VALIDATION_BATCHES = 2
 MAX_STEPS = 1_000_000_000
 
@@ -209,3 +214,51 @@ def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, 
         explanation.batches, explanation.batches_run = chosen.looked_at, chosen.run
         explanation.batch_kinds, explanation.stopped = dict(chosen.kinds.most_common()), chosen.stopped
     return explanation
+
+
+# ---- a training up to its first steps, which bisect looks at as well -------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What ``trainer.fit`` needs, and the callback that applies the strategies."""
+
+    trainer: L.Trainer
+    module: L.LightningModule
+    data: L.LightningDataModule
+    compile_: Compile
+
+
+@contextlib.contextmanager
+def training(
+    config: Config,
+    strategies: Iterable[Strategy],
+    callbacks: Callable[[Compile], list[L.Callback]],
+    *,
+    command: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[Training]:
+    """The training of ``config`` under ``strategies`` on one device, in a folder that goes away, with torch's settings.
+
+    Args:
+        callbacks: Lightning's callbacks, made of the one that applies the strategies, in their order.
+        command: Of the record that is thrown away.
+        options: Further ones of ``TrainerConfig``.
+
+    Raises ValueError for what a run would refuse.
+    """
+    tried = throwaway(config, strategies, **options)
+    with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="steps-") as folder:
+        compile_ = compile_callback(tried, new_record(tried, list(command)))
+        L.seed_everything(config.seed, verbose=False)
+        data = config.task.build_data(seed=config.seed)
+        module = config.task.build_module(max_steps=config.trainer.max_steps)
+        trainer: Any = build_trainer(tried, Path(folder), callbacks(compile_))
+        # Take away what would write: TensorBoard's files and the best checkpoint.
+        trainer.loggers = []
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint)]
+        yield Training(trainer=trainer, module=module, data=data, compile_=compile_)
+
+
+def several_devices(config: Config) -> bool:
+    return config.trainer.devices not in (None, 1) or config.trainer.strategy != "auto"

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from tasks.captioning.data import CaptionBatch
-from tasks.layers import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
 from tasks.loading import PAD
-from tasks.module import ScoredModule
+from tasks.module import Attention, ScoredModule, Scores, TextEmbedding, class_scores, draw_weights, mlp
 
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
+    MIN_EXAMPLE_BYTES,
     BatchCounts,
     Declaration,
     Loading,
@@ -23,10 +24,10 @@ from tasks.base import (
     held_out,
     require_at_least,
     require_fields,
+    require_memory,
     require_multiple,
     require_share,
 )
-from tasks.resources import MIN_EXAMPLE_BYTES, require_memory
 
 if TYPE_CHECKING:
     import lightning

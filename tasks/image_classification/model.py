@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ from torchvision.models import ResNet, VisionTransformer
 from torchvision.ops import StochasticDepth
 
 from tasks.base import suggest
-from tasks.layers import Scores, class_scores
-from tasks.module import ScoredModule
+from tasks.loading import ResumableDataModule
+from tasks.module import ScoredModule, Scores, class_scores
 
 TIMM = "timm/"
 """Begins the names of timm's networks."""
@@ -266,3 +267,40 @@ class ImageClassifier(ScoredModule):
     """Trains a ClassifierNet; validation logs ``val/loss`` (nats an image) and ``val/accuracy``."""
 
     inputs: ClassVar[tuple[str, ...]] = ("images",)
+
+
+# ---- batches of labelled images --------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from tasks.image_classification.task import ImageClassification
+
+
+class ImageBatch(NamedTuple):
+    """What the loader yields and the module takes."""
+
+    images: Tensor
+    """uint8 [B, 3, H, W]: a quarter of the bytes of float32 on their way to the device, where they are normalised."""
+    targets: Tensor
+    """int64 [B]: the class of each image."""
+
+
+def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
+    images, labels = zip(*items, strict=True)
+    return ImageBatch(torch.stack(images), torch.tensor(labels, dtype=torch.long))
+
+
+class LabelledDataModule(ResumableDataModule):
+    """Loads batches of labelled images, in an order that a resumed run continues exactly."""
+
+    def __init__(self, task: ImageClassification, *, seed: int) -> None:
+        super().__init__(task.data, seed=seed)
+        self._task = task
+        self.collate = collate
+
+    def open(self) -> str:
+        data = self._task.data
+        found, outputs = len(data.class_names()), self._task.class_count()
+        if found > outputs:  # on a GPU a label beyond them would end the process without saying why
+            raise ValueError(f"task.classes={outputs} must be at least {found}, the classes of the data")
+        self.train_set, self.val_set = data.sets(seed=self.seed, image_size=self._task.image_size)
+        return data.place()

@@ -174,7 +174,7 @@ class ImageClassification(TrainedTask):
         require_share("task.label_smoothing", self.label_smoothing, below_one=True)
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
-        from tasks.image_classification.data import LabelledDataModule
+        from tasks.image_classification.model import LabelledDataModule
 
         return LabelledDataModule(self, seed=seed)
 

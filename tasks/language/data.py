@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.layers import IGNORED
+from tasks.base import load_or_make
 from tasks.loading import BEGIN, END, PAD, SPECIAL_TOKENS, ResumableDataModule, load_tokenizer, pad_rows
-from tasks.resources import load_or_make
+from tasks.module import IGNORED
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -23,9 +23,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tasks.language.data import TextBatch
-from tasks.layers import Scores, TextEmbedding, attend, class_scores, draw_weights, mlp, right_predictions
 from tasks.loading import PAD
-from tasks.module import ScoredModule, is_large
+from tasks.module import (
+    ScoredModule,
+    Scores,
+    TextEmbedding,
+    attend,
+    class_scores,
+    draw_weights,
+    is_large,
+    mlp,
+    right_predictions,
+)
 
 if TYPE_CHECKING:
     from tasks.base import TrainedTask

@@ -434,8 +434,8 @@ class MaskedLM(TextTask):
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embedding and loss apart."""
-        from tasks.layers import IGNORED
         from tasks.loading import PAD
+        from tasks.module import IGNORED
 
         ragged = self.ragged(("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
         return Declaration(whole=("net",), blocks=("net.blocks",), parts=("net.embed", "net.tail"), ragged=ragged)

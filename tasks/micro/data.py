@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tasks.base import Loading
-from tasks.layers import IGNORED
 from tasks.loading import ResumableDataModule, pad_rows
 from tasks.micro.task import CLASSES
+from tasks.module import IGNORED
 
 if TYPE_CHECKING:
     from tasks.micro.task import Micro

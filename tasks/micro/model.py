@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from tasks.layers import Attention, Scores, class_scores, mlp
 from tasks.micro.data import VOCABULARY
+from tasks.module import Attention, Scores, class_scores, mlp
 
 if TYPE_CHECKING:
     from tasks.micro.task import MicroSize

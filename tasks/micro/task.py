@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
+    MIN_EXAMPLE_BYTES,
     BatchCounts,
     Declaration,
     TrainedTask,
     require_at_least,
     require_fields,
+    require_memory,
     suggest,
 )
-from tasks.resources import MIN_EXAMPLE_BYTES, require_memory
 
 if TYPE_CHECKING:
     import lightning
@@ -154,8 +155,8 @@ class Micro(TrainedTask):
         """The whole network as one part, as hardly anything repeats; of ``ragged`` its blocks, and the tail apart."""
         if self.model != "ragged":
             return Declaration(whole=("net",), parts=("net",))
-        from tasks.layers import IGNORED
         from tasks.loading import PAD
+        from tasks.module import IGNORED
 
         return Declaration(
             whole=("net",),

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scripts.explain.recorder import FIRST_BATCHES, ChosenBatches
-from scripts.steps import kind_of
+from scripts.explain.recorder import FIRST_BATCHES, ChosenBatches, kind_of
 
 
 class Pair(NamedTuple):

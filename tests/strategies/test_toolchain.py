@@ -9,7 +9,7 @@ import torch
 
 from strategies import Regional
 from strategies.compose import check
-from strategies.toolchain import missing_for_inductor, missing_toolchain, unwritable_cache
+from strategies.options import missing_for_inductor, missing_toolchain, unwritable_cache
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from tasks.image_classification.data import LabelledDataModule
+from tasks.image_classification.model import LabelledDataModule
 from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledData, LabelledShapes
 
 Write = Callable[..., Path]

@@ -20,7 +20,7 @@ from tests.trainer.lightning_modules import Blocks
 from tests.trainer.runs import curve, overrides, train
 from trainer.build import build_trainer
 from trainer.config import compose
-from trainer.loops.ddp import DDP
+from trainer.loops.processes import DDP
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 

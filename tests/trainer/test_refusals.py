@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks import resources
+from tasks import base as resources
 from tasks.captioning.task import Shapes
 from tasks.micro.task import Micro
 from trainer.config import compose

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from strategies import Program
-from strategies.toolchain import cache_directories
-from tasks.resources import cache_folder
+from strategies.options import cache_directories
+from tasks.base import cache_folder
 from trainer.auto.rule import HELPER, TAKING_OVER, Knowledge
 from trainer.telemetry.files import finite, written_whole
 

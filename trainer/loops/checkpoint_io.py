@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 
-from tasks.resources import free_bytes, gib
+from tasks.base import free_bytes, gib
 from trainer.loops.processes import host_group
 from trainer.telemetry.files import written_whole
 

@@ -1,4 +1,4 @@
-"""Processes: what those of one training agree on, and how their gradients meet; and the loops of one process.
+"""Processes: what those of one training agree on, and how their gradients meet (``DDP``); and the loops of one.
 
 They agree over gloo, from host to host: no device is waited for, and a broken one is not in the way. DDP and graphs:
 https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -314,3 +315,69 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for one, training in flags:
             one.training = training
+
+
+# ---- Lightning's DDP -------------------------------------------------------------------------------------------------
+
+# Lightning's own (``_setup_model`` in lightning/pytorch/strategies/ddp.py of 2.6.0) makes the process group with its
+# device, as a captured step needs, and always wraps the module on a side stream. Unless the steps run there as well,
+# each parameter's gradient then crosses streams in every backward:
+# https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/autograd/input_buffer.cpp
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Environment variable that a process group reads when it is made."""
+
+
+class DDP(DDPStrategy):
+    """Lightning's ``DDPStrategy`` without its waits: gradients are views of the buckets that are reduced, and a stop by
+    SIGTERM is agreed on beside the device.
+
+    Args:
+        captures: Whether steps are captured in CUDA graphs with their collectives: the module is wrapped on
+            ``stream``, where the steps before a capture have to run, and NCCL's watch leaves the device alone
+            (https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel).
+        gradient_as_bucket_view: As in torch's ``DistributedDataParallel``.
+        options: Those of ``DDPStrategy`` and of ``DistributedDataParallel``, ``find_unused_parameters`` for instance.
+    """
+
+    stream: torch.cuda.Stream | None = None
+    """On which the module was wrapped; None = the current one."""
+
+    def __init__(self, *, captures: bool = False, gradient_as_bucket_view: bool = True, **options: Any) -> None:
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **options)
+        self.captures = captures
+        self._error_handling = os.environ.get(ERROR_HANDLING)
+        self._sigterm: SigtermAgreement | None = None
+
+    def setup_distributed(self) -> None:
+        """Make the process group."""
+        if self.captures:
+            os.environ[ERROR_HANDLING] = "0"
+        super().setup_distributed()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Wrap the module and make the optimizers."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit" and trainer.world_size > 1:
+            self._sigterm = SigtermAgreement(trainer)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if self.captures and self.root_device.type == "cuda":
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # None: stays where it is
+            return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def on_train_end(self) -> None:
+        """The training is over."""
+        super().on_train_end()
+        if self._sigterm is not None:
+            self._sigterm.settle()
+
+    def teardown(self) -> None:
+        """Unwrap the module, and leave the environment as it was."""
+        super().teardown()
+        if self._error_handling is not None:
+            os.environ[ERROR_HANDLING] = self._error_handling
+        elif self.captures:
+            os.environ.pop(ERROR_HANDLING, None)

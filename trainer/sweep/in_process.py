@@ -35,9 +35,9 @@ from torch.utils import _pytree as pytree
 from strategies import CudaGraph, Regional, Strategy, Whole
 from strategies.compose import label, ordered
 from strategies.errors import one_line
+from strategies.options import environment
 from strategies.prepare import Preparation
 from strategies.regions import find_containers
-from strategies.toolchain import environment
 from strategies.torch_patches import compiling_in
 from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer

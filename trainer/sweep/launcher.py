@@ -30,7 +30,6 @@ from rich.console import Console
 
 import __main__
 from trainer.config import strategy_names, task_name, to_config
-from trainer.report.sweep import summarize, write_summary
 from trainer.settings import Peer
 from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.plan import (
@@ -46,7 +45,7 @@ from trainer.sweep.plan import (
     with_arms,
 )
 from trainer.sweep.processes import places, stopping_signals, visible_gpus
-from trainer.sweep.sweep import Sweep
+from trainer.sweep.sweep import Sweep, summarize, write_summary
 from trainer.telemetry.record import RunRecord
 
 PLUGIN_MODULE = "hydra_plugins.crucible"

@@ -1,4 +1,4 @@
-"""Processes of a sweep: run a cell to its end, watch its time, and see to it that it leaves a record."""
+"""Processes of a sweep: run a ``Cell`` to its end, watch its time, and see to it that it leaves a record."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.process import handled, present_handlers
-from trainer.report.sweep import Cell
 from trainer.sweep.environment import CELL_VARIABLE, CellEnvironment, cache_variables
 from trainer.sweep.plan import PlannedCell, quoted
 from trainer.telemetry.record import RunRecord
@@ -24,6 +24,30 @@ REFUSED = 2
 """Exit code of a command that was refused before any work."""
 GRACE_SECONDS = 30.0
 """Time that a cell has to stop by itself when its time is up, before it is killed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cell:
+    """One run of a sweep, ended."""
+
+    overrides: list[str]
+    """What sets this cell apart from the others."""
+    directory: Path
+    exit_code: int
+    """Of its process; negative when a signal killed it."""
+    record: RunRecord
+    """As it left it, or as the sweep wrote it for one that left none."""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: the record's status, or what the exit code means."""
+        if self.exit_code < 0:
+            return f"killed ({signal.Signals(-self.exit_code).name})"
+        if self.exit_code == 2:
+            return "refused"
+        if self.record.status != "running":
+            return self.record.status
+        return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
 
 @contextlib.contextmanager
