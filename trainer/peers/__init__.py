@@ -277,6 +277,8 @@ def accelerate_regional(work: Work) -> Trained:
     trained = AcceleratedLoop(work, optimizer, schedule)
     trained.wrapped, trained.accelerator = model, accelerator
     trained.train_on(loader)
+    if several:  # compiled in place
+        return trained, [work.module.get_submodule(path).forward for path in work.blocks()]
     # Wrappers that torch.compile put around repeated blocks; where none repeat, around the whole.
     containers = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     blocks = [block for container in containers for block in container if "_orig_mod" in block._modules]

@@ -159,7 +159,7 @@ def captured_steps(loop: PeerLoop) -> RunMicroBatch:
             return outputs
         leaves, form = pytree.tree_flatten(micro.batch)
         if loss is None:
-            seen.extend(leaf.clone() for leaf in leaves)
+            seen.extend(leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             optimizer.zero_grad()
             with torch.cuda.graph(graph):
                 loss = micro.forward_backward(pytree.tree_unflatten(seen, form))["loss"]
@@ -167,6 +167,8 @@ def captured_steps(loop: PeerLoop) -> RunMicroBatch:
             micro.uncount()  # what is captured does not run
             assert loss is not None
         for kept, leaf in zip(seen, leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                continue  # counts for the meter, which no step reads
             if kept.shape != leaf.shape:
                 raise ValueError("run.peer=loop_captured takes batches of one shape: task.data.pad_to= pads to one")
             kept.copy_(leaf)
