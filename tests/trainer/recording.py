@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,20 +45,38 @@ class Recorder(TorchDispatchMode):
         if _reads_values(operation, args) or (operation is aten.lift_fresh.default and _copies(args[0])):
             raise RuntimeError(REFUSED)
         results = operation(*args, **(kwargs or {}))
-        self.operations.append((operation, args, kwargs or {}, results))
+        if operation.namespace == "c10d" or not _waits():  # where gloo copies its results; a replay waits, too
+            self.operations.append((operation, args, kwargs or {}, results))
         return results
+
+    @contextlib.contextmanager
+    def sizes(self) -> Iterator[None]:
+        """FSDP2 frees what it has gathered by the size of its memory, which is no operation of a tensor's."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            self.operations.append((resize, (storage, size), {}, None))
+            return resize(storage, size)
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
 
     def replay(self) -> None:
         with torch.no_grad():
             for operation, args, kwargs, results in self.operations:
-                if operation.namespace == "c10d":
-                    operation(*args, **kwargs)[1].wait()  # on a device, the operations that follow wait by themselves
+                if getattr(operation, "namespace", "") == "c10d":
+                    operation(*args, **kwargs)[-1].wait()  # on a device, the operations that follow wait by themselves
                     continue
                 for old, new in zip(
                     pytree.tree_leaves(results), pytree.tree_leaves(operation(*args, **kwargs)), strict=True
                 ):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
+                    if isinstance(old, Tensor) and local(old).data_ptr() != local(new).data_ptr():
+                        local(old).copy_(local(new))
+
+
+def local(tensor: Tensor) -> Any:
+    """This process's part of a sharded one, whose own address is none."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class RecordingEngine:
@@ -77,7 +96,13 @@ class RecordingEngine:
         state = {name: value.clone() for name, value in self._module.state_dict().items()}
         recorder = Recorder()
         try:
-            with as_capturing(), torch.compiler.set_stance("fail_on_recompile"), without_reading(), recorder:
+            with (
+                as_capturing(),
+                torch.compiler.set_stance("fail_on_recompile"),
+                without_reading(),
+                recorder.sizes(),
+                recorder,
+            ):
                 results = call()
         except BaseException:
             # A capture on a device executes nothing, so that one that fails leaves nothing behind.
@@ -106,6 +131,14 @@ def without_reading() -> Iterator[None]:
         for name in ("tolist", "numpy", "cpu"):
             patched.enter_context(mock.patch.object(Tensor, name, refused))
         yield
+
+
+def _waits() -> bool:
+    """Whether a collective is being waited for."""
+    caller: Any = sys._getframe(2)
+    while caller.f_code.co_filename.endswith(("_python_dispatch.py", "eval_frame.py", "_compile.py")):
+        caller = caller.f_back
+    return bool(caller.f_code.co_filename == distributed_c10d.__file__)
 
 
 def _reads_values(operation: Any, args: Any) -> bool:
