@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from scripts.arguments import at_least, exit_code, parser
-from trainer.report import scaling, tables
+from trainer.report import tables
 from trainer.report.comparison import AT_STEPS, WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY
 from trainer.report.runs import LOOSE, SILENT, find
@@ -81,7 +81,7 @@ def compared(options: argparse.Namespace) -> int:
     """Compare runs that are there."""
     runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
-    scaled = scaling.scalings(runs)
+    scaled = tables.scalings(runs)
     if not options.allow_unlike:
         refuse_unlike(comparisons, several_devices=bool(scaled))
     texts = {"markdown": tables.markdown, "json": tables.as_json}

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from trainer.report import page, pictures, scaling
+from trainer.report import page, pictures, tables
 from trainer.report.comparison import AT_STEPS, compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
@@ -39,7 +39,7 @@ def report(options: argparse.Namespace, command: str) -> int:
     """Write the page that ``command`` makes, and the pictures if asked for."""
     runs = find(options.runs, unreadable=lambda reason: print(f"warning: left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=options.steps)
-    text = page.render(comparisons, title=options.title, command=command, scalings=scaling.scalings(runs))
+    text = page.render(comparisons, title=options.title, command=command, scalings=tables.scalings(runs))
     if options.output == "-":
         sys.stdout.write(text)
     else:

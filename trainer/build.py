@@ -31,8 +31,8 @@ from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.private import on_start
 from trainer.loops.processes import DDP
 from trainer.loops.watch import has_launched
+from trainer.process import end_early, process_for
 from trainer.settings import Config, TrainerConfig
-from trainer.sweep import early
 from trainer.sweep.environment import launched
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import BatchCounter
@@ -122,10 +122,10 @@ def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trai
             trainer = L.Trainer(**{**shared, "strategy": _strategy(config, "ddp")}, **arguments)
 
         def started() -> None:
-            early.end()
+            end_early()
             has_launched(trainer.strategy.launcher, run_dir / FILE_NAME)
 
-        on_start(trainer, early.process_for, started)
+        on_start(trainer, process_for, started)
         return trainer
     except Exception as error:
         given: dict[str, Any] = {}

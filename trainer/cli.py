@@ -71,13 +71,13 @@ GROUPS = {
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
-    from trainer.process import keep_streams, uncollected
-    from trainer.sweep import early, environment, plan
+    from trainer.process import EARLY_PIPE, keep_streams, uncollected, waiting_early
+    from trainer.sweep import environment, plan
 
     keep_streams()
-    if early.PIPE in os.environ:
+    if EARLY_PIPE in os.environ:
         claim_packages()
-        with early.waiting(), uncollected():
+        with waiting_early(), uncollected():
             import trainer.run  # noqa: F401
     environment.end_with_parent()
     try:
@@ -235,8 +235,7 @@ def _columns(name: str, width: int, meaning: str) -> str:
 def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
-    from trainer.process import importing
-    from trainer.sweep import early
+    from trainer.process import importing, started_early
     from trainer.sweep.environment import current, launched, starting_caches
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
     from trainer.sweep.launcher import flags
@@ -251,7 +250,7 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     if alone and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
     to_import = "torch" not in sys.modules
-    others = early.started(config.trainer, settings.runtime.cwd) if alone and to_import else contextlib.nullcontext()
+    others = started_early(config.trainer, settings.runtime.cwd) if alone and to_import else contextlib.nullcontext()
     with starting_caches(config.repeat, run_dir), others:
         if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
             print("importing torch and Lightning", file=sys.stderr, flush=True)

@@ -90,9 +90,8 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from strategies import Strategy
-    from strategies.auto import Auto
     from strategies.cuda_graph import CudaGraph
-    from strategies.modules import Regional, Whole
+    from strategies.modules import Auto, Regional, Whole
     from tests.strangers import loader, make
     from trainer.callback import Compile
 

@@ -11,7 +11,7 @@ from scripts import compare
 from scripts.report import main as report
 from tests.report.records import record, save
 from trainer.report.runs import Run
-from trainer.report.scaling import Scaling, scalings
+from trainer.report.tables import Scaling, scalings
 from trainer.telemetry.record import RunRecord
 
 

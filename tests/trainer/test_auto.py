@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from strategies import STRATEGIES, CudaGraph, Program, Regional, Whole
-from strategies.auto import Auto
 from strategies.cached.session import fingerprint_of
 from strategies.cuda_graph.capture import StepGraphs
+from strategies.modules import Auto
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.recording import RecordingEngine
@@ -336,7 +336,7 @@ IN_A_PROCESS_OF_ITS_OWN = """
 import sys
 import time
 from pathlib import Path
-from strategies.auto import Auto
+from strategies.modules import Auto
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile

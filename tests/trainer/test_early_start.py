@@ -14,33 +14,33 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from trainer import process as early
 from trainer.settings import TrainerConfig
-from trainer.sweep import early
 
 CHILD = """
 import os, sys
-from trainer.sweep import early
-if early.PIPE in os.environ:
-    with early.waiting():
+from trainer import process as early
+if early.EARLY_PIPE in os.environ:
+    with early.waiting_early():
         pass
-print(os.getpid(), *sys.argv[1:], os.environ["LOCAL_RANK"], os.environ["LATE"], early.PIPE in os.environ)
+print(os.getpid(), *sys.argv[1:], os.environ["LOCAL_RANK"], os.environ["LATE"], early.EARLY_PIPE in os.environ)
 """
 PARENT = """
 import sys
 from trainer.settings import TrainerConfig
-from trainer.sweep import early
-with early.started(TrainerConfig(devices=2), "."):
+from trainer import process as early
+with early.started_early(TrainerConfig(devices=2), "."):
     print(early._waiting[0].process.pid, flush=True)
     sys.stdin.read()
 """
 COUNTED = """
 import subprocess, sys
-from trainer.sweep import early
+from trainer import process as early
 class Popen(subprocess.Popen):
     def __init__(self, command, **options):
         super().__init__(command, **options)
         if "LOCAL_RANK" in (options.get("env") or {}):
-            print("started", early.PIPE in options["env"], options["env"]["LOCAL_RANK"], flush=True)
+            print("started", early.EARLY_PIPE in options["env"], options["env"]["LOCAL_RANK"], flush=True)
 subprocess.Popen = Popen
 from trainer.cli import main
 try:
@@ -66,7 +66,7 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[st
     monkeypatch.setattr(sys, "argv", [str(file), "first"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     yield [sys.executable, str(file)]
-    early.end()
+    early.end_early()
 
 
 def environment(rank: int = 1) -> dict[str, str]:
@@ -82,7 +82,7 @@ def alive(pid: int) -> bool:
 def test_a_process_becomes_what_is_asked_for_later(
     program: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with early.started(TrainerConfig(devices=3), str(tmp_path)):
+    with early.started_early(TrainerConfig(devices=3), str(tmp_path)):
         waiting = [one.process for one in early._waiting]
         found = early.process_for([*program, "second"], env=environment(2), cwd=str(tmp_path))
         assert found is waiting[1]
@@ -93,7 +93,7 @@ def test_a_process_becomes_what_is_asked_for_later(
 
 @pytest.mark.parametrize("unlike", ["folder", "program", "rank", "dead"])
 def test_what_is_unlike_is_started_anew(unlike: str, program: list[str], tmp_path: Path) -> None:
-    with early.started(TrainerConfig(devices=2), str(tmp_path)):
+    with early.started_early(TrainerConfig(devices=2), str(tmp_path)):
         waiting = early._waiting[0].process
         if unlike == "dead":
             waiting.kill()
@@ -116,7 +116,7 @@ def test_what_is_unlike_is_started_anew(unlike: str, program: list[str], tmp_pat
     ],
 )
 def test_what_may_be_started_otherwise_is_left_to_lightning(changes: dict[str, object], tmp_path: Path) -> None:
-    with early.started(TrainerConfig(**changes), str(tmp_path)):  # type: ignore[arg-type]
+    with early.started_early(TrainerConfig(**changes), str(tmp_path)):  # type: ignore[arg-type]
         assert not early._waiting
 
 
@@ -127,7 +127,7 @@ def test_a_process_ends_with_the_one_that_started_it(program: list[str], tmp_pat
     parent.write_text(PARENT)
     # The child runs the same file, and waits in it.
     parent.write_text(
-        f"import os, time\nif {early.PIPE!r} in os.environ:\n    exec({CHILD!r})\nelse:\n    exec({PARENT!r})"
+        f"import os, time\nif {early.EARLY_PIPE!r} in os.environ:\n    exec({CHILD!r})\nelse:\n    exec({PARENT!r})"
     )
     with subprocess.Popen(
         [sys.executable, str(parent)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

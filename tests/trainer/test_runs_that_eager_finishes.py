@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import STRATEGIES, Checkpointing, Optimizer, Regional, Strategy, Whole
-from strategies.auto import Auto
+from strategies.modules import Auto
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit

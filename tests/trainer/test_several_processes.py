@@ -21,7 +21,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from strategies import STRATEGIES, Optimizer, Regional, Stage, Strategy, regions
-from strategies.auto import Auto
+from strategies.modules import Auto
 from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer import guarded

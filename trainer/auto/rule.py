@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strategies import Strategy
-from strategies.auto import Auto
+from strategies.modules import Auto
 
 EAGER = "eager"
 TAKING_OVER, HELPER = "{} after a helper", "{} in a helper"

@@ -15,12 +15,12 @@ from importlib import resources
 
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, arm_colours, save
-from trainer.report.scaling import Scaling
 from trainer.report.statistics import FASTER
 from trainer.report.tables import (
     ABSENT,
     TEXT_COLUMNS,
     Columns,
+    Scaling,
     all_figures,
     decision,
     footnotes,
