@@ -156,7 +156,7 @@ def known(folder: Path, rank: int, said: tuple[bool, Any] | None) -> str:
 
 def be_rank(folder: str, environment: dict[str, str], connection: Connection) -> None:
     """Be one rank: call the function, answer, and stay until all have answered, because its end would break others."""
-    multiprocessing.set_start_method("fork", force=True)  # for data workers; else each rank starts a server, and imports
+    multiprocessing.set_start_method("fork", force=True)  # for data workers, which would import everything anew
     gc.freeze()  # each full collection would look through, and copy, half a million objects of the process forked from
     os.setpgid(0, 0)
     os.environ.clear()
