@@ -308,6 +308,10 @@ class Loop(Protocol):
         """Inside, each optimizer step of the loop calls ``before`` when its gradients are unscaled and clipped, and
         ``after`` when it is over; True where the gradient scaler left it out."""
 
+    def clip_with(self, clip: Callable[[torch.optim.Optimizer, float], bool]) -> Callable[[], None]:
+        """Ask ``clip`` first, with optimizer and largest norm, wherever the loop itself would clip by norm: True where
+        it has seen to it. Returns what undoes it."""
+
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call ``before`` and ``after`` each fetch of a batch, from the next epoch on; returns what undoes it."""
 

@@ -60,7 +60,7 @@ class Optimizer(CompileOptions):
             raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
 
     def begin(self, program: Program) -> None:
-        from strategies.optimizer.step import fold_clipping, install
+        from strategies.optimizer.step import clip_inside, install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
         if not program.optimizers:
@@ -82,8 +82,8 @@ class Optimizer(CompileOptions):
                     "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
                 )
             install(optimizer, self.update_for(optimizer, program), after_first=partial(self._report, program))
-        if self.clip:
-            fold_clipping(program.module)
+        if self.clip and program.loop is not None:
+            program.kept[self.name] = program.loop.clip_with(clip_inside)
 
     def is_compiled(self, program: Program) -> bool:
         forms = [update.form for update in self._updates(program)]
@@ -124,9 +124,9 @@ class Optimizer(CompileOptions):
         return put_all_back
 
     def end(self, program: Program) -> None:
-        from strategies.optimizer.step import unfold_clipping, uninstall
+        from strategies.optimizer.step import uninstall
 
-        unfold_clipping(program.module)
+        program.kept.pop(self.name, lambda: None)()
         for optimizer in program.optimizers:
             uninstall(optimizer)
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
@@ -22,7 +22,6 @@ from strategies.base import CannotCapture
 
 ATTRIBUTE = "_compiled_update"
 """Attribute of the optimizer that holds the update."""
-LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 class NothingCompiled(RuntimeError):
@@ -141,46 +140,18 @@ def uninstall(optimizer: torch.optim.Optimizer) -> None:
         update.uninstall()
 
 
-# ---- clipping --------------------------------------------------------------------------------------------------------
+def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
+    """Let the next compiled update scale the gradients that it reads, where it can; a loop would write them once more.
 
-
-def fold_clipping(module: nn.Module) -> None:
-    """Let clipping by norm under Lightning happen inside the compiled updates, which scale the gradients they read.
-
-    Lightning would write them once more. It is left to do so where the result would not be the same: a module with
-    gradient clipping of its own, manual optimization, or a precision or sharding plug-in that clips in its own way. The
-    gradients themselves stay unclipped, which only code that looks at them between the step and ``zero_grad`` can see;
-    an optimizer with step hooks is clipped as before.
+    The gradients themselves stay unclipped, which only code that looks at them between the step and ``zero_grad`` can
+    see; an optimizer with step hooks is clipped as before.
     """
-    configure = getattr(type(module), "configure_gradient_clipping", None)
-    plugin: Any = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
-    clip: Any = getattr(plugin, "clip_grad_by_norm", None)
-    if (
-        configure is None
-        or not configure.__module__.startswith(LIGHTNING)
-        or not getattr(module, "automatic_optimization", False)
-        # The base class's: torch's clip_grad_norm_ over the parameters of the optimizer.
-        or getattr(clip, "__qualname__", None) != "Precision.clip_grad_by_norm"
-    ):
-        return
-
-    def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
-        update = installed(optimizer)
-        hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-        if update is not None and update.clips and not hooked:
-            update.max_norm = float(clip_val)
-        else:
-            clip(optimizer, clip_val)
-
-    # An attribute of this one plug-in object: Lightning has no hook that could leave the gradients as they are.
-    plugin.clip_grad_by_norm = clip_grad_by_norm
-
-
-def unfold_clipping(module: nn.Module) -> None:
-    """Let Lightning clip by itself again."""
-    plugin = getattr(getattr(module, "_trainer", None), "precision_plugin", None)
-    if plugin is not None and "clip_grad_by_norm" in vars(plugin):
-        del plugin.clip_grad_by_norm
+    update = installed(optimizer)
+    hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    if update is None or not update.clips or hooked:
+        return False
+    update.max_norm = largest
+    return True
 
 
 # ---- hyperparameters on the device -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -283,6 +284,22 @@ class LightningLoop(Processes):
             automatic.run = original  # type: ignore[method-assign]
 
         return undo
+
+    def clip_with(self, clip: Callable[[torch.optim.Optimizer, float], bool]) -> Callable[[], None]:
+        plugin = self._trainer.precision_plugin
+        theirs = plugin.clip_grad_by_norm
+        # The base class's is torch's clip_grad_norm_ over the optimizer's parameters; other plug-ins clip otherwise.
+        own = type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm
+        if own or self.manual or is_overridden("configure_gradient_clipping", self._module):
+            return lambda: None
+
+        def ours(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+            if not clip(optimizer, float(clip_val)):
+                theirs(optimizer, clip_val)
+
+        # An attribute of this one plug-in object: Lightning has no hook that could leave the gradients as they are.
+        plugin.clip_grad_by_norm = ours  # type: ignore[method-assign]
+        return lambda: vars(plugin).pop("clip_grad_by_norm", None)
 
     def around_micro_batches(self, around: Around) -> Callable[[], None]:
         return self.take_over(run_within(around))
