@@ -77,10 +77,6 @@ class ScoredModule(L.LightningModule):
         """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
         return self.scores(batch)[0]
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits: Tensor = self.net(*(getattr(batch, name) for name in self.inputs))
-        return logits
-
     def on_validation_epoch_start(self) -> None:
         self._sums = None
 

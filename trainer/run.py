@@ -53,7 +53,7 @@ _runs = itertools.count()
 """Of this process: a later one is another run, and no restart."""
 
 
-def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True) -> RunRecord:
+def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     """Train ``config.task`` under ``config.compile``, or as a peer does, and leave record, checkpoints and TensorBoard
     in ``run_dir``.
 
@@ -61,7 +61,6 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
         config: The whole configuration, already checked field by field.
         run_dir: Directory of this run, created when missing.
         command: The overrides that were given, for the line that says how to go on.
-        kept: Whether ``run_dir`` outlives this call; no line leads to a folder that will be gone.
 
     Returns:
         The record, its ``status`` finished, interrupted or failed, as written to ``run_dir``.
@@ -137,7 +136,7 @@ def run(config: Config, *, run_dir: Path, command: list[str], kept: bool = True)
             if keeper is not None:
                 keeper.end()
     console.quiet = not job.leads
-    print_end(console, record, run_dir if kept else None)
+    print_end(console, record, run_dir)
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
             console.print(f"traceback of another process: {shown(log)}", highlight=False, markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ E image width, S text positions, D text width, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +41,17 @@ class CaptionNet(nn.Module):
         self.decoder = TextDecoder(size)
         self.tail = LanguageTail(size.decoder_width, size.vocabulary_size)
 
-    def forward(self, images_BCHW: Tensor, tokens_BS: Tensor, *, score: bool = True) -> Any:
+    def forward(self, images_BCHW: Tensor, tokens_BS: Tensor) -> Scores:
         """Score captions: uint8 images [B, 3, H, W]; int64 tokens [B, S], beginning ... end, then padding.
 
         Returns (mean loss in nats a target, right predictions, targets), 0-D, over targets that are not padding; the
-        last two are None in training mode. ``score=False``: logits [B, S - 1, V] of the next token at each position.
+        last two are None in training mode.
         """
         image_BNE = self.encoder(images_BCHW)
         # Contiguous, so that no compiled region sees strides that depend on the length of the batch's longest caption.
         x_BSD = self.decoder(tokens_BS[:, :-1].contiguous(), image_BNE)
-        return self.tail(x_BSD, tokens_BS[:, 1:].contiguous() if score else None)
+        scores: Scores = self.tail(x_BSD, tokens_BS[:, 1:].contiguous())
+        return scores
 
 
 class PatchEmbedding(nn.Module):
@@ -162,14 +163,12 @@ class LanguageTail(nn.Module):
         self.head = nn.Linear(width, vocabulary_size, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)
 
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor) -> Scores:
         """Return (mean loss in nats, right predictions, targets), 0-D, over targets that are not padding.
 
-        In training mode the last two are None. Without targets, return logits [B, S, V].
+        In training mode the last two are None.
         """
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
-        if targets_BS is None:
-            return logits_BSV
         return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)
 
 
@@ -182,8 +181,3 @@ class Captioner(ScoredModule):
         """Loss in nats a target; the network takes the targets from the tokens."""
         scores: Scores = self.net(batch.images, batch.tokens)
         return scores
-
-    def predict_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
-        """Logits [B, S - 1, V] of the next token at each position of the given captions."""
-        logits: Tensor = self.net(batch.images, batch.tokens, score=False)
-        return logits

@@ -137,6 +137,5 @@ def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_wi
         net(*example(size))[0].backward()
     assert Captioning(size=size).count_flops(rows=4, positions=11, training=True) == counter.get_total_flops()
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        logits = net(*example(size), score=False)
-    assert logits.shape == (4, 11, size.vocabulary_size)
+        net(*example(size))
     assert Captioning(size=size).count_flops(rows=4, positions=11, training=False) == counter.get_total_flops()

@@ -35,7 +35,7 @@ CALLED_IN_VAIN = "called, and nothing in it was compiled"
 class Guards:
     """The guards of one training; the owner calls the methods named after the moments of the loop.
 
-    After ``chances`` optimizer steps it is an error that nothing was compiled. ``chosen`` strategies are what
+    After ``CHANCES`` optimizer steps it is an error that nothing was compiled. ``chosen`` strategies are what
     ``compile=auto`` tries: eager takes over where they fail, and they are timed on the training's own steps. Where
     every region was ``compared`` with eager already, there is no preflight.
     """
@@ -48,13 +48,12 @@ class Guards:
         telemetry: Telemetry,
         record: RunRecord,
         *,
-        chances: int = CHANCES,
         chosen: bool = False,
         compared: bool = False,
     ) -> None:
         self._guarding = dataclasses.replace(guarding, on_compile_error="eager") if chosen else guarding
         self._loop, self._program, self._telemetry, self._record = loop, program, telemetry, record
-        self._chances, self._chosen = chances, chosen
+        self._chosen = chosen
         self._steps = self._waited = 0
         self._begun = self._stepped = self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
@@ -126,11 +125,11 @@ class Guards:
         """A training batch is through. Raises CompiledNothing after the first step, RecompileError after warming."""
         self._eagerly.close()
         stepped = stepped and not self._waits
-        if stepped and self._steps < self._chances and self._record.regions:  # which is the same on all processes
+        if stepped and self._steps < CHANCES and self._record.regions:  # which is the same on all processes
             self._steps += 1
-            if self._steps in (1, self._chances):
+            if self._steps in (1, CHANCES):
                 self._rollback.check()
-                self._verify(last=self._steps == self._chances)
+                self._verify(last=self._steps == CHANCES)
         if stepped and not self._stepped:
             self._stepped = True
             if self._lock is not None:
@@ -189,10 +188,10 @@ class Guards:
             return False
         named = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
         self._waited += 1
-        self._begun = self._waited > self._chances
+        self._begun = self._waited > CHANCES
         self._waits = not self._begun
         if self._begun:
-            reason = f"{named} got no shape in {self._chances} batches"
+            reason = f"{named} got no shape in {CHANCES} batches"
             self._preflight.skip(reason)
             if self._program.regions:
                 self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
