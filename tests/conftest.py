@@ -65,6 +65,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same of what a file's tests have imported: each preflight of the next ones collects twice."""
+    if nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
+
+
 def pytest_sessionfinish() -> None:
     """Let the interpreter clear up at its end as ever."""
     gc.unfreeze()

@@ -3,6 +3,7 @@ with a note. ``HOLDS`` says which, and the README shows the same table."""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -140,13 +141,13 @@ def lightning_strategy(name: str) -> Any:
     return FSDP2()
 
 
-def trained(arm: str, name: str) -> dict[str, Any]:
+def trained(arm: str, strategies: list[Any], name: str) -> dict[str, Any]:
     """What one rank has to say about one arm."""
     from trainer.callback import Compile
 
     torch._dynamo.reset()
     module = new_module()
-    compile_ = Compile(strategies_of(arm), whole=["net"], ragged=RAGGED, verbose=False, save=False)
+    compile_ = Compile(copy.deepcopy(strategies), whole=["net"], ragged=RAGGED, verbose=False, save=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -186,14 +187,14 @@ def trained(arm: str, name: str) -> dict[str, Any]:
     }
 
 
-def under_each(arm: str, folder: Path) -> dict[str, dict[str, Any]]:
+def under_each(arm: str, strategies: list[Any], folder: Path) -> dict[str, dict[str, Any]]:
     """One arm under each strategy of Lightning."""
     from strategies import STRATEGIES, Regional
     from trainer.auto import chooser
 
     os.environ["XDG_CACHE_HOME"] = str(folder / os.environ["RANK"])
     chooser.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="eager")}  # type: ignore[dict-item]
-    return {name: trained(arm, name) for name in DEVICES}
+    return {name: trained(arm, strategies, name) for name in DEVICES}
 
 
 def of_one_process(seen: list[list[tuple[int, list[str]]]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -216,7 +217,7 @@ def of_one_process(seen: list[list[tuple[int, list[str]]]]) -> tuple[list[float]
 def test_a_strategy_trains_as_one_process_on_the_whole_batch(
     arm: str, pair: Pair, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    ranks = pair(under_each, arm, tmp_path, timeout_seconds=280)
+    ranks = pair(under_each, arm, strategies_of(arm), tmp_path, timeout_seconds=280)
     for name, says in zip(DEVICES, HOLDS[arm], strict=True):
         with subtests.test(strategy=name):
             first, second = (rank[name] for rank in ranks)
