@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -100,6 +100,19 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
     thread = threading.Thread(target=run, name="import-inductor", daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def collected_later() -> Iterator[None]:
+    """Inside, Python collects no garbage, of which a full collection takes up to half a second: a step that does much
+    more than train meets one more often than others. What is due comes in a later step."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def is_prepared() -> bool:

@@ -323,8 +323,8 @@ class StepGraphs:
         """What all processes do with a step that may be captured; the last variant of ``shape`` is the one."""
         may, changes, observe = False, None, functools.cache(observe)
         try:
-            if self.agree is not None:  # whoever needs no observation takes part: its forward may wait for others
-                observe()
+            if self.agree is not None and not self._everywhere(variant is not None):
+                observe()  # also where that is needless: its forward may wait for the other processes
             captured = variant is not None and variant.replay is not None
             may = captured or self._may_capture(shape, variant, observe)
         except StateChanges as error:
@@ -351,8 +351,9 @@ class StepGraphs:
                 self.refuse("; ".join(observation.problems[:3]))
             return False
         shape.variants[:] = [*shape.variants[1 - MAX_VARIANTS :], Variant([observation.state])]
-        # A state that changes at every step would otherwise be captured each time.
-        return not changed
+        # Captured in a later step in which it still holds: no step takes both, and a state that changes at every step
+        # is never captured. Once shapes are warmed, a step without a graph might find no memory beside the graphs.
+        return self.warmed and not changed
 
     def _endless_keys(self) -> StateChanges | None:
         if len(self._shapes) <= MAX_KEYS or self.replays:

@@ -27,6 +27,7 @@ from strategies.cuda_graph.state import HostState, Names, Value, entries_of
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer.step import GraphedStep, graphed
+from strategies.prepare import collected_later
 from strategies.torch_patches import as_capturing, settle_shards
 
 MAX_CONSTANTS = 3
@@ -128,7 +129,8 @@ class StepCapture:
         self._called, self._index = False, micro.index
         self._attach_gradients()
         captures, replays = self._graphs.captures, self._graphs.replays
-        outputs, logged, kept = self._graphs.run(
+        run = self._graphs.run if self._graphs.settled else collected_later()(self._graphs.run)
+        outputs, logged, kept = run(
             # A graph stays as it was captured: what loop and optimizer take by value is part of its key.
             (micro.begins, whole, constants, self._loop.constants(), torch.is_grad_enabled()),
             micro.batch,

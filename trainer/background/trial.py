@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.base import Program, Region
 from strategies.errors import one_line
+from strategies.prepare import collected_later
 from strategies.regions import RegionCall, switch_off, switch_on
 from trainer.background import Gate
 from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit, without_autocast
@@ -60,10 +60,9 @@ class Trial:
         """Eager's own call; before it, the trial, at the first one that trains."""
         module = self.program.module.get_submodule(self.region.path)
         if not self.over and module.training and torch.is_grad_enabled():
-            before, collects, began = module._compiled_call_impl, gc.isenabled(), time.perf_counter()
-            gc.disable()  # a full collection amid what tracing makes takes longer than tracing
+            before, began = module._compiled_call_impl, time.perf_counter()
             try:
-                with _apart(module):
+                with collected_later(), _apart(module):
                     self._try(module, args, kwargs)
                 self.passed = self.failed is None
             except Exception as error:  # whatever it is, eager can do it
@@ -71,8 +70,6 @@ class Trial:
             finally:
                 module._compiled_call_impl = before
                 self.seconds = time.perf_counter() - began
-                if collects:
-                    gc.enable()
         return module._call_impl(*args, **kwargs)
 
     def _switch_on(self) -> None:
