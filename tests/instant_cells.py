@@ -30,7 +30,7 @@ class InstantCells:
         self.code = "commit 0000000000"
         monkeypatch.setattr(sweep_module, "code_version", lambda: self.code)
         monkeypatch.setattr(sweep_module, "CellProcess", self._process)
-        monkeypatch.setattr(launcher, "write_summary", lambda sweep_dir: None)  # pictures take seconds
+        monkeypatch.setattr(launcher, "write_speeds", lambda sweep_dir: None)
         # Hydra composes each cell once to see whether it can be; the launcher does so again.
         monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)
 

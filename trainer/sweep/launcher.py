@@ -45,7 +45,7 @@ from trainer.sweep.plan import (
     with_arms,
 )
 from trainer.sweep.processes import places, stopping_signals, visible_gpus
-from trainer.sweep.sweep import Sweep, summarize, write_summary
+from trainer.sweep.sweep import Sweep, summarize, write_speeds
 from trainer.telemetry.record import RunRecord
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
@@ -123,7 +123,7 @@ class IsolatedLauncher(Launcher):
             sweep.run(self._places, signals)
         width = shutil.get_terminal_size().columns
         self._console.print(summarize(sweep.results, planned=len(cells), sweep_dir=directory, width=width))
-        if missing := write_summary(directory):
+        if missing := write_speeds(directory):
             self._console.print(missing)
         if signals:
             self._console.print(f"continue with: {ledger.go_on_with(directory)}")

@@ -1,5 +1,5 @@
 """Sweep: runs what is left of its cells, several at once if need be, and keeps what became of each;
-then compares them, on the terminal and as a run ``summary`` for TensorBoard."""
+then compares them, on the terminal and in TensorBoard's table of runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import time
 from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from trainer.report import tables
-from trainer.report.comparison import WorkloadComparison, compare_runs
+from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run, find
 from trainer.sweep.environment import code_version
 from trainer.sweep.plan import Ledger, PlannedCell, SweepOptions, queues
@@ -185,10 +184,8 @@ def _span(seconds: float) -> str:
 
 # ---- what a sweep leaves at its end ----------------------------------------------------------------------------------
 
-FOLDER = "summary"
-"""Of the run, in the sweep's folder."""
 SUFFIX = ".summary"
-"""Last part of the name of its file, by which the one of an earlier comparison is found."""
+"""Last part of the name of a run's file, by which the one of an earlier comparison is found."""
 
 
 def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: int) -> str:
@@ -207,51 +204,32 @@ def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: in
     return "\n".join([*lines, f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"])
 
 
-def write_summary(sweep_dir: Path) -> str | None:
-    """Compare the runs in ``sweep_dir``, write its ``summary``, and each run's speed to eager into the run's row of the
-    HParams table; returns what the user should know of it.
+def write_speeds(sweep_dir: Path) -> str | None:
+    """Compare the runs in ``sweep_dir`` and write each run's speed to eager into the run's row of TensorBoard's HParams
+    table; returns what the user should know of it.
 
     Nothing is written where no two arms of one workload are there to compare. A sweep does not fail for want of it.
     """
     try:
         compared = compare_runs(find([sweep_dir], unreadable=lambda reason: None))
-        if all(len(found.rows) < 2 for found in compared):
-            return None
-        for row in (row for found in compared if found.baseline_row is not None for row in found.rows):
+        several = [found for found in compared if found.baseline_row is not None and len(found.rows) > 1]
+        for row in (row for found in several for row in found.rows):
             for run in row.cell.finished:
-                speed_to_eager = {"simple_value": 1.0 if row.ratio is None else row.ratio.value}
-                _replace(run.directory, {"tag": "whole_run/speed_to_eager", **speed_to_eager}, run.record.steps or 0)
-        write(compared, sweep_dir / FOLDER)
+                _write_speed(run, 1.0 if row.ratio is None else row.ratio.value)
     except (OSError, ValueError) as error:
-        return f"no summary for TensorBoard: {str(error).splitlines()[0]}"
+        return f"no speed to eager for TensorBoard: {str(error).splitlines()[0]}"
     return None
 
 
-def write(comparisons: Sequence[WorkloadComparison], directory: Path) -> None:
-    """Write verdicts and tables of ``comparisons`` as the run ``directory``, instead of earlier ones. Raises OSError
-    where it cannot be written."""
-    from tensorboard.plugins.text.summary_v2 import text_pb
-
-    verdicts = [f"- **{_plain(found.workload)}**: {_plain(found.verdict)}" for found in comparisons]
-    markdown = "\n".join([*(verdicts if len(verdicts) > 1 else []), "", tables.markdown(comparisons)])
-    value = text_pb("comparison/tables", markdown).value[0]
-    _replace(directory, {"tag": value.tag, "metadata": value.metadata, "tensor": value.tensor}, 0)
-
-
-def _replace(directory: Path, value: dict[str, Any], step: int) -> None:
-    """Write ``value`` instead of what an earlier comparison left in ``directory``."""
+def _write_speed(run: Run, speed: float) -> None:
+    """Write it instead of what an earlier comparison left in the run's folder."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob(f"events.out.tfevents.*{SUFFIX}"):
+    for old in run.directory.glob(f"events.out.tfevents.*{SUFFIX}"):
         old.unlink()
-    writer = EventFileWriter(str(directory), filename_suffix=SUFFIX)
-    writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[Summary.Value(**value)])))
+    writer = EventFileWriter(str(run.directory), filename_suffix=SUFFIX)
+    value = Summary.Value(tag="whole_run/speed_to_eager", simple_value=speed)
+    writer.add_event(Event(step=run.record.steps or 0, wall_time=time.time(), summary=Summary(value=[value])))
     writer.close()
-
-
-def _plain(text: str) -> str:
-    """Text in which no character is Markdown's."""
-    return "".join(f"\\{character}" if character in "\\*_`<[|" else character for character in text)
