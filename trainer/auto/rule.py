@@ -235,11 +235,10 @@ class Choice:
 
     def lines(self) -> str:
         """The table, for a person."""
-        columns = {"setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3, "gained_seconds": 1.0}
-        columns = {"helper_seconds": 1.0, **columns}
-        rows = [
-            ["auto tried", "from step", "to step", "helper s", "set-up s", "ms before", "ms a step", "gained s", ""]
-        ]
+        columns = {"helper_seconds": 1.0, "setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3}
+        columns["gained_seconds"] = 1.0
+        heads = ["helper s", "set-up s", "ms before", "ms a step", "gained s"]
+        rows = [["auto tried", "from step", "to step", *heads, ""]]
         for name, row in self.table.items():
             if (began := row["switched_at_step"]) is not None:
                 ended = row["stepped_back_at_step"]

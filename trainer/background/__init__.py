@@ -56,7 +56,7 @@ class Background:
         self._calls: dict[Key, Call] = {}
         self._before: dict[str, Callable[..., Any] | None] = {}
         self._missing: set[str] = set()
-        self._ready: dict[Key, dict[str, Any]] = {}
+        self._ready: set[Key] = set()
         self.failed: str | None = None
         """Why nothing more will become ready, if so."""
         self.refused: dict[str, str] = {}
@@ -73,14 +73,6 @@ class Background:
         self._unread = b""
         self._sent: set[Key] = set()
         self._began = 0.0
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Of each region that is ready: seconds that the helper took for it, in all its shapes."""
-        seconds: dict[str, float] = {}
-        for (path, _), facts in self._ready.items():
-            seconds[path] = round(seconds.get(path, 0.0) + facts["seconds"], 3)
-        return seconds
 
     def start(self) -> None:
         """Start the helper, which first imports what it needs, and record what the regions are called with next."""
@@ -265,7 +257,7 @@ class Background:
         if not isinstance(message, dict):
             return
         if "ready" in message:
-            self._ready[message["ready"], message.get("number", 0)] = message
+            self._ready.add((message["ready"], message.get("number", 0)))
         elif "refused" in message:
             self.refused[message["refused"]] = message["reason"]
         elif "modules" in message:

@@ -14,7 +14,6 @@ import queue
 import select
 import sys
 import threading
-import time
 from typing import Any, TextIO
 
 WATCH_SECONDS = 1.0
@@ -103,7 +102,6 @@ def _compile(request: Any, parent: TextIO) -> None:
         multiprocessing.spawn.prepare({"init_main_from_path": request.main})
     with compiler_settings(request.settings, eager_embeddings=request.eager_embeddings):
         for call in request.calls:
-            began = time.perf_counter()
             try:
                 _compile_call(call)
             except Exception as error:
@@ -111,7 +109,7 @@ def _compile(request: Any, parent: TextIO) -> None:
             else:
                 if call is request.calls[0]:
                     _report(parent, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
-                _report(parent, ready=call.path, number=call.number, seconds=round(time.perf_counter() - began, 3))
+                _report(parent, ready=call.path, number=call.number)
         for call in request.calls if request.validates else ():
             with contextlib.suppress(Exception):  # then validation compiles it
                 _compile_call(call, trains=False)

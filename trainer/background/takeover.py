@@ -303,7 +303,6 @@ class Takeover:
             "shapes": self._shape_facts() if self.helper.by_shape else None,
             "helper_seconds": self.helper.seconds,
             "helper_failed": self.helper.failed,
-            "helper_region_seconds": self.helper.facts,
             "eager_step_seconds_median": median(eager) if eager else None,
             "longest_eager_step_seconds": max(eager, default=None),
             "longest_switching_step_seconds": max(switching, default=None),
