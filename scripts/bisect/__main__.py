@@ -55,6 +55,7 @@ def bisect(options: argparse.Namespace, before_trials: Callable[[], None]) -> in
     sites: list[Site] = []
     with progress.status("building data and model") as status, own_caches("bisect"):
         from scripts.bisect.bench import Bench, with_config
+        from scripts.explain.recorder import quiet_compiler
 
         def use(bench: Bench) -> None:
             before_trials()
@@ -66,7 +67,8 @@ def bisect(options: argparse.Namespace, before_trials: Callable[[], None]) -> in
                 ended=lambda number, what, outcome: progress.print(trial_line(number, what, outcome)),
             ).run()
 
-        with_config(config, use)
+        with quiet_compiler():  # what fails is in a trial's line
+            with_config(config, use)
     console = Console(highlight=False, soft_wrap=True)
     for line in lines(report):
         console.print(line)
