@@ -21,6 +21,7 @@ from trainer.report.published import (
     PACKAGES,
     RATIO,
     RECORDS,
+    SAME,
     STEP,
     TIME_TOLERANCE,
     TOLERANCES,
@@ -31,6 +32,7 @@ from trainer.report.published import (
     range_text,
     refresh,
     rows_of,
+    same_table,
 )
 from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE, plain_lines
@@ -43,6 +45,7 @@ examples:
   crucible verify h200-gpt2/whole --smoke                    # its arm on a small model, on a CPU: does it work here?
   crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl; tables, pictures anew
   crucible verify --tables                                   # tables and pictures of docs made anew from their records
+  crucible verify --same outputs/sweeps/<time>               # one arm as two: how often is a difference called?
 
 A figure holds where the median of the rounds here is within the published range, or beyond it by at most:
 {TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
@@ -54,6 +57,7 @@ APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
 """Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""
 OWN = ("repeat=", "profile=")
 EXPERIMENT = re.compile(r"^experiment=(\w+)$")
+MAX_FALSE_CALLS = 0.05
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,6 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def work(options: argparse.Namespace) -> int:
     """Raises ValueError for a row or runs that are not there."""
+    if options.same:
+        lines = same_table(find(options.what or ["outputs"]))
+        print("\n".join(lines))
+        shares = [float(share) for line in lines for share in re.findall(r"\(([\d.]+)%\)", line)]
+        return int(any(share > 100 * MAX_FALSE_CALLS for share in shares))
     if options.publish:
         file = options.records / f"{options.publish}.jsonl"
         print(f"{file}: {publish(options.what, file)} records")
@@ -84,7 +93,8 @@ def work(options: argparse.Namespace) -> int:
 
 def published_rows(records: Path) -> dict[str, PublishedRow]:
     """Every row by its name, ``FILE/ARM``. Raises ValueError where there are no records."""
-    if not (files := sorted(records.glob("*.jsonl"))):
+    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith(SAME)]
+    if not files:
         raise ValueError(f"{records} has no records (*.jsonl): they are in a checkout; --records DIR says where else")
     return {f"{file.stem}/{row.arm}": row for file in files for row in rows_of(find([file]))}
 
@@ -205,13 +215,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Command-line options."""
     made = parser("verify", __doc__ or "", MORE)
     add = made.add_argument
-    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish")
+    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish and --same")
     add("--list", action="store_true", help="show the rows, run nothing")
     add("--smoke", action="store_true", help="run does it work here? Compares the loss with eager's")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
     add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
     add("--tables", action="store_true", help="make tables and pictures of the pages anew from their records")
+    add("--same", action="store_true", help="an arm as two: how often does compare call a difference?")
     add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
     return made.parse_args(arguments)
 
