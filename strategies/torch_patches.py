@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from strategies.options import environment
@@ -239,8 +239,7 @@ def settle_shards(module: nn.Module, *, gradients: bool = False) -> None:
         state._comm_ctx.post_forward_order.clear()
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
-        groups: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in filter(None, groups):
+        for group in _groups(state):
             group._training_state = TrainingState.IDLE
             group.finalize_backward()
             group.reshard()
@@ -249,6 +248,57 @@ def settle_shards(module: nn.Module, *, gradients: bool = False) -> None:
                     gathered.grad = None
                 if "unsharded_accumulated_grad" in vars(held):  # torch 2.11
                     held.unsharded_accumulated_grad = None
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    return filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+
+
+class UnreducedGradients:
+    """Gradients of ``module`` that FSDP2 holds whole until the last micro-batch of a step, in the same tensors in every
+    step: a replay brings numbers, and no Python that would know of them.
+
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        groups = [
+            group
+            for state in dict.fromkeys(one._get_fsdp_state() for one in module.modules() if isinstance(one, FSDPModule))
+            for group in _groups(state)
+        ]
+        self._held = [held for group in groups for held in group.fsdp_params if held.sharded_param.requires_grad]
+        self.kept: list[Tensor] = []
+
+    def attach(self, *, empty: bool) -> None:
+        """Between micro-batches: make FSDP2 hold what is kept, or nothing where a step begins."""
+        for place, held in enumerate(self._held):
+            if not hasattr(held, "_unsharded_param"):  # nothing has run yet
+                continue
+            kept = None if empty or not self.kept else self.kept[place]
+            apart = False
+            if "unsharded_accumulated_grad" in vars(held):  # torch 2.11, of another precision than the parameter
+                apart = kept is not None and kept.dtype != held._unsharded_param.dtype
+                held.unsharded_accumulated_grad = kept if apart else None
+            held._unsharded_param.grad = None if apart else kept
+
+    def keep(self) -> bool:
+        """After a backward that has reduced nothing: keep what FSDP2 holds. False where a parameter has none."""
+        now = [
+            vars(held).get("unsharded_accumulated_grad") if (own := held._unsharded_param.grad) is None else own
+            for held in self._held
+        ]
+        if any(one is None for one in now):
+            return False
+        if not self.kept:
+            self.kept = now
+        moved = [(one, new) for one, new in zip(self.kept, now, strict=True) if one.data_ptr() != new.data_ptr()]
+        if moved:
+            torch._foreach_copy_([one for one, _ in moved], [new for _, new in moved])
+        self.attach(empty=False)
+        return True
 
 
 # ---- a cache directory of a run's own --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -199,6 +199,8 @@ class StepGraphs:
         self.verifier: Verifier | None = None
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
+        self.unfit: StateChanges | None = None
+        """Why this process is to capture no more, from the next step on."""
 
     def run(
         self,
@@ -210,6 +212,7 @@ class StepGraphs:
         before_replay: Callable[[], None],
         observe: Callable[[], Observation],
         after_capture: Callable[[], HostState] = HostState,
+        held: Sequence[Tensor] = (),
     ) -> Any:
         """Run ``step`` on ``batch`` and return its results.
 
@@ -222,6 +225,7 @@ class StepGraphs:
             before_replay: The host's part of a replayed step; steps that run without a graph do it themselves.
             observe: Runs the step once for what it reads on the host, and takes everything back.
             after_capture: State that exists once the step has been captured: the optimizer's.
+            held: Tensors that the step changes beside what the verifier puts back.
 
         Raises StateChanges when capture is to be given up, CannotCapture when the step cannot be captured.
         """
@@ -246,13 +250,22 @@ class StepGraphs:
         able = ready and not shape.refused and self.eager_count >= self.warmup_steps
         verifier = None
         plan = Plan.REPLAY if captured else Plan.CAPTURE if able else Plan.EAGER
-        plan = self._agreed(plan, self._endless_keys())
+        plan = self._agreed(plan, self.unfit or self._endless_keys())
         if plan is Plan.CAPTURE and (plan := self._looked_at(shape, variant, observe)) is Plan.CAPTURE:
             variant = shape.variants[-1]
             wants = self.verifier is not None and not captured and self.verifier.wants(shape.name)
             if self.verifier is not None and not self._everywhere(not wants):
                 verifier = self.verifier
-                verifier.reference(lambda: self._engine.eager(lambda: step(batch)), batch)
+                before = [one.clone() for one in held]
+
+                def again() -> Any:
+                    for one, value in zip(held, before, strict=True):
+                        one.copy_(value)
+                    return self._engine.eager(lambda: step(batch))
+
+                verifier.reference(again, batch)
+                for one, value in zip(held, before, strict=True):
+                    one.copy_(value)
             self._capture(shape, variant, step, batch, after_capture)
         if plan is Plan.EAGER and not captured:
             shape.seen += 1

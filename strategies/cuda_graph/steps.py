@@ -28,7 +28,7 @@ from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.prepare import collected_later
-from strategies.torch_patches import as_capturing, settle_shards
+from strategies.torch_patches import UnreducedGradients, as_capturing, settle_shards
 
 MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
@@ -51,6 +51,7 @@ class StepCapture:
         self._loop, self._program, self._graphs = loop, program, graphs
         self._module = loop.module
         self._gradients: dict[Tensor, Tensor | None] | None = None
+        self._unreduced = UnreducedGradients(self._module) if program.sharded and loop.micro_batches > 1 else None
         self._constants: set[Hashable] = set()
         self.sample: Sequence[nn.Parameter] = ()
         """Parameters whose clipped gradients every captured whole step keeps."""
@@ -100,7 +101,10 @@ class StepCapture:
         except CannotCapture as error:
             if self._called:  # nothing was executed: only the loop's counters have moved
                 micro.uncount()
-            settle_shards(self._module, gradients=True)  # a capture may have ended in the middle of a forward
+            # A capture may have ended in the middle of a forward.
+            settle_shards(self._module, gradients=self._called or self._unreduced is None)
+            if self._called and self._unreduced is not None:
+                self._unreduced.attach(empty=micro.begins)
             if isinstance(error, NotYet):
                 return self.run(micro)
             self._graphs.refuse(str(error))
@@ -120,11 +124,17 @@ class StepCapture:
 
         def step(batch: Any) -> tuple[dict[str, Any], list[Any], Kept]:
             self._called = True
+            if self._unreduced is not None:  # each time: what runs for a comparison uses them up
+                self._unreduced.attach(empty=micro.begins)
+                self._module.zero_grad(set_to_none=True)  # shards get theirs from the last micro-batch alone
             capturable = contextlib.nullcontext() if optimizer is None else optimizer.capturable()
             with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place():
                 if whole:
                     return micro.run(batch), logged, self._keep()
-                return micro.forward_backward(batch), logged, Kept(None)
+                results = micro.forward_backward(batch), logged, Kept(None)
+                if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
+                    self._graphs.unfit = StateChanges("not every weight has a gradient in each micro-batch")
+                return results
 
         self._called, self._index = False, micro.index
         self._attach_gradients()
@@ -139,10 +149,13 @@ class StepCapture:
             before_replay=(lambda: None) if optimizer is None else optimizer.count,
             observe=lambda: self._observe(micro),
             after_capture=lambda: optimizer_state(self._loop.optimizers[0]) if whole else HostState(),
+            held=() if self._unreduced is None or micro.begins else self._unreduced.kept,
         )
+        if self._unreduced is not None and self._graphs.unfit is None:
+            self._unreduced.attach(empty=micro.ends)
         if not self._called:
             micro.count(whole=whole)
-        elif not (whole and micro.begins):
+        elif not (whole and micro.begins) and self._unreduced is None:
             if self._gradients is None:  # from now on these tensors hold the gradients, zeroed in place
                 self._gradients = {parameter: parameter.grad for parameter in self._module.parameters()}
         elif self._graphs.captures > captures:
@@ -193,6 +206,8 @@ class StepCapture:
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
+        if self._unreduced is not None:
+            self._stop("under fsdp2 accumulated gradients are captured with the optimizer alone")
 
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)

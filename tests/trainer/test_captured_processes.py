@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Program, Strategy
 from strategies.base import Stage
@@ -41,18 +43,23 @@ class Recorded(Strategy):
 
 
 class Net(L.LightningModule):
-    """Two layers; logs its loss, which batches may weigh by their index."""
+    """Two layers; logs its loss. ``habit``: what makes steps hard to capture."""
 
-    def __init__(self, weight: float = 0.0) -> None:
+    def __init__(self, habit: str = "") -> None:
         super().__init__()
-        self.weight = weight
+        self.habit = habit
+        self.side = nn.Linear(8, 1)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x_BD, target_B1 = batch
         loss = nn.functional.mse_loss(self.net(x_BD), target_B1)
-        if self.weight:
-            loss = loss * (1 + self.weight * batch_idx)
+        if self.habit != "a weight without gradient" or len(x_BD) == 4:
+            loss = loss + self.side(x_BD).square().mean()
+        if self.habit == "its index":
+            loss = loss * (1 + 0.01 * batch_idx)
+        if self.habit == "reads a number" and len(x_BD) == 2:
+            loss = loss * (1 + 0.1 * float(x_BD.mean()))
         self.log("loss", loss)
         return loss
 
@@ -60,11 +67,20 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-def train(
-    strategies: list[Any], weight: float = 0.0, **options: Any
-) -> tuple[list[float], dict[str, Any], list[Tensor]]:
+class Shapes(IterableDataset[Any]):
+    """Batches of two and of four rows, of as many in both processes: while one captures, the engine communicates."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = int(os.environ.get("RANK", "0"))
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(4 * STEPS):
+            rows = 2 if number * 3 % 7 < 3 else 4
+            yield torch.randn(rows, 8, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def train(strategies: list[Any], habit: str = "", **options: Any) -> tuple[list[float], dict[str, Any], list[Tensor]]:
     L.seed_everything(0, verbose=False)
-    module, losses = Net(weight), Losses()
+    module, losses = Net(habit), Losses()
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
     world = options.get("devices", 1)
     if options.get("strategy") == "fsdp2":
@@ -74,17 +90,18 @@ def train(
         accelerator="cpu", max_steps=STEPS, max_epochs=-1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[compile_, losses], **options,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, batch_size=8 // world))
+    shapes: Any = DataLoader(Shapes(), batch_size=None)
+    trainer.fit(module, shapes if habit else DataLoader(data, batch_size=8 // world))
     facts = compile_.record.report.get("recorded", {})
     return losses.values, facts, [parameter.detach() for parameter in module.parameters()]
 
 
-def captured(strategy: str, accumulate: int, weight: float = 0.0) -> Any:
+def captured(strategy: str, accumulate: int, habit: str = "") -> Any:
     options = {"devices": 2, "strategy": strategy, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-    return train([], weight, **options), train([Recorded()], weight, **options)
+    return train([], habit, **options), train([Recorded()], habit, **options)
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("ddp", 2), ("fsdp2", 1)])
+@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3)])
 def test_captured_steps_are_the_uncaptured_ones(pair: Pair, strategy: str, accumulate: int) -> None:
     for plain, (losses, facts, weights) in pair(captured, strategy, accumulate):
         assert facts["replayed_steps"] >= 8, facts
@@ -93,10 +110,25 @@ def test_captured_steps_are_the_uncaptured_ones(pair: Pair, strategy: str, accum
             torch.testing.assert_close(one, other)
 
 
-def test_an_index_that_the_step_uses_counts_as_used(pair: Pair) -> None:
-    for plain, (losses, facts, _) in pair(captured, "fsdp2", 1, 0.01):
-        assert "batch_idx" in str(facts["refused"]), facts
-        assert losses == pytest.approx(plain[0], abs=1e-6)
+@pytest.mark.parametrize(
+    ("habit", "refused"),
+    [
+        ("two shapes", ""),
+        ("its index", "batch_idx"),
+        ("reads a number", "operation not permitted when stream is capturing"),
+        ("a weight without gradient", "not every weight has a gradient in each micro-batch"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_steps_that_are_captured_in_part_or_not_at_all_lose_no_gradient(
+    pair: Pair, habit: str, refused: str, accumulate: int
+) -> None:
+    for plain, (losses, facts, weights) in pair(captured, "fsdp2", accumulate, habit):
+        if accumulate > 1 or habit != "a weight without gradient":
+            assert refused in str(facts["refused"]), facts
+        assert losses == pytest.approx(plain[0], abs=1e-6), facts
+        for one, other in zip(weights, plain[2], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("question", [dataclasses.is_dataclass, bool, lambda one: isinstance(one, int)])

@@ -203,12 +203,8 @@ class Processes:
 
     def why_not_capture_together(self) -> str | None:
         strategy = self._trainer.strategy
-        if isinstance(strategy, SingleDeviceStrategy):
+        if isinstance(strategy, SingleDeviceStrategy | ModelParallelStrategy):
             return None
-        if isinstance(strategy, ModelParallelStrategy):
-            if self._trainer.accumulate_grad_batches == 1:
-                return None
-            return "under fsdp2 no graph holds gradients that are accumulated: trainer.accumulate_grad_batches=1"
         model = strategy.model
         if not isinstance(strategy, DDPStrategy) or not isinstance(model, DistributedDataParallel):
             return f"no graph holds the steps of {type(strategy).__name__}; under ddp and fsdp2 it does"
