@@ -310,7 +310,7 @@ if TYPE_CHECKING:
 # unlike what it asks for.
 
 EARLY_PIPE = "CRUCIBLE_EARLY_PROCESS"
-"""Holds the descriptor on which a process that was started early is told what to be."""
+"""Holds the descriptor on which a process that was started early reads what to be."""
 BY_PROCESSES = ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp2")
 """Those of ``trainer.strategy`` that run the command again for each device."""
 

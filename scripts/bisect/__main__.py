@@ -32,8 +32,8 @@ examples:
   crucible bisect task=captioning compile=regional
   crucible bisect experiment=gpt2_smoke compile=whole compile.whole.backend=aot_eager
 
-Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments or a step that fails, 3 it takes several
-submodules together, 128 + signal interrupted.
+Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments or a step that cannot be compared, 3 it
+takes several submodules together, 128 + signal interrupted.
 """
 DIFFERS = "computes something else than eager"
 PLAIN = re.compile(r"[\w./:+*?@%-]+")
@@ -88,7 +88,7 @@ def bisect(options: argparse.Namespace, before_trials: Callable[[], None]) -> in
 def trial_line(number: int, what: str, outcome: Outcome) -> str:
     if outcome.differs:
         return f"{number:3}  {what}: differs, {outcome.reason}"
-    return f"{number:3}  {what}: " + (f"fails: {outcome.reason}" if outcome.reason else "equal")
+    return f"{number:3}  {what}: " + (f"not compared: {outcome.reason}" if outcome.reason else "equal")
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -94,13 +94,15 @@ class Bench:
             self._snapshot.restore()
             for kind, batch in self._batches.items():
                 try:
-                    ParityGate("on", self._passes, self._program, self._snapshot).run(batch)
+                    facts = ParityGate("on", self._passes, self._program, self._snapshot).run(batch)
                 except ParityError as error:
                     return Outcome(differs=True, reason=beyond_tolerance(error.facts), batch=kind)
                 except Exception as error:
                     if "CUDA error" in str(error):  # nothing works in this process any more
                         raise
                     return Outcome(differs=False, reason=one_line(error), batch=kind)
+                if facts["verdict"] != "passed":
+                    return Outcome(differs=False, reason=facts["reason"], batch=kind)
         return Outcome(differs=False)
 
     def _compile(self, paths: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ class Outcome:
 
     differs: bool
     reason: str | None = None
-    """What was seen, in one line: the difference, or why the step failed."""
+    """In one line: the difference, or why nothing could be compared, the step failed for instance."""
     batch: str | None = None
     """Dtypes and shapes of the batch that showed it."""
 
@@ -150,15 +150,15 @@ class Search:
         report.notes += site.notes
 
     def run(self) -> None:
-        """Look for what differs. Raises ValueError where everything compiled does not run."""
+        """Look for what differs. Raises ValueError where everything compiled cannot be compared with eager."""
         report, began = self._report, time.perf_counter()
         report.whole = outcome = self._outcome(self._site.everything, "everything")
         if outcome.differs:
             self._submodules(outcome)
         elif outcome.reason is not None:
             raise ValueError(
-                f"compile={report.strategies}: the compiled step fails, so that there is nothing to compare: "
-                f"{outcome.reason}; crucible explain says where"
+                f"compile={report.strategies}: the compiled step cannot be compared with eager's: {outcome.reason}; "
+                "crucible explain says what does not compile"
             )
         report.seconds = round(time.perf_counter() - began, 1)
 

@@ -22,7 +22,7 @@ BARE = {
     "step_unsupported": "a function that is called here breaks, so that the graph around the call ends too",
 }
 """What the breaks are for which torch has one word and no explanation."""
-MODES = re.compile(r"grad_mode|autocast|\.training|requires_grad|dispatch key")
+MODES = re.compile(r"grad_mode|autocast|\.training\b|requires_grad|dispatch key")
 SIZES = re.compile(r"(size|stride|rank) mismatch|\.(size|stride)\(\)|requires_grad| % ")
 """Guards by which copies of one class differ that share their code: widths, and the first one's input."""
 EXPECTED = {"validating": (MODES,), "warming": (MODES, SIZES)}

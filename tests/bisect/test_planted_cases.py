@@ -67,8 +67,17 @@ def test_code_between_submodules_leaves_these_compiled(searched: Searched) -> No
 
 
 def test_what_does_not_compile_is_referred_to_explain(searched: Searched) -> None:
-    with pytest.raises(ValueError, match=r"^compile=whole: the compiled step fails.*nothing compiles.*explain"):
+    with pytest.raises(ValueError, match=r"^compile=whole: the compiled step cannot be.*nothing compiles.*explain"):
         searched(Net(Plain()), "planted_failing")
+
+
+def test_what_eager_itself_does_not_repeat_is_not_called_equal(
+    searched: Searched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vague = {"verdict": "not compared", "reason": "a step of eager differs too much from itself"}
+    monkeypatch.setattr("scripts.bisect.bench.ParityGate.run", lambda *_: vague)
+    with pytest.raises(ValueError, match=r"cannot be compared with eager's: a step of eager differs too much"):
+        searched(Net(Plain()))
 
 
 def test_nothing_wrong_with_a_demo_model() -> None:

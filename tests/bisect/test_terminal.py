@@ -45,4 +45,4 @@ def test_what_differs_only_together() -> None:
 def test_a_line_for_each_trial() -> None:
     assert trial_line(3, "net", Outcome(differs=True, reason="loss")) == "  3  net: differs, loss"
     assert trial_line(3, "net", Outcome(differs=False)) == "  3  net: equal"
-    assert trial_line(3, "net", Outcome(differs=False, reason="x")) == "  3  net: fails: x"
+    assert trial_line(3, "net", Outcome(differs=False, reason="x")) == "  3  net: not compared: x"

@@ -23,6 +23,7 @@ def test_the_line_is_the_one_that_reads_what_changed() -> None:
         ("validating", "GLOBAL_STATE changed: grad_mode", True),
         ("validating", "self.training == True", True),
         ("validating", "self.scale == 0.5", False),
+        ("validating", "self.training_steps == 3", False),
         ("warming", "tensor 'x' size mismatch at index 1. expected 8, actual 9", True),
         ("warming", "self.scale == 0.5", False),
         ("training", "GLOBAL_STATE changed: grad_mode", False),
