@@ -35,6 +35,8 @@ from trainer.telemetry.record import RunRecord
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
 
 STEPS = 6
+GRACE_SECONDS = 2.0
+"""Where it is waited for."""
 RANK_1 = r"rank 1 \(.+, pid \d+\): "
 AND_SO = r"; this process ends with it$"
 
@@ -98,6 +100,8 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     torch._dynamo.reset()
     lines: list[str] = []
+    if "stays" in fault:
+        watch.GRACE_SECONDS = GRACE_SECONDS
     if fault == "slow":
         watch.WAITING_SECONDS, watch.REPORT_SECONDS = 1.0, 1
         vars(watch)["print_error"] = lines.append
@@ -291,6 +295,7 @@ def test_who_stands_still_with_pythons_lock_is_ended_from_outside(pair: Pair, tm
 def of_the_command(fault: str, folder: Path) -> dict[str, Any]:
     """Train by the command line with ``fault`` in one process; the record's own words."""
     one = "0" if fault == "first is killed" else "1"
+    watch.GRACE_SECONDS = GRACE_SECONDS
     hooks: dict[str, tuple[str, Callable[[], Any]]] = {
         "first is killed": ("on_after_backward", kill(signal.SIGKILL)),
         "teardown": ("teardown", fail(RuntimeError("planted"))),
