@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow; trainings first: their files take longest, and no core should wait at the end."""
     for item in items:
         name = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-        if name in SLOW_FILES or "start_trainer" in getattr(item, "fixturenames", ()):
+        if name in SLOW_FILES or not {"start_trainer", "pair"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     items.sort(key=lambda item: item.path.parent.name != "trainer")
 

@@ -97,6 +97,7 @@ def test_an_error_in_the_background_is_left_to_the_first_compile(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_compiles_beside_a_run_that_stops_is_not_waited_for(tmp_path: Path) -> None:
     from torch._inductor.async_compile import AsyncCompile

@@ -88,6 +88,7 @@ def test_a_pause_inside_an_accumulation_does_not_shorten_its_step(tmp_path: Path
     assert compile_.record.steady_step_seconds_mean == pytest.approx(2 * 0.1)
 
 
+@pytest.mark.slow
 def test_slow_compiles_are_not_in_the_steady_steps(tmp_path: Path) -> None:
     record = train(tmp_path, "trainer.max_steps=8", "trainer.val_every_n_steps=5", strategy="regional")
     assert record.compile_seconds is not None
@@ -124,6 +125,7 @@ def synchronisations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, 
     return found
 
 
+@pytest.mark.slow
 def test_no_step_between_two_points_reads_from_the_device(
     tmp_path: Path, synchronisations: list[tuple[int | None, str]]
 ) -> None:
