@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -159,6 +162,7 @@ def one_compile_for_all_ranks() -> Iterator[None]:
     from torch._inductor.codecache import GuardedCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    _share_hashes()
     backends: Any = sys.modules["torch._dynamo.backends.common"]
     compiling = backends.aot_module_simplified
     finding = vars(GuardedCache)["find_guarded_entry"].__func__
@@ -191,6 +195,34 @@ def one_compile_for_all_ranks() -> Iterator[None]:
         mock.patch.object(GuardedCache, "find_guarded_entry", classmethod(find_in_turn)),
     ):
         yield
+
+
+HASHING_SECONDS = 10
+"""How long a process waits for another one's hashes."""
+
+
+def _share_hashes() -> None:
+    """Let one process of a host read all source files of torch and Triton, whose hashes are part of each graph's key:
+    a second of processor time. Torch's compile workers are given the first one in the same way.
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/codecache.py (``torch_key``)"""
+    from torch._inductor import codecache
+
+    files = os.stat(torch.__file__)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    installed = f"crucible/{socket.gethostname()}/{files.st_dev}/{files.st_ino}/{files.st_mtime_ns}/{start}"
+    for name, read in (("torch_key", bytes), ("triton_key", bytes.decode)):
+        hashed: Any = getattr(codecache, name, None)
+        if not hasattr(hashed, "set"):  # another version's
+            continue
+        # Whoever waits in vain hashes for itself; what a process knows already is not set again.
+        with contextlib.suppress(RuntimeError, AssertionError):
+            store: Any = torch.distributed.distributed_c10d._get_default_store()
+            place = f"{installed}/{name}"
+            if store.add(f"{place}/asked", 1) == 1:
+                store.set(place, hashed() or b"")  # there may be no Triton
+            else:
+                store.wait([place], timedelta(seconds=HASHING_SECONDS))
+                hashed.set(read(store.get(place)) or None)
 
 
 def _communicates(graph: Any, inputs: Any) -> bool:

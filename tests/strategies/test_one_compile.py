@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor import compile_fx, cpu_vec_isa
+from torch._inductor import codecache, compile_fx, cpu_vec_isa
 
 from strategies import Cached
 from strategies.base import Program
@@ -171,3 +171,24 @@ def test_a_rank_that_dies_while_it_compiles_keeps_no_other_waiting(tmp_path: Pat
     with _locked(tmp_path / "locks" / "key"):
         pass
     holder.join()
+
+
+def hashed(folder: str) -> tuple[int, str]:
+    """How often this rank has read torch's sources, and the hash of them."""
+    begin(folder)
+    codecache.torch_key.clear()  # type: ignore[attr-defined]
+    read, roots = codecache.build_code_hash, []
+
+    def counted(root: Any, prefix: str, *others: Any) -> None:
+        roots.extend([root] if not prefix else [])
+        read(root, prefix, *others)
+
+    codecache.build_code_hash = counted
+    with compiler_settings({}):
+        return len(roots), codecache.torch_key().hex()
+
+
+def test_one_rank_reads_torchs_sources_for_all(pair: Pair, tmp_path: Path) -> None:
+    one, other = pair(hashed, str(tmp_path))
+    assert sorted([one[0], other[0]]) == [0, 1]
+    assert one[1] == other[1]
