@@ -32,7 +32,7 @@ def test_a_compiler_that_is_switched_off_is_refused_before_any_work(
 def test_a_compiler_that_is_switched_off_in_torchs_configuration_is_an_error(parity: str, tmp_path: Path) -> None:
     torch._dynamo.utils.clear_compilation_metrics()
     with torch._dynamo.config.patch(disable=True):
-        record = train(tmp_path, f"parity={parity}", strategy="whole")
+        record = train(tmp_path, f"parity={parity}", strategy="whole", task="micro")
     assert (record.status, record.exit_code, record.regions_compiled) == ("failed", 1, 0)
     assert record.reason is not None
     assert record.reason.startswith(f"CompiledNothing: whole: the compiler was handed {record.regions} regions")
@@ -116,8 +116,8 @@ def test_a_compile_that_fails_stops_the_run_with_its_reason(
 ) -> None:
     # One strategy has no backend of its own, its parts have.
     own = "backend" in STRATEGIES[strategy].__dataclass_fields__
-    changes = () if own else (f"compile.{strategy}.parts.encoder.backend={backend}",)
-    record = train(tmp_path, *changes, strategy=strategy, backend=backend)
+    changes = () if own else (f"compile.{strategy}.parts.blocks.backend={backend}",)
+    record = train(tmp_path, *changes, strategy=strategy, backend=backend, task="micro")
     assert (record.status, record.exit_code) == ("failed", 1)
     assert record.reason is not None
     assert complaint in record.reason
@@ -196,7 +196,7 @@ def test_a_strict_recompile_limit_that_is_reached_is_one_line_at_its_step(
 
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:
     before = torch._dynamo.config.recompile_limit
-    train(tmp_path, strategy="regional", backend=backends.BROKEN_FORWARD)
+    train(tmp_path, strategy="regional", backend=backends.BROKEN_FORWARD, task="micro")
     assert torch._dynamo.config.recompile_limit == before
 
 

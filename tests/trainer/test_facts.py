@@ -68,7 +68,7 @@ def test_a_reason_is_printed_as_it_is() -> None:
 
 
 def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
-    record = train(tmp_path / "run", f"compile.cached.url={tmp_path / 'store'}", strategy=FULL)
+    record = train(tmp_path / "run", f"compile.cached.url={tmp_path / 'store'}", strategy=FULL, task="micro")
     assert record.status == "finished"
     said = summary(record)
     assert said["buckets"].startswith("edges 16, 32 · expected padded share ")

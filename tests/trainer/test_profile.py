@@ -28,7 +28,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> t
     """A profiled run and its folder."""
     folder = tmp_path_factory.mktemp("profiled")
     steps = ("trainer.max_steps=20", "trainer.warmup_steps=2")
-    train(folder, "profile=on", "profile_steps=3", *steps, strategy="regional")
+    train(folder, "profile=on", "profile_steps=3", *steps, strategy="regional", task="micro")
     return RunRecord.load(folder), folder
 
 
@@ -53,7 +53,7 @@ def test_a_few_steady_steps_are_recorded_and_are_neither_steady_nor_warm_up(prof
 
 
 def test_a_run_that_is_too_short_says_why_there_is_no_profile(tmp_path: Path) -> None:
-    record = train(tmp_path, "profile=on", "parity=off")
+    record = train(tmp_path, "profile=on", "parity=off", task="micro")
     assert record.status == "finished"
     assert record.report["profile"] == {"reason": "the run ended before 3 steady steps and a profiled one"}
     assert summary(record)["profile"].startswith("none: the run ended before")
