@@ -32,6 +32,7 @@ from strategies.torch_patches import UnreducedGradients, as_capturing, settle_sh
 
 MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
+UNLIKE = "not every weight has a gradient in each micro-batch"
 _TORCH = os.path.dirname(torch.__file__)
 LOG_METHODS = frozenset({"log", "log_dict"})
 """Stood in for while a step runs."""
@@ -51,6 +52,7 @@ class StepCapture:
         self._loop, self._program, self._graphs = loop, program, graphs
         self._module = loop.module
         self._gradients: dict[Tensor, Tensor | None] | None = None
+        self._reached: set[Tensor] | None = None
         self._unreduced = UnreducedGradients(self._module) if program.sharded and loop.micro_batches > 1 else None
         self._constants: set[Hashable] = set()
         self.sample: Sequence[nn.Parameter] = ()
@@ -128,16 +130,18 @@ class StepCapture:
                 self._unreduced.attach(empty=micro.begins)
                 self._module.zero_grad(set_to_none=True)  # shards get theirs from the last micro-batch alone
             capturable = contextlib.nullcontext() if optimizer is None else optimizer.capturable()
-            with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place():
+            reaching = contextlib.nullcontext() if whole and micro.begins else self._reaching(micro)
+            with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place(), reaching:
                 if whole:
                     return micro.run(batch), logged, self._keep()
                 results = micro.forward_backward(batch), logged, Kept(None)
                 if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
-                    self._graphs.unfit = StateChanges("not every weight has a gradient in each micro-batch")
+                    self._graphs.unfit = StateChanges(UNLIKE)
                 return results
 
         self._called, self._index = False, micro.index
-        self._attach_gradients()
+        if self._graphs.unfit is None:
+            self._attach_gradients()
         captures, replays = self._graphs.captures, self._graphs.replays
         run = self._graphs.run if self._graphs.settled else collected_later()(self._graphs.run)
         outputs, logged, kept = run(
@@ -224,6 +228,28 @@ class StepCapture:
         for parameter, gradient in (self._gradients or {}).items():
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def _reaching(self, micro: MicroBatch) -> Iterator[None]:
+        """Gradients lie in the same tensors in all steps, and are zeroed there. Eager has none where no batch of a
+        step reaches a weight, and leaves it out of the update: capture is given up where they reach others."""
+        if self._unreduced is not None:
+            yield
+            return
+        reached: set[Tensor] = set()
+        weights = [one for one in self._module.parameters() if one.requires_grad]
+        hooks = [weight.register_post_accumulate_grad_hook(reached.add) for weight in weights]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._reached is None:
+            self._reached = reached
+        elif reached != self._reached:
+            self._graphs.unfit = StateChanges(UNLIKE)
+            for weight in self._reached - reached if micro.begins else ():
+                weight.grad = None  # what was zeroed, no batch of this step has added to
 
     @contextlib.contextmanager
     def _zeroing_in_place(self) -> Iterator[None]:

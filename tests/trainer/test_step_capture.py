@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any, ClassVar
@@ -127,12 +128,15 @@ class Watch(L.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def fit(module: L.LightningModule, folder: Path, compile_: Compile, rows: int = 48, **options: Any) -> Watch:
+def fit(
+    module: L.LightningModule, folder: Path, compile_: Compile, rows: int = 48, batches: Any = None, **options: Any
+) -> Watch:
     L.seed_everything(0, verbose=False)
     for layer in module.modules():
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
-    data = DataLoader(TensorDataset(torch.randn(rows, 8), torch.randn(rows, 1)), batch_size=4)
+    given: dict[str, Any] = {"batch_size": 4} if batches is None else {"batch_sampler": batches}
+    data = DataLoader(TensorDataset(torch.randn(rows, 8), torch.randn(rows, 1)), **given)
     watch = Watch()
     trainer = L.Trainer(
         callbacks=[watch, compile_], default_root_dir=folder, enable_progress_bar=False,
@@ -198,6 +202,31 @@ def test_logged_values_are_each_steps_own(tmp_path: Path) -> None:
 def test_accumulated_batches_keep_their_gradients(optimizer: str, tmp_path: Path) -> None:
     _, _, report = both(Net, tmp_path, optimizer, accumulate_grad_batches=3, max_steps=8)
     assert [name.split(" on ")[0] for name in report["captured"]] == ["forward and backward"] * 2 + ["whole step"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulate", "optimizer"),
+    [((4, 2, 4), 3, "sgd"), ((2, 4, 4, 4, 4, 4), 3, "sgd"), ((4, 2), 1, "adamw"), ((2, 4), 1, "adamw")],
+)
+def test_no_gradient_is_lost_that_only_some_batches_have(
+    rows: tuple[int, ...], accumulate: int, optimizer: str, tmp_path: Path
+) -> None:
+    class Short(Net):
+        """A layer that batches of two rows alone use."""
+
+        def __init__(self, optimizer: str) -> None:
+            super().__init__(optimizer)
+            self.short = nn.Linear(8, 1)
+
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            return loss + nn.functional.mse_loss(self.short(batch[0]), batch[1]) if len(batch[0]) == 2 else loss
+
+    ends = list(itertools.accumulate(rows * 2))
+    batches = [list(range(end - size, end)) for end, size in zip(ends, rows * 2, strict=True)]
+    options = {"rows": ends[-1], "batches": batches, "accumulate_grad_batches": accumulate, "max_steps": 12}
+    _, _, report = both(Short, tmp_path, optimizer, **options)
+    assert report["refused"][-1] == "not every weight has a gradient in each micro-batch"
 
 
 def test_every_shape_has_a_graph(tmp_path: Path) -> None:
