@@ -59,6 +59,16 @@ def loss_of_the_loop_by_hand(folder: Path) -> float | None:
     return record.final_loss
 
 
+def test_a_peer_that_is_refused_is_an_arm_of_its_own(
+    command_line: Any, called: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(instant_cells.SPEEDS, "peer loop_eager", 3.0)
+    cells = InstantCells(monkeypatch)
+    given = ["trainer.val_every_n_steps=4", "hydra.launcher.arms=[eager,'eager run=peer run.peer=loop_eager']"]
+    command_line("-m", "sweep=out", *given)
+    assert [cell.described.label for cell in cells.ran] == ["eager", "peer loop_eager"]
+
+
 @pytest.mark.xdist_group("two_processes")
 def test_the_loop_by_hand_trains_on_two_devices(pair: Pair, tmp_path: Path) -> None:
     ddp, fsdp2 = (pair(loss_of_the_loop_by_hand, tmp_path / name)[0] for name in ("ddp", "fsdp2"))

@@ -31,7 +31,7 @@ from rich.console import Console
 import __main__
 from trainer.config import strategy_names, task_name, to_config
 from trainer.settings import Peer
-from trainer.sweep.environment import CACHES_DIRECTORY, described
+from trainer.sweep.environment import CACHES_DIRECTORY, as_peer, described
 from trainer.sweep.plan import (
     Entry,
     Ledger,
@@ -196,7 +196,7 @@ class IsolatedLauncher(Launcher):
             return described(to_config(bare), command)
         except ValueError:
             values: Any = OmegaConf.to_container(bare, resolve=False, enum_to_str=True)
-            return RunRecord(
+            record = RunRecord(
                 task=task_name(config.task),
                 label=strategy_names(config.compile),
                 strategies=[{"name": str(name)} for name in config.compile],
@@ -204,6 +204,9 @@ class IsolatedLauncher(Launcher):
                 command=command,
                 start=config.repeat,
             )
+            if OmegaConf.get_type(config.run) is Peer:
+                as_peer(record, config.run.peer)
+            return record
 
     def _command(self, cell: PlannedCell) -> list[str]:
         """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
