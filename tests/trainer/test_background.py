@@ -379,6 +379,7 @@ def test_the_helpers_precision_is_the_trainings_own(precision: str) -> None:
     """It is part of the caches' keys, where "none" and "ieee" are two although both mean float32."""
     matmul = torch.backends.cuda.matmul
     try:
+        matmul.fp32_precision = "none"
         if precision != "none":
             torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
         state = torch_state()
