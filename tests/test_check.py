@@ -39,14 +39,14 @@ LINT = ["ruff format --check .", "ruff check .", "lint-imports "]
 def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
-    assert "about 20 minutes" in lines[0]
+    assert "about 10 minutes" in lines[0]
     assert lines[1:] == [*LINT, "python -m pytest -m not gpu", "mypy ", "all good"]
 
 
 def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
     code, lines, _ = check(copy, "--fast")
     assert code == 0
-    assert "about 3 minutes" in lines[0]
+    assert "about 2 minutes" in lines[0]
     assert lines[1:] == [*LINT, "python -m pytest -m not gpu and not slow", "mypy ", "all good"]
 
 
