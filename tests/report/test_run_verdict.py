@@ -114,6 +114,7 @@ ADVICE: list[tuple[str, RunRecord, str | None]] = [
     ),
     ("paid", record(FASTER, steady_steps=5000), "python -m trainer -m task=toy compile=eager,regional hydra."),
     ("failed", record(FASTER, status="failed"), None),
+    ("a peer", record(names=("peer",), device_type="cuda"), None),
 ]  # fmt: skip
 
 

@@ -470,6 +470,7 @@ def test_a_busy_device_is_captured_only_where_gaps_between_kernels_could_pay(
     assert tried(compile_) == ["eager", "cuda_graph"]
     table = next(note for note in compile_.record.notes if note.startswith("auto tried"))
     assert f"{SAID}2 steps" in table.splitlines()[1]
+    assert "  from  set-up s  " in table.splitlines()[0], "no empty columns"
     assert compile_.record.report["auto"]["table"]["cuda_graph"]["never_waited_steps"] is None, "replays were not asked"
 
 

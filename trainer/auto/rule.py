@@ -238,7 +238,7 @@ class Choice:
         columns = {"helper_seconds": 1.0, "setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3}
         columns["gained_seconds"] = 1.0
         heads = ["helper s", "set-up s", "ms before", "ms a step", "gained s"]
-        rows = [["auto tried", "from step", "to step", *heads, ""]]
+        rows = [["auto tried", "from", "to", *heads, ""]]
         for name, row in self.table.items():
             if (began := row["switched_at_step"]) is not None:
                 ended = row["stepped_back_at_step"]
@@ -247,7 +247,9 @@ class Choice:
                 waited, stays = row["never_waited_steps"], "stays" if name == self.chosen else None
                 why = [row["failed"] or stays, None if waited is None else NEVER_WAITED.format(waited)]
                 rows.append([name, *steps, *figures, "; ".join(filter(None, why))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        kept = [column for column in zip(*rows, strict=True) if any(column[1:]) or not column[0]]
+        rows = [list(row) for row in zip(*kept, strict=True)]
+        widths = [max(map(len, column)) for column in kept][:-1]
         lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]] for row in rows]
         return "\n".join("  ".join(line).rstrip() for line in lines)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from strategies import STRATEGIES
 from trainer.report import statistics
-from trainer.report.runs import set_parameters
+from trainer.report.runs import PEER, set_parameters
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.files import number
 from trainer.telemetry.record import RunRecord, RunVerdict
@@ -116,7 +116,7 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     same, outcome, breaks = _compile(names), verdict.outcome, record.graph_breaks or 0
     if not names:
         return command(record, "compile=auto"), "times eager and strategies on this model, and takes what pays"
-    if record.status in ("failed", "interrupted") or _chose_eager(record):
+    if record.status in ("failed", "interrupted") or _chose_eager(record) or PEER in names:
         return None
     if record.ended_in_eager or breaks:
         why = "which parts run eager, and why" if record.ended_in_eager else f"where the {breaks} graph breaks are"
