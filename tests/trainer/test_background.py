@@ -372,6 +372,7 @@ def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
     assert facts(callback)["cache_misses"] == 0
     assert facts(callback)["cache_hits"] > 0
+    assert callback.record.cache is None, "it began with empty caches: no warm start"
 
 
 @pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])

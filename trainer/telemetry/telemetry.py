@@ -388,7 +388,8 @@ def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Progra
         # What was tried for a choice and not taken was compiled as well.
         if program.strategies or "auto" in program.report:
             record.take(telemetry.compiler.figures())
-            if program.report.get("background", {}).get("helper_seconds") is not None:
+            facts = [program.report.get("background", {}), *program.report.get("auto", {}).get("table", {}).values()]
+            if any(one.get("helper_seconds") is not None for one in facts):
                 record.cache = None  # what was found there, its own helper had just compiled
             record.events = list(telemetry.compiler.events)
     record.final_metrics = finite({name: float(value) for name, value in loop.metrics.items()})
