@@ -40,9 +40,9 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
 
 
 @contextlib.contextmanager
-def own_caches(name: str) -> Iterator[None]:
-    """Compiler caches that begin empty and are gone afterwards: what comes from a cache is not compiled. Torch, which
-    reads where they are when it is imported, is imported inside."""
+def own_caches(name: str, module: str) -> Iterator[None]:
+    """Compiler caches that begin empty and are gone afterwards: what comes from a cache is not compiled. ``module`` is
+    imported inside: torch reads where they are when it is imported."""
     from strategies.options import environment
     from trainer.process import importing
     from trainer.sweep.environment import cache_variables
@@ -52,7 +52,7 @@ def own_caches(name: str) -> Iterator[None]:
         environment(cache_variables(Path(folder), store=False)),
     ):
         with importing():
-            importlib.import_module("torch")
+            importlib.import_module(module)
         yield
 
 

@@ -160,6 +160,11 @@ class StopRequest:
             for signum in self._signals:
                 signal.signal(signum, self._handle)
 
+    def check(self) -> None:
+        """Raise Interrupted where a signal came and its exception was swallowed, as in a finalizer."""
+        if self.signum is not None:
+            raise Interrupted(self.signum)
+
     def agreed(self, world_size: int) -> bool:
         """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""
         from trainer.loops.processes import largest

@@ -11,7 +11,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +23,7 @@ from strategies import Modular, Stage, Strategy
 from strategies.compose import label, ordered
 from strategies.modular import Part
 from trainer.config import compose
-from trainer.process import leaving
+from trainer.process import StopRequest, leaving
 from trainer.telemetry.source import shown
 
 EXAMPLES = """\
@@ -42,10 +42,10 @@ PLAIN = re.compile(r"[\w./:+*?@%-]+")
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("bisect", __doc__ or "", EXAMPLES, overrides=True).parse_intermixed_args(arguments)
-    return exit_code(lambda stop: bisect(options, stop.install), interrupted="nothing was found yet")
+    return exit_code(lambda stop: bisect(options, stop), interrupted="nothing was found yet")
 
 
-def bisect(options: argparse.Namespace, before_trials: Callable[[], None]) -> int:
+def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     """Search, suggest, print; progress goes to stderr."""
     config, overrides = composed_training(options.overrides, config_dir=options.config_dir, looks="bisect tries")
     strategies = list(config.compile.values())
@@ -53,17 +53,21 @@ def bisect(options: argparse.Namespace, before_trials: Callable[[], None]) -> in
     report = Report(task=config.task.title, strategies=label(strategies))
     progress = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     sites: list[Site] = []
-    with progress.status("building data and model") as status, own_caches("bisect"):
+    with progress.status("building data and model") as status, own_caches("bisect", "scripts.bisect.bench"):
         from scripts.bisect.bench import Bench, with_config
         from scripts.explain.recorder import quiet_compiler
 
+        def begins(number: int, what: str) -> None:
+            stop.check()
+            status.update(f"{number}  {what}")
+
         def use(bench: Bench) -> None:
-            before_trials()
+            stop.install()
             sites.append(bench.site)
             Search(
                 bench,
                 report,
-                begins=lambda number, what: status.update(f"{number}  {what}"),
+                begins=begins,
                 ended=lambda number, what, outcome: progress.print(trial_line(number, what, outcome)),
             ).run()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich import markup
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from scripts.arguments import check_file, composed_training, exit_code, own_caches, parser, positive, seconds
 from scripts.explain import Explanation, Finding
-from trainer.process import leaving
+from trainer.process import StopRequest, leaving
 from trainer.telemetry.source import Line, shown
 
 EXAMPLES = """\
@@ -40,27 +40,34 @@ BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    return exit_code(lambda stop: explained(options, stop.install), interrupted="nothing was written")
+    return exit_code(lambda stop: explained(options, stop), interrupted="nothing was written")
 
 
-def explained(options: argparse.Namespace, before_steps: Callable[[], None]) -> int:
+def explained(options: argparse.Namespace, stop: StopRequest) -> int:
     """Run the steps, print and write what they show."""
     check_file("json", options.json)
     config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
-    with Console(stderr=True, highlight=False).status("getting ready") as status, own_caches("explain"):
+    with (
+        Console(stderr=True, highlight=False).status("getting ready") as status,
+        own_caches("explain", "scripts.explain.run"),
+    ):
         import torch
 
         from scripts.explain.recorder import Options
         from scripts.explain.run import explain
 
+        def progress(line: str) -> None:
+            stop.check()
+            status.update(line)
+
         chosen = Options(
             backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
             batches=options.batches,
             seconds=options.seconds,
-            progress=status.update,
-            before_steps=before_steps,
+            progress=progress,
+            before_steps=stop.install,
         )
         explanation = explain(config, chosen, command=options.overrides)
     if options.json is not None:

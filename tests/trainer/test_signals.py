@@ -71,6 +71,20 @@ def test_other_threads_cannot_set_handlers_and_need_not() -> None:
     assert seen == ["imported"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_a_finalizer_swallows_is_found_by_a_check() -> None:
+    class Interrupts:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with StopRequest(print) as stop:
+        stop.check()
+        del (one := [Interrupts()])[0]
+        assert one == []
+        with pytest.raises(Interrupted, match="SIGINT"):
+            stop.check()
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_hang_up_stops_a_run_unless_nohup_ignores_it(ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
