@@ -51,8 +51,18 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.fixture
+def pairs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of eager are timed beside the run's own from its start on."""
+    for name, value in {"STEADY_STEPS": 2, "APART_STEPS": 2, "SHARE": math.inf}.items():
+        monkeypatch.setattr(f"trainer.guards.slowdown.{name}", value)
+
+
+@pytest.mark.usefixtures("pairs_at_once")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_training_with_audits_is_to_the_last_bit_the_one_without(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_with_audits_and_timed_pairs_is_to_the_last_bit_the_one_without(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     ends = []
     for parity in ("off", "on"):
         module, logger = Odd(), CSVLogger(tmp_path, name=parity)
@@ -65,6 +75,7 @@ def test_a_training_with_audits_is_to_the_last_bit_the_one_without(options: dict
         ends.append((losses, states, module, logged, torch.get_rng_state()))
     (without, plain, one, logged, drawn), (with_, same, other, again, drawn_too) = ends
     assert record.audits.steps[:4] == [1, 2, 4, 8]
+    assert len(record.report["slowdown"]["on_later_batches"]) >= 2
     assert with_ == without
     assert all(torch.equal(tensor, same[name]) for name, tensor in plain.items())
     assert torch.equal(drawn, drawn_too)
@@ -80,6 +91,7 @@ def _of_the_module(lines: list[str]) -> list[tuple[str, ...]]:
     return [row for row in rows if any(row)]
 
 
+@pytest.mark.usefixtures("pairs_at_once")
 @pytest.mark.parametrize("options", [*OPTIONS[:2], {"precision": "bf16-true"}], ids=str)
 def test_audits_of_captured_steps_leave_no_trace_and_find_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     FaultFrom(1000)
@@ -93,6 +105,8 @@ def test_audits_of_captured_steps_leave_no_trace_and_find_nothing(options: dict[
     assert all(torch.equal(tensor, ends[1][1][name]) for name, tensor in ends[0][1].items())
     assert record.audits.verdict == "clean"
     assert record.report["captured"]["replayed_steps"] > 10
+    if "accumulate_grad_batches" not in options:
+        assert len(record.report["slowdown"]["on_later_batches"]) >= 2
 
 
 OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -15,13 +17,14 @@ from strategies import Optimizer, Regional
 from tests.strategies.modules import Block
 from tests.trainer import guarded
 from tests.trainer.audited import Captured
-from tests.trainer.clock import CLOCK
+from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
-from trainer.guards.slowdown import STEADY_STEPS, Sample
+from trainer.guards.slowdown import APART_STEPS, ENOUGH_PAIRS, SHARE, STEADY_STEPS, Sample, Slowdown
+from trainer.report.run_verdict import run_verdict
 
-STEPS = STEADY_STEPS + 6
+STEPS = STEADY_STEPS + 6 + APART_STEPS * ENOUGH_PAIRS
 SECONDS = 0.004
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -76,10 +79,74 @@ def test_the_timing_is_in_no_steady_step(slow_backend: str, tmp_path: Path) -> N
         trained(tmp_path, compile_)
     record = compile_.record
     assert record.pause_seconds is not None
-    assert record.pause_seconds >= 3 * 5 * SECONDS
+    pairs_seconds = record.pause_seconds - record.audits.seconds
+    assert pairs_seconds == pytest.approx(ENOUGH_PAIRS * 10 * SECONDS), "two steps of each a pair"
     assert record.steady_step_seconds_median is not None
     assert record.steady_step_seconds_p95 is not None
     assert record.steady_step_seconds_p95 == pytest.approx(record.steady_step_seconds_median)
+
+
+class Watched(L.Callback):
+    """Seconds from the beginning of a batch to the next one's, what the guards do included."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.began.append(CLOCK.now)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.began)]
+
+
+def test_pairs_lie_apart_and_take_their_share_of_the_run_and_no_more(tmp_path: Path) -> None:
+    watched = Watched()
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(Slow(), tmp_path, [watched, compile_], max_steps=1000)
+    pairs = [number for number, seconds in enumerate(watched.seconds) if seconds > 3 * SECONDS]  # audits take one
+    later = compile_.record.report["slowdown"]["on_later_batches"]
+    assert len(pairs) == len(later) == 5, "four steps each, and a fiftieth of the run"
+    assert all(watched.seconds[number] == pytest.approx(5 * SECONDS) for number in pairs), "a pair at a time"
+    assert [len(one["eager_seconds"]) for one in later] == [1] * 5
+    assert min(after - before for before, after in itertools.pairwise(pairs)) >= APART_STEPS
+    assert len(pairs) * 4 * SECONDS <= SHARE * (watched.began[-1] - watched.began[0]) + 1e-9
+    assert compile_.record.report["slowdown"]["short_of_time"]
+
+
+def test_no_further_pair_is_timed_once_the_interval_is_narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    monkeypatch.setattr("trainer.guards.slowdown.SHARE", 10 * SHARE)
+    fit(Slow(), tmp_path, [compile_], max_steps=250)
+    facts = compile_.record.report["slowdown"]
+    assert len(facts["on_later_batches"]) == ENOUGH_PAIRS
+    assert "short_of_time" not in facts
+
+
+def test_a_run_that_is_too_short_for_a_pair_says_so(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(Slow(), tmp_path, [compile_], max_steps=STEADY_STEPS + 20)
+    record = compile_.record
+    assert "on_later_batches" not in record.report["slowdown"]
+    del record.report["slowdown"]["before_the_first_step"]
+    assert run_verdict(record).reason == (
+        "timing eager beside it takes 2% of a run at most, and this one was too short"
+    )
+
+
+def test_all_processes_time_a_pair_at_the_same_step(clock: Clock) -> None:
+    clock.sleep(100.0)
+    sent: list[Any] = []
+    found = []
+    for began_seconds, broadcast in ((0.0, lambda value: sent.append(value) or value), (99.0, lambda _: sent.pop(0))):
+        loop: Any = SimpleNamespace(world_size=2, micro_batches=1, steps_done=100, broadcast=broadcast)
+        loop.anywhere = loop.everywhere = bool
+        meter = SimpleNamespace(steady=SimpleNamespace(steps=STEADY_STEPS), median_seconds=0.01)
+        telemetry: Any = SimpleNamespace(began=began_seconds, meter=meter)
+        slowdown = Slowdown(loop, telemetry, None)
+        slowdown.check()
+        found.append(slowdown.wanted)
+    assert found == [True, True], "by its own clock the second one would wait for a hundred steps"
 
 
 class SlowEager(Block):
@@ -94,7 +161,7 @@ class SlowEager(Block):
 def test_a_slow_loader_does_not_pass_for_a_slow_compile(tmp_path: Path) -> None:
     class Waits(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            CLOCK.sleep(6 * SECONDS)
+            CLOCK.sleep(20 * SECONDS)
 
     module = Slow()
     module.layers = torch.nn.ModuleList(SlowEager() for _ in range(3))

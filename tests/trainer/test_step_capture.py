@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,6 @@ from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
-from trainer.guards.slowdown import LATER_BATCHES
 
 
 class Recorded(Strategy):
@@ -176,14 +176,17 @@ def test_a_whole_step_is_one_graph_with_eagers_losses(optimizer: str, clip: floa
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw", "sgd"])
-def test_replays_are_timed_beside_eager_and_leave_no_trace(optimizer: str, tmp_path: Path) -> None:
+def test_replays_are_timed_beside_eager_and_leave_no_trace(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.guards.slowdown.SHARE", math.inf)
     eager = fit(Net(optimizer), tmp_path, Compile(), max_steps=45)
     compile_ = Compile([Recorded()], warmup_steps=2)
     graphed = fit(Net(optimizer), tmp_path, compile_, max_steps=45)
     report = compile_.record.report
     later = report["slowdown"]["on_later_batches"]
-    assert len(later) == LATER_BATCHES
-    assert all(one["replayed"] and len(one["eager_seconds"]) == len(one["compiled_seconds"]) for one in later)
+    assert len(later) >= 2
+    assert all(one["replayed"] and len(one["eager_seconds"]) == len(one["compiled_seconds"]) == 1 for one in later)
     assert report["recorded"]["replayed_steps"] + report["recorded"]["eager_steps"] == 45, "what was timed is no step"
     assert report["recorded"]["graphs"] == 1
     assert graphed.losses == pytest.approx(eager.losses, rel=1e-5)

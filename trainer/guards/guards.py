@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from trainer.guards.preflight import Lock, Preflight
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import Slowdown
 from trainer.telemetry.files import number
+from trainer.telemetry.machine import now
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
@@ -60,6 +60,7 @@ class Guards:
         self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
         self._preflight = Preflight(self._guarding, loop, program, telemetry, self._rollback, timed=not chosen)
         self._preflight.wanted &= not compared
+        self._compared = compared
         self._slowdown: Slowdown | None = None
         self._lock: Lock | None = None
 
@@ -73,7 +74,7 @@ class Guards:
             if preflight.wanted:
                 with self._telemetry.preflight():
                     self._run_preflight(batch)
-            if preflight.sample is not None or (program.step is not None and preflight.times):
+            if preflight.times and (preflight.sample is not None or self._compared or program.step is not None):
                 self._slowdown = Slowdown(self._loop, self._telemetry, preflight.sample)
             if preflight.warmed and program.padding is not None:
                 if program.step is not None:
@@ -101,22 +102,22 @@ class Guards:
         replays = graphs.replays
         yield {}
         if graphs.given_up or not (micro_batch.begins and micro_batch.ends):
-            slowdown.take(None, seconds=0.0)
+            slowdown.take(None)
         elif (replayed := graphs.replays) > replays:
             self._time(slowdown, micro_batch.batch, lambda: micro_batch.run(micro_batch.batch))
             graphs.replays = replayed  # those were no steps of the training
 
     def _time(self, slowdown: Slowdown, batch: Any, own: Callable[[], Any] | None = None) -> None:
         self._telemetry.pause("timing eager", within_step=own is not None)
-        began = time.perf_counter()
+        began = now()
         try:
-            sample = self._preflight.time_again(batch, own)
+            sample = self._preflight.time_again(batch, own, eager_first=len(slowdown.later) % 2 == 0)
         except Exception as error:
             if own is None:
                 raise
             sample = None  # eager beside graphs: no reason to end a run that goes well
             self._program.notes.append(f"replays could not be timed beside eager: {one_line(error)}")
-        slowdown.take(sample, seconds=time.perf_counter() - began)
+        slowdown.take(sample, seconds=now() - began)
         self._judge(slowdown)
         if own is not None:
             self._telemetry.batch_start()
@@ -153,6 +154,8 @@ class Guards:
         if not self._stepped:
             return
         self._rollback.check()
+        if self._slowdown is not None and self._slowdown.short_of_time:
+            self._program.report.setdefault("slowdown", {})["short_of_time"] = True
         missing = self._not_compiled()
         self._program.eager_parts.update(missing)
         if missing and not self._verified:
@@ -207,14 +210,13 @@ class Guards:
     def _judge(self, slowdown: Slowdown) -> None:
         facts = slowdown.facts()
         self._program.report.setdefault("slowdown", {}).update(facts)
-        if slowdown.wanted or not facts["slower"]:
+        if (found := slowdown.slower) is None:
             return
-        last = slowdown.later[-1]
         line = (
-            f"slower than eager: a step takes {number(last.compiled_median * 1e3)} ms compiled against "
-            f"{number(last.eager_median * 1e3)} ms eager on the same batch"
+            f"slower than eager: a step takes {number(found.compiled_median * 1e3)} ms compiled against "
+            f"{number(found.eager_median * 1e3)} ms eager on the same batches"
         )
-        if self._guarding.on_slower == "eager" and last.replayed:
+        if self._guarding.on_slower == "eager" and found.replayed:
             line += "; on_slower=eager leaves captured steps as they are"
         elif self._guarding.on_slower == "eager":
             undone = [region.path for region in self._program.regions]

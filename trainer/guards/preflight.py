@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +26,7 @@ from trainer.guards import Guarding
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
-from trainer.guards.slowdown import Sample, take_sample
+from trainer.guards.slowdown import Sample, take_pair, take_sample
 from trainer.guards.snapshot import Snapshot
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
@@ -91,8 +90,8 @@ class Preflight:
             self.skip(str(skipped))
 
     @contextlib.contextmanager
-    def _apart(self, batch: Any, *, captures: bool = True) -> Iterator[Snapshot]:
-        """Inside, steps leave no trace: everything is put back at the end."""
+    def _apart(self, batch: Any, *, captures: bool = True, frees: bool = True) -> Iterator[Snapshot]:
+        """Inside, steps leave no trace: everything is put back at the end. Memory, too, where that ``frees``."""
         loop = self._loop
         with loop.quiet(), loop.unlogged(), as_capturing(self._program.captures_steps and captures):
             snapshot = Snapshot(loop, batch, self._program)
@@ -101,19 +100,28 @@ class Preflight:
             finally:
                 snapshot.restore()
                 vars(snapshot).clear()  # the caller still holds it
-                hardware.give_back(loop.device)
+                if frees:
+                    hardware.give_back(loop.device)
 
-    def time_again(self, batch: Any, own: Callable[[], Any] | None = None) -> Sample | None:
-        """Time steps of eager and of the run (``own``, where that is no step apart from the training) on ``batch`` in
-        the middle of the training, and restore everything. None where a step would use up what cannot be put back,
+    def time_again(self, batch: Any, own: Callable[[], Any] | None = None, *, eager_first: bool) -> Sample | None:
+        """Time a step of eager and one of the run (``own``, where that is no step apart from the training) on ``batch``
+        in the middle of the training, and restore everything. None where a step would use up what cannot be put back,
         asks for no backward, or eager has too little memory."""
-        sample = None
-        peak = hardware.peak_bytes(self._loop.device)
-        with contextlib.suppress(SkippedStep), self._apart(batch, captures=own is None) as snapshot:
+        loop, sample = self._loop, None
+        peak = hardware.peak_bytes(loop.device)
+        # Memory is not given back, which takes longer than a step: a capture asks for it, and so does who lacks some.
+        with (
+            contextlib.suppress(SkippedStep),
+            self._apart(batch, captures=own is None, frees=False) as snapshot,
+        ):
             if not self._lost(snapshot):
-                between = None if own is None else snapshot.restore  # so that each replay finds the graph's state
-                sample = self._within_memory("slowdown", functools.partial(self._timed, batch, own, between))
-        hardware.resume(self._loop.device, peak)
+                sample = self._within_memory(
+                    "slowdown",
+                    lambda: take_pair(
+                        *(loop, self._program, lambda: loop.step(batch), own, snapshot.restore), eager_first=eager_first
+                    ),
+                )
+        hardware.resume(loop.device, peak)
         return sample
 
     def _run(self, batch: Any, snapshot: Snapshot) -> None:
@@ -165,9 +173,7 @@ class Preflight:
         if facts["verdict"] == "not compared":
             self._warn_not_compared(facts["reason"])
 
-    def _timed(
-        self, batch: Any, own: Callable[[], Any] | None = None, between: Callable[[], None] | None = None
-    ) -> Sample:
+    def _timed(self, batch: Any) -> Sample:
         loop = self._loop
 
         def step() -> Any:
@@ -175,10 +181,8 @@ class Preflight:
 
         with eager(self._program):
             step()
-        for one in (between, own or step, between):
-            if one is not None:
-                one()
-        return take_sample(loop, self._program, step, steps=loop.span.steps, own=own, between=between)
+        step()
+        return take_sample(loop, self._program, step, steps=loop.span.steps)
 
     def _warm(self, batch: Any, restore: Callable[[], None]) -> None:
         padding = self._program.padding

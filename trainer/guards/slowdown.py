@@ -1,12 +1,15 @@
 """Slowdown: steps of eager and of the run by turns on the same batches, and what follows where the run is the slower.
 
-Before the first step a few are timed on the first batch. Once there are enough steady steps, a few more are on the
-batches that come next: other shapes, and steps that have meanwhile been captured. A run that is slower is reported, or
-continues in eager; the record's verdict is made of the same pairs.
+Before the first step a few are timed on the first batch. Once there are enough steady steps, a pair at a time is timed
+on later batches: other shapes, and steps that have meanwhile been captured. Pairs lie between ordinary steps and take a
+small share of the run. A run that is slower is reported, or continues in eager; the record's verdict is made of the
+same pairs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,18 +19,26 @@ from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
 from trainer.telemetry.hardware import seconds_of
+from trainer.telemetry.machine import now
 from trainer.telemetry.telemetry import Telemetry
 
 STEADY_STEPS = 20
-"""Steady steps after which the comparison is made."""
-LATER_BATCHES = 3
-"""Batches on which it is made then."""
+"""Steady steps after which later batches are timed."""
+SHARE = 0.02
+"""Timing on later batches takes no more than this share of the time since training began."""
+APART_STEPS = 10
+"""Optimizer steps between two pairs, at least."""
+SUSPECT_PAIRS, ENOUGH_PAIRS, MOST_PAIRS = 3, 8, 20
+"""Pairs that may make a run seem slower, so that the next ones may exceed the share; from which on it may be called
+slower, or need no more; and the most of them."""
+NARROW = 0.01
+"""No more are needed where the ratio's 95% interval is within this share of it on either side."""
+T_QUANTILE = 2.365
+"""Of Student's distribution for the interval over ``ENOUGH_PAIRS``; over more it errs on the wide side."""
 MAX_SECONDS = 2.0
-"""Timing on one batch takes about this long at most, but for one step of each."""
-LONGEST_SECONDS = 10.0
-"""No further batch is taken once timing on one has taken this long, copying of the state included."""
+"""Timing on the first batch takes about this long at most, but for one step of each."""
 REPEATS = 10
-MARGIN, SHARE = 1.05, 0.9
+MARGIN, MOST_OF = 1.05, 0.9
 """Slower by less than this, or in fewer of the pairs, is taken to be noise."""
 
 
@@ -55,7 +66,17 @@ class Sample:
         """Whether compiled is slower than eager by more than their spread."""
         pairs = zip(self.eager_seconds, self.compiled_seconds, strict=True)
         slower = sum(compiled > eager_one for eager_one, compiled in pairs)
-        return self.compiled_median > MARGIN * self.eager_median and slower >= SHARE * len(self.eager_seconds)
+        return self.compiled_median > MARGIN * self.eager_median and slower >= MOST_OF * len(self.eager_seconds)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a further pair would tell little."""
+        if len(self.eager_seconds) < ENOUGH_PAIRS or not all(self.eager_seconds + self.compiled_seconds):
+            return False
+        logarithms = [
+            math.log(one / other) for one, other in zip(self.eager_seconds, self.compiled_seconds, strict=True)
+        ]
+        return T_QUANTILE * statistics.stdev(logarithms) <= NARROW * math.sqrt(len(logarithms))
 
     def facts(self) -> dict[str, Any]:
         """For the record."""
@@ -63,75 +84,126 @@ class Sample:
         return {**medians, **asdict(self)}
 
 
-def take_sample(
-    loop: Loop,
-    program: Program,
-    step: Callable[[], Any],
-    *,
-    steps: int = 1,
-    own: Callable[[], Any] | None = None,
-    between: Callable[[], Any] | None = None,
-) -> Sample:
+def take_sample(loop: Loop, program: Program, step: Callable[[], Any], *, steps: int = 1) -> Sample:
     """Time ``step``, apart from the training, eager and compiled by turns, on every process; both must have run before.
 
-    Under manual optimization it takes ``steps`` optimizer steps; the seconds are of one. ``own`` is the run's own step,
-    where that is another one; ``between`` is called after each of them.
+    Under manual optimization it takes ``steps`` optimizer steps; the seconds are of one.
     """
-    sample = Sample(replayed=own is not None)
+    sample = Sample()
     repeats = REPEATS
     while len(sample.eager_seconds) < repeats:
         for eagerly in (True, False) if len(sample.eager_seconds) % 2 == 0 else (False, True):
-            if eagerly:
-                with eager(program):
-                    sample.eager_seconds.append(seconds_of(loop.device, step) / steps)
-            else:
-                sample.compiled_seconds.append(seconds_of(loop.device, own or step) / steps)
-            if between is not None:
-                between()
+            _add_step(sample, loop, program, step, eagerly=eagerly, steps=steps)
         if len(sample.eager_seconds) == 1:
             both = sample.eager_seconds[0] + sample.compiled_seconds[0]
             repeats = loop.broadcast(max(1, min(REPEATS, int(MAX_SECONDS / max(both * steps, 1e-9)))))
     return sample
 
 
+def take_pair(
+    loop: Loop,
+    program: Program,
+    step: Callable[[], Any],
+    own: Callable[[], Any] | None,
+    restore: Callable[[], Any],
+    *,
+    eager_first: bool,
+) -> Sample:
+    """A step of each, as ``take_sample`` does, in the middle of the training. ``own`` is the run's step, where that is
+    another one; ``restore`` puts the state back, which a replay has to find as its graph left it."""
+    sample = Sample(replayed=own is not None)
+    for eagerly in (True, False) if eager_first else (False, True):
+        work = step if eagerly or own is None else own
+        for _ in range(2):  # the first one brings its code and memory back, after steps of the other kind
+            counted = Sample()
+            _add_step(counted, loop, program, work, eagerly=eagerly, steps=loop.span.steps)
+            if own is not None:
+                restore()
+        sample.eager_seconds += counted.eager_seconds
+        sample.compiled_seconds += counted.compiled_seconds
+    return sample
+
+
+def _add_step(
+    sample: Sample, loop: Loop, program: Program, step: Callable[[], Any], *, eagerly: bool, steps: int
+) -> None:
+    with eager(program) if eagerly else contextlib.nullcontext():
+        seconds = seconds_of(loop.device, step) / steps
+    (sample.eager_seconds if eagerly else sample.compiled_seconds).append(seconds)
+
+
 class Slowdown:
-    """Says when steps are to be timed again, and keeps what was found."""
+    """Says at which steps a pair is to be timed, and keeps what was found."""
 
     def __init__(self, loop: Loop, telemetry: Telemetry, sample: Sample | None) -> None:
         self._loop, self._telemetry, self._sample = loop, telemetry, sample
-        self._left = LATER_BATCHES
-        self.wanted = False
-        """Whether the next batch should be timed."""
+        self._planned, self._next, self._spent = False, math.inf, 0.0
+        self.short_of_time = True
+        """Whether further pairs would be timed if the run lasted longer."""
         self.later: list[Sample] = []
+        self.slower: Sample | None = None
+        """All later pairs, once they show that the run is slower."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a pair is to be timed on the next batch; the same on all processes."""
+        return self._next < math.inf and self._loop.steps_done >= self._next
 
     def check(self) -> None:
         """After an optimizer step at which the telemetry has read its clock: are there enough steady steps?"""
-        if not self._left or not self._loop.everywhere(self._telemetry.meter.steady.steps >= STEADY_STEPS):
+        if self._planned or not self._loop.everywhere(self._telemetry.meter.steady.steps >= STEADY_STEPS):
             return
-        self.wanted = True
-        if self._loop.world_size > 1:
-            # There, eager that needs more memory than one of the devices has would end the run. So it is tried only
-            # under suspicion. A step of several micro-batches holds one optimizer step only, so this errs on that side.
-            expected = self._loop.micro_batches * (0.0 if self._sample is None else self._sample.eager_median)
-            self.wanted = self._loop.anywhere(self.steady_seconds() > MARGIN * expected)
-            self._left = 1
+        self._planned, sample = True, self._sample
+        before = 0.0 if sample is None else sample.eager_median
+        # There, eager that needs more memory than one of the devices has would end the run. So it is tried only under
+        # suspicion. A step of several micro-batches holds one optimizer step only, so this errs on that side.
+        expected = MARGIN * self._loop.micro_batches * before
+        if self._loop.world_size > 1 and not self._loop.anywhere(self.steady_seconds() > expected):
+            self._end()
+        else:
+            self._plan(4 * self.steady_seconds() if sample is None else 2 * (before + sample.compiled_median))
 
-    def take(self, sample: Sample | None, *, seconds: float) -> None:
-        """A batch was timed within ``seconds`` in all; None where it could not be."""
-        self._left = 0 if sample is None or self._loop.anywhere(seconds > LONGEST_SECONDS) else self._left - 1
-        self.wanted = self._left > 0
-        if sample is not None:
-            self.later.append(sample)
+    def take(self, sample: Sample | None, *, seconds: float = 0.0) -> None:
+        """A pair was timed within ``seconds`` in all; None where it could not be."""
+        if sample is None:
+            self._end()
+            return
+        self.later.append(sample)
+        self._spent += seconds
+        together = self._together
+        if self._loop.anywhere(len(self.later) >= ENOUGH_PAIRS and together.slower):
+            self.slower = together
+        if self.slower or len(self.later) >= MOST_PAIRS or self._loop.everywhere(together.narrow):
+            self._end()
+        else:
+            self._plan(seconds)
 
-    def facts(self) -> dict[str, Any]:
-        """For the record: what later batches showed. ``slower`` is by all of them together."""
-        together = Sample(
+    def _plan(self, cost: float) -> None:
+        """Say when the next pair, which is going to take ``cost`` seconds, is due: by the first process's clock."""
+        known = self._together if len(self.later) >= SUSPECT_PAIRS else self._sample
+        suspected = known is not None and known.slower
+        gap = APART_STEPS if self.later else 0
+        if not (suspected and len(self.later) < ENOUGH_PAIRS):
+            lacking = (self._spent + cost) / SHARE - (now() - self._telemetry.began)
+            gap = max(gap, math.ceil(lacking / max(self.steady_seconds(), 1e-9)))
+        self._next = self._loop.broadcast(self._loop.steps_done + gap)
+
+    def _end(self) -> None:
+        self._next, self.short_of_time = math.inf, False
+
+    @property
+    def _together(self) -> Sample:
+        return Sample(
+            replayed=any(one.replayed for one in self.later),
             eager_seconds=[seconds for one in self.later for seconds in one.eager_seconds],
             compiled_seconds=[seconds for one in self.later for seconds in one.compiled_seconds],
         )
-        slower = self._loop.anywhere(bool(self.later) and together.slower)
+
+    def facts(self) -> dict[str, Any]:
+        """For the record: what later batches showed."""
         micro = {} if self._loop.micro_batches == 1 else {"micro_batches": self._loop.micro_batches}
         later = [one.facts() for one in self.later]
+        slower = self.slower is not None
         return {"steady_step_seconds": self.steady_seconds(), "on_later_batches": later, "slower": slower, **micro}
 
     def steady_seconds(self) -> float:

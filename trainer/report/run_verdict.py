@@ -23,6 +23,7 @@ MANY_RECOMPILES = 3
 """Recompiles of a training with batches of several shapes from which on buckets are worth a try."""
 IDLE_SHARE, FULL_UTILIZATION = 0.2, 0.4
 """A GPU that is idle for more of a step, or whose matrix units do less than that, may wait for the host's launches."""
+SHORT = "takes 2% of a run at most, and this one was too short"
 LONGER = 1.5
 """A run this many times as long as break-even has made up for the wait, and gained something."""
 
@@ -104,6 +105,8 @@ def _why_not(record: RunRecord) -> str:
             f"its eager steps, of other batches, took {eager * 1e3:.1f} ms, those after the switch {steady * 1e3:.1f}"
         )
     finished = record.status == "finished"
+    if finished and record.report.get("slowdown", {}).get("short_of_time"):
+        return f"timing eager beside it {SHORT}"
     return "no steps of eager were timed beside its own" if finished else "it ended before steps of eager were timed"
 
 
@@ -221,6 +224,8 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
     low, high = verdict.ratio_low or 0.0, verdict.ratio_high or math.inf
     if verdict.outcome == NOT_SHOWN and not low <= 1 <= high:
         figures += "; steps of one side differ by more"
+    if verdict.outcome == NOT_SHOWN and record.report.get("slowdown", {}).get("short_of_time"):
+        figures += f"; timing more {SHORT}"
     said = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
     return f"{said} ({figures})"
 

@@ -86,6 +86,8 @@ class Telemetry:
         self._paused, self._paused_at = True, 0.0
         self._began_seconds: float | None = None
         self._running = False
+        self.began = 0.0
+        """When training did, by ``machine.now``."""
         self._ranks: Ranks | None = None
 
     @property
@@ -118,8 +120,8 @@ class Telemetry:
         self.steps_done = loop.steps_done
         self.last_step = Step(self.steps_done)
         self._begin_step()
-        self._paused, self._paused_at = True, now()
-        self._running = True
+        self.began = self._paused_at = now()
+        self._paused = self._running = True
 
     def _collect(self, *, warm: bool) -> None:
         """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
