@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -44,14 +45,20 @@ def own_caches(name: str, module: str) -> Iterator[None]:
     """Compiler caches that begin empty and are gone afterwards: what comes from a cache is not compiled. ``module`` is
     imported inside: torch reads where they are when it is imported."""
     from strategies.options import environment
-    from trainer.process import importing
+    from trainer.process import importing, signals_wait
     from trainer.sweep.environment import cache_variables
 
-    with (
-        tempfile.TemporaryDirectory(prefix=f"{name}-caches-", ignore_cleanup_errors=True) as folder,
-        environment(cache_variables(Path(folder), store=False)),
-    ):
-        with importing():
+    def remove(error: type[BaseException] | None, *_: object) -> None:
+        with signals_wait("the caches are removed"):
+            if error is not None and (prepare := sys.modules.get("strategies.prepare")):
+                prepare.stop_compiling()  # or it still writes there
+            folder.cleanup()
+
+    with contextlib.ExitStack() as stack:
+        with importing():  # from here on: no signal comes between the folder and what removes it
+            folder = tempfile.TemporaryDirectory(prefix=f"{name}-caches-", ignore_cleanup_errors=True)
+            stack.push(remove)
+            stack.enter_context(environment(cache_variables(Path(folder.name), store=False)))
             importlib.import_module(module)
         yield
 
@@ -105,18 +112,20 @@ def exit_code(work: Callable[[StopRequest], int], *, place: object = "", interru
     """
     from trainer.process import Interrupted, StopRequest
 
+    stop = StopRequest(print)
     try:
-        with StopRequest(print) as stop:
+        with stop:
             code = work(stop)
             sys.stdout.flush()
             return code
     except BrokenPipeError:  # ``| head`` has read enough; Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Interrupted as stopped:
-        print(f"interrupted ({stopped}){': ' * bool(interrupted)}{interrupted}", file=sys.stderr)
-        return 128 + stopped.signum
-    except Exception as error:
+    except (Interrupted, Exception) as error:
+        if stop.signum is not None:  # also where a library swallowed the interrupt and then met what it had left
+            name = signal.Signals(stop.signum).name
+            print(f"interrupted ({name}){': ' * bool(interrupted)}{interrupted}", file=sys.stderr)
+            return 128 + stop.signum
         from trainer import errors  # Hydra's as well, which takes a while to import
 
         if not isinstance(error, (*errors.REFUSALS, OSError)):

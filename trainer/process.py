@@ -71,11 +71,18 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Let these signals wait while torch is imported, a second one excepted; they then do what they did before.
+    """Let signals wait while torch is imported.
 
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
     ends the process by SIGABRT (seen at ``torch.distributed``).
     """
+    with signals_wait("everything is imported"), uncollected():
+        yield
+
+
+@contextlib.contextmanager
+def signals_wait(until: str) -> Iterator[None]:
+    """Let signals that stop a run wait, a second one excepted; they then do what they did before."""
     before = present_handlers()
     waiting: list[int] = []
 
@@ -83,7 +90,7 @@ def importing() -> Iterator[None]:
         if not waiting:
             waiting.append(signum)
             # Not print: this may interrupt one.
-            line = f"{signal.Signals(signum).name}: stopping once everything is imported; once more stops at once\n"
+            line = f"{signal.Signals(signum).name}: stopping once {until}; once more stops at once\n"
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())
             return
@@ -93,7 +100,7 @@ def importing() -> Iterator[None]:
         signal.raise_signal(signum)
 
     try:
-        with handled(dict.fromkeys(before, wait)), uncollected():
+        with handled(dict.fromkeys(before, wait)):
             yield
     finally:
         for each in waiting:

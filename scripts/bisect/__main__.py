@@ -41,8 +41,8 @@ PLAIN = re.compile(r"[\w./:+*?@%-]+")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser("bisect", __doc__ or "", EXAMPLES, overrides=True).parse_intermixed_args(arguments)
-    return exit_code(lambda stop: bisect(options, stop), interrupted="nothing was found yet")
+    parse = parser("bisect", __doc__ or "", EXAMPLES, overrides=True).parse_intermixed_args
+    return exit_code(lambda stop: bisect(parse(arguments), stop), interrupted="nothing was found yet")
 
 
 def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
@@ -73,6 +73,7 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
 
         with quiet_compiler():  # what fails is in a trial's line
             with_config(config, use)
+        stop.check()
     console = Console(highlight=False, soft_wrap=True)
     for line in lines(report):
         console.print(line)

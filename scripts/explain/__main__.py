@@ -39,8 +39,7 @@ BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    return exit_code(lambda stop: explained(options, stop), interrupted="nothing was written")
+    return exit_code(lambda stop: explained(parse(arguments), stop), interrupted="nothing was written")
 
 
 def explained(options: argparse.Namespace, stop: StopRequest) -> int:
@@ -70,6 +69,7 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
             before_steps=stop.install,
         )
         explanation = explain(config, chosen, command=options.overrides)
+        stop.check()  # an interrupt that a library swallowed may look like a failure of the compiler
     if options.json is not None:
         options.json.write_text(explanation.as_json(), encoding="utf-8")
     print_explanation(explanation, Console(highlight=False, soft_wrap=True))

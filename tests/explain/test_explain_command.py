@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.status import Status
 
 from scripts.explain import Explanation, Finding
 from scripts.explain.__main__ import main, print_explanation, verdict
 from tests.conftest import ROOT
+from trainer.process import Interrupted
 from trainer.telemetry.source import Line
 
 MICRO = ["task=micro", "task.width=16", "task.batch_size=4", "task.train_examples=16", "trainer.val_every_n_steps=0"]
@@ -96,26 +102,71 @@ def test_help_shows_examples_without_importing_torch() -> None:
     assert "examples:" in done.stdout
 
 
-def test_an_interrupt_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    many = ["task.train_examples=1000000", "task=micro", "compile=whole", "--json", "why.json", "--seconds", "600"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "scripts.explain", *many],
-        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 200
-        while not list(tmp_path.glob("explain-caches-*")) and child.poll() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        time.sleep(1)
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=200)
-    finally:
-        child.kill()
-    assert child.returncode == 130
-    assert "interrupted (SIGINT): nothing was written" in err
-    assert [file.name for file in tmp_path.iterdir() if "explain" in file.name or file.suffix == ".json"] == []
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class Finalizer:
+    """Python swallows what its end raises."""
+
+    def __del__(self) -> None:
+        interrupt()
+
+
+def swallowed() -> None:
+    with contextlib.suppress(Interrupted):
+        interrupt()
+
+
+def swallowed_with_half_a_module() -> None:
+    swallowed()
+    raise ImportError("cannot import name 'half'")
+
+
+MOMENTS = {
+    "while the folder is made": ("mkdtemp", interrupt),
+    "while torch is imported": ("import", interrupt),
+    "while the model is built": ("building data and model", interrupt),
+    "in a batch": ("batch 2,", interrupt),
+    "in a finalizer": ("batch 2,", Finalizer),
+    "in the last batch, swallowed": ("batch 3,", swallowed),
+    "swallowed by a library, which fails then": ("batch 2,", swallowed_with_half_a_module),
+    "while the folder is removed": ("rmtree", interrupt),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("moment", "sends"), MOMENTS.values(), ids=MOMENTS)
+def test_an_interrupt_ends_it_with_a_line_and_leaves_nothing(
+    moment: str, sends: Callable[[], object], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sent: list[str] = []
+
+    def sending(owner: Any, name: str, which: Callable[..., str]) -> None:
+        """Have ``owner.name`` send the signal after its work, the first time that ``which`` is the moment."""
+        works = getattr(owner, name)
+
+        def work(*args: Any, **kwargs: Any) -> Any:
+            done = works(*args, **kwargs)
+            if not sent and which(*args, **kwargs).startswith(moment):
+                sent.append(name)
+                sends()
+            return done
+
+        monkeypatch.setattr(owner, name, work)
+
+    sending(tempfile, "mkdtemp", lambda *_, **__: "mkdtemp")
+    sending(importlib, "import_module", lambda name: "import" * (name == "scripts.explain.run"))
+    sending(Status, "update", lambda _, line: line)
+    sending(shutil, "rmtree", lambda name, **_: "rmtree" * ("explain-caches-" in str(name)))
+    handler = signal.getsignal(signal.SIGINT)
+    assert main([*MICRO, "compile=whole", "--backend", "eager", "--json", "why.json"]) == 130
+    assert sent
+    assert "interrupted (SIGINT): nothing was written" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_everything_is_printed_as_it_is() -> None:
