@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -61,7 +62,10 @@ FORKS.set_forkserver_preload(
 )
 SECONDS_AFTER_A_FAILURE = 30.0
 """How long a rank may go on once the other one has failed."""
+STACK = "(most recent call first)"
+"""In what faulthandler prints."""
 
+PORTS = itertools.count()
 Pair = Callable[..., list[Any]]
 """``on_ranks``, as the fixture ``pair`` gives it."""
 Answers = dict[int, tuple[bool, Any]]
@@ -104,8 +108,10 @@ def on_ranks(
                 if rank not in said and process.is_alive():
                     with contextlib.suppress(ProcessLookupError):  # it has died since
                         os.kill(process.pid or 0, signal.SIGUSR1)  # prints its stack
-            time.sleep(1)
-            raise RanksFailed("\n".join(known(Path(folder), rank, said.get(rank)) for rank in range(ranks)))
+                    end = time.monotonic() + SECONDS_AFTER_A_FAILURE
+                    while STACK not in output(folder, rank) and process.is_alive() and time.monotonic() < end:
+                        time.sleep(0.05)
+            raise RanksFailed("\n".join(known(folder, rank, said.get(rank)) for rank in range(ranks)))
         finally:
             for process in group:
                 with contextlib.suppress(ProcessLookupError):
@@ -117,41 +123,56 @@ def on_ranks(
 
 def torchrun(ranks: int) -> dict[str, str]:
     """What ``torchrun`` puts into the environment of all ranks of one host; at a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     return {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "tests",
         "OMP_NUM_THREADS": "1",
     }
 
 
-def answers(connections: list[Any], seconds: float) -> Answers:
-    """The answers that come in time; less time is left once a rank has failed."""
+def free_port() -> int:
+    """One that is free, and that no connection gets by chance until it is used: the system draws theirs from 32768 on.
+    Processes of one machine begin to look at different ones."""
+    for _ in range(10_000):
+        port = 10_000 + (os.getpid() * 101 + next(PORTS)) % 20_000
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
+def answers(connections: list[Any], seconds: float, left: float = SECONDS_AFTER_A_FAILURE) -> Answers:
+    """The answers that come in time; less time is ``left`` once a rank has failed."""
     said: Answers = {}
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     end = time.monotonic() + seconds
-    while waiting and (left := end - time.monotonic()) > 0:
-        for connection in wait(list(waiting), timeout=left):
+    while waiting and (rest := end - time.monotonic()) > 0:
+        for connection in wait(list(waiting), timeout=rest):
             rank = waiting.pop(connection)
             with contextlib.suppress(EOFError, ConnectionResetError):
                 said[rank] = connection.recv()  # type: ignore[union-attr]
             if rank not in said or not said[rank][0]:
-                end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+                end = min(end, time.monotonic() + left)
     return said
 
 
-def known(folder: Path, rank: int, said: tuple[bool, Any] | None) -> str:
+def known(folder: str, rank: int, said: tuple[bool, Any] | None) -> str:
     """What is known of one rank after a failed call."""
     if said is not None:
         return f"rank {rank} " + ("returned" if said[0] else f"raised\n{said[1]}")
-    return f"rank {rank} died, or was not done in time:\n{(folder / f'{rank}.output').read_text()[-6000:]}"
+    return f"rank {rank} died, or was not done in time:\n{output(folder, rank)[-6000:]}"
+
+
+def output(folder: str, rank: int) -> str:
+    """What one rank has printed; nothing where it has not begun."""
+    with contextlib.suppress(FileNotFoundError):
+        return (Path(folder) / f"{rank}.output").read_text(errors="replace")
+    return ""
 
 
 def be_rank(folder: str, environment: dict[str, str], connection: Connection) -> None:

@@ -21,7 +21,7 @@ def test_runs_that_begin_at_once_have_a_folder_each(tmp_path: Path) -> None:
     given = [f"hydra.run.dir=runs/{EVERY_YEAR}", "trainer.max_steps=7"]
     runs = [trainer_process([*given, f"seed={seed}"], cwd=tmp_path) for seed in (10, 11, 12)]
     for run in runs:
-        _, errors = run.communicate(timeout=100)
+        _, errors = run.communicate(timeout=200)
         assert run.returncode == 0, errors
     found = {RunRecord.load(folder).seed: folder for folder in (tmp_path / "runs").iterdir()}
     assert sorted(found) == [10, 11, 12]
@@ -32,7 +32,7 @@ def test_runs_that_begin_at_once_have_a_folder_each(tmp_path: Path) -> None:
 def test_sweeps_that_begin_at_once_have_a_folder_each(tmp_path: Path) -> None:
     for _ in range(2):
         sweep = trainer_process(["-m", f"hydra.sweep.dir=sweeps/{EVERY_YEAR}", "compile=eager"], cwd=tmp_path)
-        _, errors = sweep.communicate(timeout=100)
+        _, errors = sweep.communicate(timeout=200)
         assert sweep.returncode == 0, errors
     first, second = sorted((tmp_path / "sweeps").iterdir())
     assert second.name == f"{first.name}-2"

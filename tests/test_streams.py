@@ -45,7 +45,7 @@ def test_printing_raises_nothing(tmp_path: Path, streams: str) -> None:
             assert pipe is not None
             if streams == "nobody reads":
                 pipe.close()
-        code = process.wait(timeout=60)
+        code = process.wait(timeout=200)
     assert code == 3
     assert (tmp_path / "file").read_text() == ""
 

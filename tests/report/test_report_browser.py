@@ -33,7 +33,7 @@ document.body.innerHTML = `<pre id="found">${JSON.stringify(found)}</pre>`;
 
 
 def test_it_fits_a_phone_and_a_desk(tmp_path: Path) -> None:
-    if BROWSER is None or subprocess.run([BROWSER, "--version"], capture_output=True, timeout=100).returncode != 0:
+    if BROWSER is None or subprocess.run([BROWSER, "--version"], capture_output=True, timeout=200).returncode != 0:
         pytest.skip("needs chromium: apt-get install chromium")
     assert main([str(save([*static(rounds=2), *ragged()], tmp_path / "runs")), "-o", str(tmp_path / "r.html")]) == 0
     page = html.escape((tmp_path / "r.html").read_text())
@@ -46,7 +46,7 @@ def test_it_fits_a_phone_and_a_desk(tmp_path: Path) -> None:
         env={**os.environ, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)

@@ -182,7 +182,7 @@ class Again:
 
 def together(rows: list[list[int]], hosts: list[Host], engines: list[Counted]) -> list[tuple[StepGraphs, list[str]]]:
     """Run the steps of two processes side by side, each on its own thread; returns their graphs and errors."""
-    wishes, barrier = [0, 0], threading.Barrier(2, timeout=20)
+    wishes, barrier = [0, 0], threading.Barrier(2, timeout=200)
     found: list[tuple[StepGraphs, list[str]]] = []
     for engine in engines:
         found.append((StepGraphs(engine, eager_steps=1, max_graphs=8), []))

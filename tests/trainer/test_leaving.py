@@ -52,7 +52,7 @@ def ended(end: str, folder: Path) -> subprocess.CompletedProcess[str]:
     code = ENDS.replace("{end}", end)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def test_a_command_leaves_at_once_and_loses_nothing(tmp_path: Path) -> None:

@@ -59,14 +59,19 @@ def test_it_is_busy_where_others_took_what_the_run_wanted(changes: dict[str, Any
 
 
 @linux
-def test_processes_of_others_are_seen() -> None:
-    count = len(os.sched_getaffinity(0)) + 1
-    for _ in range(count):  # orphans: no children of this process
-        subprocess.run(["sh", "-c", '"$0" -c "$1" &', sys.executable, SPIN], check=True)
+def test_processes_of_others_are_seen(tmp_path: Path) -> None:
+    for number in range(len(os.sched_getaffinity(0)) + 1):  # orphans: no children of this process
+        begun = tmp_path / str(number)
+        code = f"open({str(begun)!r}, 'w').close()\nwhile os.path.exists({str(begun)!r}): pass"
+        subprocess.run(["sh", "-c", '"$0" -S -c "$1" &', sys.executable, f"import os\n{code}"], check=True)
+        while not begun.exists():
+            time.sleep(0.01)
     watch = MachineMonitor()
     watch.begin()
     spin(1.2)
     found = watch.facts()
+    for begun in tmp_path.iterdir():
+        begun.unlink()
     assert found is not None
     assert found.busy is not None
     assert "of the processor time" in found.busy

@@ -172,8 +172,8 @@ def test_progress_is_said_until_the_training_begins(monkeypatch: pytest.MonkeyPa
     )
     with view:
         telemetry.phase = "preflight"
-        assert lines.get(timeout=20) == "compile: preflight"
+        assert lines.get(timeout=200) == "compile: preflight"
         telemetry.phase, compiler.compiling_seconds = "validating", 1.0
-        assert "graph 2" in lines.get(timeout=20)
+        assert "graph 2" in lines.get(timeout=200)
         telemetry.phase, compiler.compiling_seconds = "training", None
     assert lines.empty(), "training is Lightning's to show"
