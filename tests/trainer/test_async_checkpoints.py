@@ -105,3 +105,23 @@ def test_the_end_of_a_trainer_waits_and_hides_no_error(tmp_path: Path) -> None:
         writer.save_checkpoint({"weight": torch.zeros(2)}, tmp_path / "file" / "last.ckpt")
         with pytest.raises(seen):
             ends(before)
+
+
+def test_what_is_rotated_away_stays_until_its_successor_is_whole(tmp_path: Path, gate: threading.Event) -> None:
+    writer, old, new = AtomicCheckpointIO(background=True), tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    old.touch()
+    (tmp_path / "file").touch()
+    for path, kept in ((tmp_path / "file" / "new.ckpt", True), (new, False)):
+        gate.clear()
+        writer.save_checkpoint({"weight": torch.zeros(2)}, path)
+        writer.remove_checkpoint(old)
+        assert old.exists()
+        gate.set()
+        with pytest.raises(OSError, match="file") if kept else contextlib.nullcontext():
+            writer.settle()
+        assert old.exists() == kept
+    writer.refused = OSError("what a group keeps for its end")
+    writer.remove_checkpoint(new)
+    assert new.exists()
+    with pytest.raises(OSError, match="what a group keeps"):
+        writer.teardown()

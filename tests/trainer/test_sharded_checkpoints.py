@@ -8,7 +8,9 @@ import hashlib
 import os
 import pickle
 import shutil
+import threading
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint import format_utils
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -92,8 +95,16 @@ def digests(tree: Any, name: str = "") -> Any:
     yield name, hashlib.sha256(repr(tree).encode()).hexdigest()
 
 
-def fit(folder: Path, kind: str, resume: Path | None = None, *, steps: int = SAVED_AT, **io: bool) -> Seen:
-    """Train; saves ``folder/last.ckpt`` with its last step."""
+def fit(
+    folder: Path,
+    kind: str,
+    resume: Path | None = None,
+    *callbacks: L.Callback,
+    name: str = "last",
+    steps: int = SAVED_AT,
+    **io: bool,
+) -> Seen:
+    """Train; saves ``folder/<name>.ckpt`` after each step and keeps the last."""
     torch.manual_seed(0)
     seen = Seen()
     strategy: Any = {"one": "auto", "ddp": "ddp", "directory": FSDP2()}.get(kind)
@@ -104,7 +115,8 @@ def fit(folder: Path, kind: str, resume: Path | None = None, *, steps: int = SAV
         max_steps=steps,
         callbacks=[
             seen,
-            ModelCheckpoint(folder, "last", every_n_train_steps=1, save_top_k=1, enable_version_counter=False),
+            *callbacks,
+            ModelCheckpoint(folder, name, every_n_train_steps=1, save_top_k=1, enable_version_counter=False),
         ],
         logger=False,
         enable_progress_bar=False,
@@ -233,22 +245,22 @@ def refused(*_: Any) -> Any:
 
 
 def broken(folder: str) -> list[str]:
-    """On two ranks: the second has a full disk; the first cannot put the whole directory in place; somebody's files are
-    there; then all is well."""
+    """On two ranks: the second has a full disk; the first cannot put the whole directory in place, each while training
+    waits and beside it; somebody's files are there; then all is well."""
     said, path = [], Path(folder) / "directory"
     theirs = path / "last.ckpt" / "thesis.txt"
 
-    def attempt() -> None:
+    def attempt(*, background: bool = False) -> None:
         try:
-            fit(path, "directory")
+            fit(path, "directory", background=background)
         except OSError as error:
             said.append(str(error))
 
-    for fault in ("trainer.loops.checkpoint_io.FileSystemWriter.write_data", "trainer.loops.checkpoint_io.replace"):
+    for fault, background in product(("FileSystemWriter.write_data", "replace"), (False, True)):
         with pytest.MonkeyPatch.context() as patch:
             if os.environ["RANK"] == ("1" if fault.endswith("write_data") else "0"):
-                patch.setattr(fault, refused)
-            attempt()
+                patch.setattr(f"trainer.loops.sharded_checkpoints.{fault}", refused)
+            attempt(background=background)
     theirs.parent.mkdir(parents=True, exist_ok=True)
     theirs.touch()
     attempt()
@@ -261,12 +273,50 @@ def test_a_part_that_cannot_be_written_ends_all_with_its_reason(pair: Pair, tmp_
     one, other = pair(broken, str(tmp_path))
     last = tmp_path / "directory" / "last.ckpt"
     assert one == [
-        f"[Errno 28] No space left on device (rank 1): '{last}'",
-        f"[Errno 28] No space left on device: '{last}'",
+        *[f"[Errno 28] No space left on device (rank 1): '{last}'"] * 2,
+        *[f"[Errno 28] No space left on device: '{last}'"] * 2,
         f"[Errno 17] a folder with other files than a checkpoint's: '{last}'",
         "last.ckpt",
     ]
     assert other == one
+
+
+class Permits(L.Callback):
+    """The second process writes each directory only after another step of all; notes what is whole before that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen, self._permits = folder, list[list[str]](), threading.Semaphore(0)
+        self._write = FileSystemWriter.write_data
+
+    def write_data(self, *arguments: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            assert self._permits.acquire(timeout=60), "the training waits for what is written beside it"
+        return self._write(*arguments)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen.append(sorted(path.name for path in self.folder.glob("*") if is_directory(path)))
+        trainer.strategy.barrier()  # all have looked
+        if trainer.global_step > 1:
+            self._permits.release()
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._permits.release()
+
+
+def beside_training(folder: Path) -> tuple[dict[str, str], dict[str, str], list[list[str]]]:
+    """On two ranks: the state at the end, what a directory written beside the training holds, what was whole when."""
+    permits = Permits(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", lambda *arguments: permits.write_data(*arguments))
+        end = fit(folder, "directory", None, permits, name="{step}", steps=4, background=True).end
+    last = folder / "step=4.ckpt"
+    begin = fit(folder / "on", "directory", last, steps=5).begin
+    return end, begin, [*permits.seen, sorted(path.name for path in folder.glob("*") if path.name != "on")]
+
+
+def test_training_continues_while_a_directory_is_written_and_the_one_before_stays(pair: Pair, tmp_path: Path) -> None:
+    (end, *one), (_, *other) = pair(beside_training, tmp_path)
+    assert one == other == [end, [[], [], ["step=1.ckpt"], ["step=2.ckpt"], ["step=4.ckpt"]]]
 
 
 def full(folder: str) -> str | None:
@@ -325,7 +375,7 @@ def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
     resume = f"resume={tmp_path / 'saved'}"
     facts = {}
     for name, how in {
-        "saved": (fsdp2, "trainer.max_steps=4"),
+        "saved": (fsdp2, "trainer.max_steps=4", background),
         "file": (fsdp2, "trainer.max_steps=6", resume, "trainer.sharded_checkpoints=false", background),
         "ddp": ("trainer.strategy=ddp", "trainer.max_steps=6", resume, background),
     }.items():

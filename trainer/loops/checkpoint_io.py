@@ -1,9 +1,8 @@
-"""Checkpoints as files: never a half, written at once or while training continues, by one process or by all.
+"""Checkpoints as files: never a half, written at once or while training continues; directories are read here too.
 
-A model whose tensors are spread over processes is written as one whole file, or as a directory that all write. That
-holds ``meta.pt``, the checkpoint of one process with a tensor of the meta device in the place of each weight and each
-optimizer state, and those tensors, as ``torch.distributed.checkpoint`` writes them. What is read from one is the
-checkpoint of one process again, so that any strategy and any number of processes go on from it.
+A directory holds ``meta.pt``, the checkpoint of one process with a tensor of the meta device in the place of each
+weight and each optimizer state, and those tensors, as ``torch.distributed.checkpoint`` writes them. What is read from
+one is the checkpoint of one process again, so that any strategy and any number of processes go on from it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import errno
 import io
 import os
 import pickle
@@ -25,16 +23,14 @@ from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
+from torch.distributed.tensor import DTensor
 
 from tasks.base import free_bytes, gib
 from trainer.loops.processes import host_group
@@ -52,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     and across file systems its final move is a copy that a kill leaves half done.
 
     Args:
-        background: Whether ``save_checkpoint`` copies to host memory (pinned where the tensors are on a GPU) and
+        background: Whether ``save_checkpoint`` copies to host memory (pinned where a file's tensors are on a GPU) and
             returns, while a thread writes. The next save waits for that, and so does the end of the training. What
             does not fit into half of the free memory is written at once.
     """
@@ -71,13 +67,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.settle()
         if self.refused is not None:
             return
-        if self.background and (host := on_host(checkpoint)) is not None:
-            self._writing = self._thread.submit(self._write, host, Path(path))
+        if self.background and fits(checkpoint):
+            host = on_host(checkpoint)
+            self.write_beside(lambda: self._write(host, Path(path)))
         else:
             self._write(checkpoint, Path(path))
 
+    def write_beside(self, write: Callable[[], None]) -> None:
+        """Call ``write`` in the thread, once what came before is done; ``settle`` raises what it raises."""
+        self._writing = self._thread.submit(write)
+
     def settle(self) -> None:
-        """Wait for what is being written. Raises OSError that it has met, outside of a group."""
+        """Wait for what is being written. Raises OSError that it has met; that of a file in a group is kept as
+        ``refused``, that of a directory all processes raise."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -90,14 +92,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file or a directory, once nothing is being written."""
-        self.settle()
-        super().remove_checkpoint(path)
+        """Remove a file or a directory once what is being written is whole; without that it stays. Waits for nothing:
+        only the first process is asked to."""
+        writing, remove = self._writing, super().remove_checkpoint
+
+        def removed() -> None:
+            if writing is not None:
+                writing.result()
+            if self.refused is None:
+                remove(path)
+
+        removed() if writing is None else self.write_beside(removed)
 
     def teardown(self) -> None:
         """Wait for what is being written; what that has met is no reason beside an error that has come before."""
-        with contextlib.suppress(*[OSError] if sys.exc_info()[1] is not None else []):
+        with contextlib.suppress(*[Exception] if sys.exc_info()[1] is not None else []):
             self.settle()
+            if self.refused is not None:
+                raise self.refused
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         target = beside(path, "new") if is_directory(path) else path
@@ -117,23 +129,38 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self.refused = said
 
 
-def on_host(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """A copy that no later step changes, in host memory; None where that would take more than half of what is free."""
+def fits(checkpoint: Mapping[str, Any], processes: int = 1) -> bool:
+    """Whether as large a copy by each of ``processes`` of this host takes at most half of its free memory."""
+    tensors: dict[Any, int] = {}
+    mapped(checkpoint, lambda _, tensor: tensors.update({_place(tensor): _own(tensor).nbytes}))
+    size, free = sum(tensors.values()) * processes, free_bytes()
+    if free is None or size <= free // 2:
+        return True
+    rank_zero_warn(f"a checkpoint of {gib(size)} is written at once: {gib(free)} of host memory are free")
+    return False
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Alike for tied weights, which are tensors of their own in a state dict."""
+    own = _own(tensor)
+    return own.data_ptr(), own.shape, own.stride(), own.dtype
+
+
+def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A copy that no later step changes, in host memory, with tied weights once."""
     tensors: dict[int, Tensor] = {}
-    mapped(checkpoint, lambda _, tensor: tensors.setdefault(id(tensor), tensor))
-    # Tied weights are tensors of their own in a state dict, and are written once.
-    places = {key: (one.data_ptr(), one.shape, one.stride(), one.dtype) for key, one in tensors.items()}
-    different = {places[key]: tensor for key, tensor in tensors.items()}
-    size, free = sum(tensor.nbytes for tensor in different.values()), free_bytes()
-    if free is not None and size > free // 2:
-        rank_zero_warn(f"a checkpoint of {gib(size)} is written at once: {gib(free)} of host memory are free")
-        return None
+    mapped(checkpoint, lambda _, tensor: tensor.is_meta or tensors.setdefault(id(tensor), tensor))
+    different = {_place(tensor): tensor for tensor in tensors.values()}
     with torch.no_grad():
         copies = {
             place: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
             for place, tensor in different.items()
         }
-    host = copy.deepcopy(checkpoint, {key: copies[place] for key, place in places.items()})
+    host = copy.deepcopy(checkpoint, {key: copies[_place(tensor)] for key, tensor in tensors.items()})
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return host
@@ -142,60 +169,6 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 def grouped() -> bool:
     """Whether this process is one of a group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-class ShardedCheckpoints(ModelParallelStrategy):
-    """Saving and loading of a strategy that spreads a model. Keys and layouts are those of one process.
-
-    ``save_distributed_checkpoint`` decides between a directory and one file, which the first process assembles in its
-    host memory. After a kill either is the old checkpoint or the new one, and both are loaded.
-    """
-
-    # As any strategy does; the base gathers and renames, and loads in ``load_checkpoint``.
-    lightning_restore_optimizer = ParallelStrategy.lightning_restore_optimizer
-    lightning_module_state_dict = ParallelStrategy.lightning_module_state_dict
-    optimizer_state = ParallelStrategy.optimizer_state
-    load_model_state_dict = ParallelStrategy.load_model_state_dict
-    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a directory, or one file by the strategy's ``checkpoint_io``. Every process calls this."""
-        if self._save_distributed_checkpoint:
-            save_directory(checkpoint, Path(filepath), self)
-            return
-
-        def whole(_: str, tensor: Tensor) -> Tensor | None:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            return full.cpu() if self.is_global_zero else None
-
-        checkpoint |= {part: mapped(checkpoint[part], whole) for part in SPREAD if part in checkpoint}
-        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What ``checkpoint_path`` (a directory or a file) holds, each process its own part of weights and optimizer
-        states. Without optimizers their states are left out."""
-        assert self.lightning_module is not None
-        spread = {f"state_dict.{key}": value for key, value in self.lightning_module.state_dict().items()}
-        for place, optimizer in enumerate(self.optimizers):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            spread |= {f"optimizer_states.{place}.state.{i}": each for i, each in enumerate(parameters)}
-
-        def placed(name: str, tensor: Tensor) -> Tensor:
-            like = spread.get(name if name in spread else ".".join(name.split(".", 4)[:4]))
-            if not isinstance(like, DTensor) or not tensor.ndim:
-                return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()  # no view of a file
-            mesh = like.device_mesh
-            placements = like.placements if tensor.shape == like.shape else [Replicate()] * mesh.ndim
-            if tensor.is_meta:
-                return empty(tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
-            # Each process takes its part of the file without asking the first one.
-            return distribute_tensor(tensor, mesh, placements, src_data_rank=None).clone()
-
-        path, parts = Path(checkpoint_path), SPREAD if self.optimizers else SPREAD[:1]
-        if is_directory(path):
-            return load_directory(path, placed, parts=parts, weights_only=weights_only)
-        loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        return loaded | {part: mapped(loaded[part], placed, part) for part in parts if part in loaded}
 
 
 def mapped(tree: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
@@ -217,7 +190,7 @@ def is_directory(path: Path) -> bool:
     return (path / META).is_file() and (path / INDEX).is_file()
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- putting in place ------------------------------------------------------------------------------------------------
 
 
 def beside(path: Path, what: str) -> Path:
@@ -246,54 +219,8 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelParallelStrategy) -> None:
-    """Write ``checkpoint`` by all processes, so that ``path`` is the old one or the new one, never a half.
-
-    Raises OSError in all of them where one cannot write.
-    """
-    path = Path(strategy.broadcast(path))
-    new = beside(path, "new")
-    tensors: dict[str, Any] = {"state_dict": {}}
-
-    def taken(name: str, tensor: Tensor) -> Tensor:
-        # What is not spread may differ, as running means do: the first process's is kept, as by every strategy.
-        if strategy.is_global_zero or isinstance(tensor, DTensor):
-            part, _, key = name.partition(".")
-            target, key = (tensors[part], key) if part in tensors else (tensors, name)
-            target[key] = tensor.detach()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    rest = {**checkpoint, **{part: mapped(checkpoint[part], taken, part) for part in SPREAD if part in checkpoint}}
-
-    with _first_alone(strategy, path) as first:
-        if first and path.is_dir() and not is_directory(path) and any(path.iterdir()):
-            raise FileExistsError(errno.EEXIST, "a folder with other files than a checkpoint's")
-        if first:
-            remove(new)
-            new.mkdir(parents=True)
-    with _named(path):
-        save(tensors, storage_writer=FileSystemWriter(new), process_group=host_group())
-    with _first_alone(strategy, path) as first:
-        if first:
-            with written_whole(new / META, "wb") as file:
-                torch.save(rest, file)
-            replace(path)
-
-
 @contextlib.contextmanager
-def _first_alone(strategy: ModelParallelStrategy, path: Path) -> Iterator[bool]:
-    """Inside, the first process acts alone; what the system says to it is raised in all, with ``path``."""
-    refused: OSError | None = None
-    try:
-        yield strategy.is_global_zero
-    except OSError as error:
-        refused = OSError(error.errno, error.strerror, str(path))
-    if (said := strategy.broadcast(refused)) is not None:
-        raise said
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """What the first process of those that failed inside has met is raised, with ``path``. torch's own is no
     ``Exception``, and prints tracebacks."""
     try:
@@ -343,7 +270,7 @@ def load_directory(
     if lost := [name for name in tensors if not isinstance(held.get(name), TensorStorageMetadata)]:
         raise ValueError(f"it holds no {lost[0]}")
     alone = allocated is None
-    with _named(path):
+    with named(path):
         load(tensors, storage_reader=reader, process_group=None if alone else host_group(), no_dist=alone)
     return {**{name: value for name, value in loaded.items() if name not in SPREAD}, **made}
 

@@ -28,17 +28,18 @@ Value = TypeVar("Value")
 UNKNOWN = 2**62
 """In the place of a number of batches."""
 
-_made: tuple[object, dist.ProcessGroup] | None = None
+_made: dict[str, tuple[object, dist.ProcessGroup]] = {}
 
 
-def host_group() -> dist.ProcessGroup:
-    """A gloo group of all processes beside the one that trains, made once for each of those; all processes call it."""
-    global _made
-    if _made is None or _made[0] is not dist.group.WORLD:
+def host_group(thread: str = "main") -> dist.ProcessGroup:
+    """A gloo group of all processes beside the one that trains, made once for each of those; all processes call it.
+    Each ``thread`` that communicates has its own, because the order of two threads differs between processes."""
+    world = dist.group.WORLD
+    if thread not in _made or _made[thread][0] is not world:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
-        _made = dist.group.WORLD, group
-    return _made[1]
+        _made[thread] = world, group
+    return _made[thread][1]
 
 
 def largest(value: int, world_size: int) -> int:
