@@ -5,7 +5,8 @@ from __future__ import annotations
 from tasks.base import BatchCounts, Declaration, Task
 from tasks.captioning.task import CaptionerSize, Captioning, Coco, Lognormal, Shapes
 from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledShapes
-from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, LlamaNetwork, MaskedLM, Stdlib, TextFiles
+from tasks.language.sources import Stdlib, TextFiles
+from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, LlamaNetwork, MaskedLM
 from tasks.micro.task import Micro
 
 TASKS: dict[str, type[Task]] = {

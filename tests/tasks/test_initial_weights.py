@@ -14,7 +14,8 @@ from strategies.cached.session import model_digest
 from tasks import TASKS, Task, module
 from tasks.captioning.task import CaptionerSize, Shapes
 from tasks.image_classification.task import LabelledShapes
-from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork, Stdlib
+from tasks.language.sources import Stdlib
+from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 from tasks.module import is_on_meta, on_meta, start
 from trainer.callback import Compile
 from trainer.peers import placed

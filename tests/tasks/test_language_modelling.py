@@ -10,7 +10,8 @@ import torch
 
 from tasks.language.data import TextBatch
 from tasks.language.model import LanguageModel
-from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork, Stdlib, TextData
+from tasks.language.sources import Stdlib, TextData
+from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
 
 LLAMA = LlamaNetwork(
     layers=2, width=16, heads=2, key_value_heads=1, hidden_width=32, vocabulary_size=300, max_tokens=16

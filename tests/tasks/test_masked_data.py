@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tasks.language.data import CollateMasked
-from tasks.language.task import BertNetwork, MaskedLM, TextFiles
+from tasks.language.sources import TextFiles
+from tasks.language.task import BertNetwork, MaskedLM
 from tasks.loading import BEGIN, END, PAD
 
 MASK, TOKENS = 999, 900

@@ -12,7 +12,8 @@ import torch
 from strategies import Ragged
 from strategies.padding import length_of
 from tasks.language.data import TextDataModule, encode
-from tasks.language.task import Gpt2Network, LanguageModelling, Stdlib, TextData, TextFiles, definitions
+from tasks.language.sources import Stdlib, TextData, TextFiles, definitions
+from tasks.language.task import Gpt2Network, LanguageModelling
 from tasks.loading import BEGIN, END, PAD, train_tokenizer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.language.task import TextFiles
+from tasks.language.sources import TextFiles
 
 WORDS = "gr\u00fc\u00dfe, \u4e16\u754c"
 

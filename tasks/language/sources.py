@@ -1,0 +1,185 @@
+"""Where text comes from: files, JSON lines, Python's standard library; and how documents are split and laid out."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import itertools
+import json
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.base import Loading, held_out, require_choice, require_fields, require_share
+
+PACKINGS = ("packed", "documents")
+Named = Iterable[tuple[str, str]]
+"""Name and text of each document; the name decides on which side it falls."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TextData(Loading):
+    """Base of every source of text.
+
+    A source says how documents are read (``read``); how they are split and made into rows is the same for all.
+    """
+
+    num_workers: int | None = 0
+    """Loader processes a device; None: one less than this process' cores, at most 8. A row is a slice of memory, which
+    no process makes faster than the training's own."""
+    packing: str = "packed"
+    """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful; or
+    ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted."""
+    max_tokens: int | None = None
+    """Positions of a packed row, most positions of a document; None: as many as the network takes."""
+    pad_to: int | None = None
+    """Positions of every batch of ``documents``, at most ``max_tokens``; None: as many as its longest one needs."""
+    max_documents: int | None = None
+    """Most documents to read, both splits together; None: all. A fixed choice, the same in every run."""
+    val_share: float = 0.02
+    """Share of the documents held out for validation, at least one; the same documents in every run. Of a source that
+    is one document, its end."""
+
+    def __post_init__(self) -> None:
+        Loading.__post_init__(self)
+        require_choice("task.data.packing", self.packing, PACKINGS)
+        require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
+        require_share("task.data.val_share", self.val_share, below_one=True)
+        if self.pad_to is not None and self.packing == "packed":
+            raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents: packed rows are full")
+
+    def read(self) -> tuple[Named, Named | None]:
+        """Training documents, and validation documents where the user names some; None: a share is held out.
+
+        Raises ValueError, naming the file, for a source that cannot be used.
+        """
+        raise NotImplementedError
+
+    def place(self) -> str:
+        """Where the documents come from, for messages."""
+        raise NotImplementedError
+
+    def documents(self) -> tuple[list[str], list[str]]:
+        """Training and validation documents, one text each, the same ones in every run; blank ones are left out.
+
+        Raises ValueError, naming the file, for a source that cannot be used, and for too little text on a side.
+        """
+        given = self.read()
+        named, val_named = (
+            [(name, text) for name, text in itertools.islice(side or (), self.max_documents) if text.strip()]
+            for side in given
+        )
+        train, val = [text for _, text in named], [text for _, text in val_named]
+        if given[1] is None and len(train) == 1:
+            at = min(max(1, round(len(train[0]) * (1 - self.val_share))), len(train[0]) - 1)
+            train, val = [train[0][:at]], [train[0][at:]]
+        elif given[1] is None:
+            held = held_out({name: name for name, _ in named}, share=self.val_share)
+            train, val = ([text for name, text in named if (name in held) is out] for out in (False, True))
+        if not any(train) or not any(val):
+            raise ValueError(f"{self.place()} holds too little text to train on and to validate")
+        return train, val
+
+
+def read_text(file: Path) -> str:
+    """Read UTF-8, with a byte order mark or without; line ends become newlines. Raises ValueError, naming the file."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as UTF-8 text ({error})") from None
+
+
+@dataclass(kw_only=True, slots=True)
+class TextFiles(TextData):
+    """UTF-8 files: of text, a document each, and of JSON lines (``.jsonl``), a document a line."""
+
+    path: str = ""
+    """A file, a folder (its ``.txt`` and ``.jsonl`` files at any depth), or a pattern such as ``/data/**/*.md``."""
+    key: str = "text"
+    """Key of the text within the object of a JSON line."""
+    val_path: str = ""
+    """Validation text, as ``path``; empty: a share of the documents is held out."""
+
+    def __post_init__(self) -> None:
+        TextData.__post_init__(self)
+        if not self.path:
+            raise ValueError("task.data.path='' must name a text file, a folder or a pattern")
+
+    def read(self) -> tuple[Named, Named | None]:
+        val = self._documents("task.data.val_path", self.val_path) if self.val_path else None
+        return self._documents("task.data.path", self.path), val
+
+    def place(self) -> str:
+        return self.path
+
+    def _documents(self, option: str, path: str) -> Iterator[tuple[str, str]]:
+        """Documents, named by their path below the folder or the part of the pattern without wildcards."""
+        root = Path(path)
+        if root.is_dir():
+            files = sorted(file for file in root.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())
+        else:
+            files = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
+            while glob.has_magic(str(root)) or root == Path(path):
+                root = root.parent
+        if not files:
+            raise ValueError(f"{option}={path!r} is not a file, a folder with .txt or .jsonl files, or a pattern")
+        for file in files:
+            name, text = file.relative_to(root).as_posix(), read_text(file)
+            if file.suffix != ".jsonl":
+                yield name, text
+                continue
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    yield f"{name}:{number}", self._of_line(line, f"{file} line {number}")
+
+    def _of_line(self, line: str, place: str) -> str:
+        try:
+            item = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place} is not JSON ({error})") from None
+        text = item.get(self.key) if isinstance(item, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f"{place} has no text under the key {self.key!r} (task.data.key)")
+        return text
+
+
+DEFINITION = re.compile(r"^(?:@[^\n]*\n)*(?:async def |def |class )", re.MULTILINE)
+"""A function or class at the left margin, with its decorators."""
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Stdlib(TextData):
+    """Python's standard library as it is installed here: some 13 MB, which differ from one Python to the next.
+
+    A document is a top-level function or class; the code before a file's first one is a document too.
+    """
+
+    def read(self) -> tuple[Named, Named | None]:
+        return self._documents(), None
+
+    def place(self) -> str:
+        return "Python's standard library"
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        """Documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""
+        folder = Path(sysconfig.get_path("stdlib"))
+        relative = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+        names = [name for name in relative if not LEFT_OUT.intersection(name.split("/")[:-1])]
+        if not names:
+            raise ValueError(f"{folder} holds no Python sources; take task/data=text")
+        names.sort(key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
+        for name in names:
+            with contextlib.suppress(ValueError):  # a few are not UTF-8
+                for number, part in enumerate(definitions(read_text(relative[name]))):
+                    yield f"{name}:{number}", part
+
+
+def definitions(text: str) -> list[str]:
+    """A Python source in pieces, which joined are the whole but for blank ones."""
+    starts = [match.start() for match in DEFINITION.finditer(text)]
+    edges = [0, *(start for start in starts if start), len(text)]
+    return [part for begin, end in itertools.pairwise(edges) if (part := text[begin:end]).strip()]
