@@ -74,7 +74,7 @@ def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> No
     """Raise ValueError, ending with ``instead``, where strategy ``name`` has no ragged tensor to work on."""
     if not ragged:
         raise ValueError(
-            f"compile.{name}: no tensor of the batch is declared ragged; a task names them in "
+            f"compile.{name}: no tensor of the batch is declared ragged (packed rows are not); a task names them in "
             "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
             f"and dimension that holds positions{instead}"
         )

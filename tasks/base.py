@@ -56,6 +56,8 @@ class BatchCounts:
     """Token positions computed, padding included; None for a task without tokens."""
     useful_tokens: int | None = None
     """Token positions that are not padding; None for a task without tokens."""
+    attended: int | None = None
+    """Pairs of positions that attend to each other, where samples and tokens do not say so: samples in one row."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,17 +40,20 @@ class ResumableSampler(DistributedSampler[int]):
         """Start at ``batches`` batches into ``epoch``; later epochs are whole."""
         self._resume_epoch, self._resume_batches = epoch, batches
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         # Lightning builds the first iterator before it has advanced past an epoch that a checkpoint completed: the
         # epoch it tells may be one behind the one to resume in, never ahead of it. Asking again changes nothing.
         epoch = max(self.epoch, self._resume_epoch)
         batches = self._resume_batches if epoch == self._resume_epoch else 0
-        count = len(self.dataset)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(count, generator=generator).tolist()
+        order = self.order(epoch)
         # Every rank draws equally many examples: the last ones begin again at the front.
-        order = (order * -(-self.total_size // max(1, count)))[: self.total_size]
+        order = (order * -(-self.total_size // max(1, len(order))))[: self.total_size]
         return iter(order[self.rank : self.total_size : self.num_replicas][batches * self.batch_size :])
+
+    def order(self, epoch: int) -> list[Any]:
+        """What all ranks draw in ``epoch``."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.dataset), generator=generator).tolist()  # type: ignore[arg-type]
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -84,7 +87,7 @@ class ResumableDataModule(L.LightningDataModule):
         """``seed``: of the order of training examples."""
         super().__init__()
         self.seed = seed
-        self._loading = loading
+        self._loading, self.batch_size = loading, loading.batch_size
         self._is_set_up = False
 
     def open(self) -> str:
@@ -100,9 +103,9 @@ class ResumableDataModule(L.LightningDataModule):
             return
         place = self.open()
         replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
-        if count < self._loading.batch_size * replicas:
+        if count < self.batch_size * replicas:
             raise ValueError(
-                f"{self.option}.batch_size={self._loading.batch_size} on {replicas} devices is more than the "
+                f"{self.option}.batch_size={self.batch_size} on {replicas} devices is more than the "
                 f"{count} training examples of {place}"
             )
         # A set without one example that can be read stops here, not at the first validation.
@@ -111,26 +114,31 @@ class ResumableDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Whole batches only, so that every training step has one batch size."""
-        replicas, rank = self._replicas()
-        sampler = ResumableSampler(
-            self.train_set, num_replicas=replicas, rank=rank, seed=self.seed, batch_size=self._loading.batch_size
-        )
-        loader = ResumableLoader(self.train_set, sampler=sampler, drop_last=True, **self._options())
+        loader = ResumableLoader(self.train_set, sampler=self.train_sampler(), drop_last=True, **self._options())
         loader.position = self._position
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Every validation example in order; the last batch may be smaller."""
+        return DataLoader(self.val_set, sampler=self.val_sampler(), **self._options())
+
+    def train_sampler(self) -> ResumableSampler:
         replicas, rank = self._replicas()
-        sampler: DistributedSampler[Any] | None = None
-        if replicas > 1:
-            sampler = DistributedSampler(self.val_set, num_replicas=replicas, rank=rank, shuffle=False)
-        return DataLoader(self.val_set, sampler=sampler, **self._options())
+        return ResumableSampler(
+            self.train_set, num_replicas=replicas, rank=rank, seed=self.seed, batch_size=self.batch_size
+        )
+
+    def val_sampler(self) -> DistributedSampler[Any] | None:
+        """None: in order, on one device."""
+        replicas, rank = self._replicas()
+        if replicas == 1:
+            return None
+        return DistributedSampler(self.val_set, num_replicas=replicas, rank=rank, shuffle=False)
 
     def _options(self) -> dict[str, Any]:
         workers = self._loading.workers()
         return {
-            "batch_size": self._loading.batch_size,
+            "batch_size": self.batch_size,
             "num_workers": workers,
             "persistent_workers": workers > 0,
             "pin_memory": torch.cuda.is_available(),

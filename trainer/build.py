@@ -69,6 +69,8 @@ def batch_counter(task: Task) -> BatchCounter:
 
     def count(batch: Any) -> tuple[int, int | None, int | None, int | None]:
         counts = task.count(batch)
+        if counts.attended is not None:  # no two batches are of one size
+            return counts.samples, counts.tokens, counts.useful_tokens, task.training_flops(batch)
         size = (counts.samples, counts.tokens)
         if size not in flops:
             flops[size] = task.training_flops(batch)

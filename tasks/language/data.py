@@ -1,6 +1,7 @@
 """Text as rows of tokens, packed full or one document each, for predicting the next token or masked ones.
 
-Shape letters: B batch, S tokens of a row, T tokens of all rows, one after the other, or some of them.
+Shape letters: B batch, S tokens of a row, T tokens of all rows, one after the other, or some of them, P the
+picked ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ class TextDataset(Dataset[Tensor]):
         """
         self.skipped: dict[str, int] = {}
         self._packed = packing == "packed"
-        self._positions, self._extra = positions, extra
+        self.positions, self._extra = positions, extra
         # One flat array instead of a list of lists: forked workers share its pages, as no reference count changes.
         self._ids = load_tokens(texts, tokenizer)
         self._ends = np.flatnonzero(self._ids == END)
@@ -113,7 +114,7 @@ class TextDataset(Dataset[Tensor]):
             raise IndexError(index)
         count = int(self.lengths[index]) + self._extra
         if self._packed:
-            begin = index * self._positions
+            begin = index * self.positions
             return torch.from_numpy(self._ids[begin : begin + count].astype(np.int64))
         begin = int(self._ends[index - 1]) + 1 if index else 0
         row = torch.empty(count, dtype=torch.long)
@@ -204,25 +205,32 @@ class CollateMasked:
     padded: bool
     """Whether rows may be padded: the batch then says where."""
 
-    def __call__(self, rows: Sequence[Tensor]) -> MaskedBatch:
-        lengths = np.array([len(row) for row in rows])
-        tokens_T = torch.cat(list(rows)).numpy()
-        # numpy: several times as fast as torch on arrays of this size, and a batch has to be ready in milliseconds.
-        generator = np.random.default_rng((self.seed, zlib.crc32(tokens_T.tobytes())))
-        picked_T = self._pick(tokens_T, lengths, generator)
-        targets_T = tokens_T[picked_T]
-        draw_T = generator.random(len(targets_T), dtype=np.float32)
-        random_T = generator.integers(len(SPECIAL_TOKENS), self.token_count, len(targets_T))
-        shown_T = np.where(draw_T < MASKED, self.mask_token, targets_T)
-        tokens_T[picked_T] = np.where((draw_T >= MASKED) & (draw_T < MASKED + REPLACED), random_T, shown_T)
+    def __call__(self, rows: Sequence[Tensor]) -> Any:
+        """Make a ``MaskedBatch``."""
+        lengths, tokens_T, targets_T = self.hide(rows)
         width = int(lengths.max()) if self.pad_to is None else self.pad_to
         mask_BS = np.arange(width) < lengths[:, None]
         tokens_BS = np.full(mask_BS.shape, PAD, dtype=np.int64)
         tokens_BS[mask_BS] = tokens_T
         targets_BS = np.full(mask_BS.shape, IGNORED, dtype=np.int64)
-        targets_BS.reshape(-1)[np.flatnonzero(mask_BS)[picked_T]] = targets_T
+        targets_BS[mask_BS] = targets_T
         mask = torch.from_numpy(mask_BS) if self.padded else None
         return MaskedBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), mask, len(tokens_T))
+
+    def hide(self, rows: Sequence[Tensor]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Lengths of the rows; what the model reads of all of them, one after the other; and its targets."""
+        lengths = np.array([len(row) for row in rows])
+        tokens_T = torch.cat(list(rows)).numpy()
+        # numpy: several times as fast as torch on arrays of this size, and a batch has to be ready in milliseconds.
+        generator = np.random.default_rng((self.seed, zlib.crc32(tokens_T.tobytes())))
+        picked_T = self._pick(tokens_T, lengths, generator)
+        targets_T = np.full(len(tokens_T), IGNORED, dtype=np.int64)
+        targets_T[picked_T] = true_P = tokens_T[picked_T]
+        draw_P = generator.random(len(true_P), dtype=np.float32)
+        random_P = generator.integers(len(SPECIAL_TOKENS), self.token_count, len(true_P))
+        shown_P = np.where(draw_P < MASKED, self.mask_token, true_P)
+        tokens_T[picked_T] = np.where((draw_P >= MASKED) & (draw_P < MASKED + REPLACED), random_P, shown_P)
+        return lengths, tokens_T, targets_T
 
     def _pick(
         self, tokens_T: NDArray[np.int64], lengths: NDArray[np.int64], generator: np.random.Generator
@@ -248,6 +256,7 @@ class TextDataModule(ResumableDataModule):
     tokenizer: Tokenizer
     train_set: TextDataset
     val_set: TextDataset
+    rows: ClassVar[type[TextDataset]] = TextDataset
 
     def __init__(self, task: TextTask, *, vocabulary_size: int, seed: int) -> None:
         """``vocabulary_size``: most tokens that are learned."""
@@ -258,11 +267,10 @@ class TextDataModule(ResumableDataModule):
         task, data = self._task, self._task.data
         train, val = data.documents()
         self.tokenizer = load_tokenizer(train, vocabulary_size=self._vocabulary_size)
-        most = min(each for each in (task.max_positions(), data.max_tokens, data.pad_to) if each is not None)
-        rows: dict[str, Any] = {"packing": data.packing, "positions": most, "extra": task.extra}
+        rows: dict[str, Any] = {"packing": data.packing, "positions": task.longest(), "extra": task.extra}
         val_place = f"the validation text of {data.place()} (task.data.val_share={data.val_share})"
-        self.train_set = TextDataset(train, self.tokenizer, place=data.place(), **rows)
-        self.val_set = TextDataset(val, self.tokenizer, place=val_place, **rows)
+        self.train_set = self.rows(train, self.tokenizer, place=data.place(), **rows)
+        self.val_set = self.rows(val, self.tokenizer, place=val_place, **rows)
         self.collate = self.collation()
         return data.place()
 
@@ -275,12 +283,16 @@ class MaskedDataModule(TextDataModule):
     """Loads batches of masked rows."""
 
     def collation(self) -> Callable[[list[Any]], Any]:
+        return CollateMasked(**self.masking())
+
+    def masking(self) -> dict[str, Any]:
+        """Fields of ``CollateMasked``."""
         task: Any = self._task
-        return CollateMasked(
-            seed=self.seed,
-            share=task.masked_share,
-            mask_token=task.network.mask_token,
-            token_count=self.tokenizer.get_vocab_size(),
-            pad_to=task.data.pad_to,
-            padded=task.data.packing == "documents",
-        )
+        return {
+            "seed": self.seed,
+            "share": task.masked_share,
+            "mask_token": task.network.mask_token,
+            "token_count": self.tokenizer.get_vocab_size(),
+            "pad_to": task.data.pad_to,
+            "padded": task.data.packing == "documents",
+        }

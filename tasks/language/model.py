@@ -284,9 +284,12 @@ class BertEmbedding(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Embed token ids [B, S], all of the first token type, as [B, S, D]."""
-        x_BSD = self.token(tokens_BS) + (self.position[: tokens_BS.shape[1]] + self.token_type[0])
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        """Embed token ids [B, S], all of the first token type, as [B, S, D]; positions are 0 to S - 1 or given."""
+        position_SD = self.position[: tokens_BS.shape[1]]
+        if positions_BS is not None:
+            position_SD = F.embedding(positions_BS, self.position)
+        x_BSD = self.token(tokens_BS) + (position_SD + self.token_type[0])
         embedded_BSD: Tensor = self.dropout(self.norm(x_BSD))
         return embedded_BSD
 
@@ -294,9 +297,10 @@ class BertEmbedding(nn.Module):
 class BertBlock(nn.Module):
     """Self-attention and an MLP, each with a residual and a norm after it."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.attention_dropout = attention_dropout
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=NORM_EPSILON)
@@ -306,10 +310,12 @@ class BertBlock(nn.Module):
 
     def forward(self, x_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
         """Map [B, S, D] to [B, S, D]; positions attend to where the boolean mask is true, or to all."""
-        dropout = self.dropout.p if self.training else 0.0
-        mixed_BSD = attend(self.query_key_value(x_BSD), self.heads, mask_B11S=mask_B11S, dropout=dropout)
-        attended_BSD = self.output(mixed_BSD)
-        x_BSD = self.attention_norm(x_BSD + self.dropout(attended_BSD))
+        dropout = self.attention_dropout if self.training else 0.0
+        return self.mix(x_BSD, attend(self.query_key_value(x_BSD), self.heads, mask_B11S=mask_B11S, dropout=dropout))
+
+    def mix(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        """What follows attention, whose heads' results are ``mixed_BSD``."""
+        x_BSD = self.attention_norm(x_BSD + self.dropout(self.output(mixed_BSD)))
         y_BSD: Tensor = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
         return y_BSD
 
@@ -341,12 +347,15 @@ class Bert(nn.Module):
     Every block takes a contiguous input that requires a gradient, so that all of them share one compiled graph.
     """
 
+    block: ClassVar[type[BertBlock]] = BertBlock
+
     def __init__(self, network: BertNetwork) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
         width, dropout = network.width, network.dropout
         self.embed = BertEmbedding(network.vocabulary_size, network.max_tokens, width, dropout)
-        self.blocks = nn.ModuleList(BertBlock(width, network.heads, dropout) for _ in range(network.layers))
+        sizes = (width, network.heads, dropout, network.dropped_attention)
+        self.blocks = nn.ModuleList(self.block(*sizes) for _ in range(network.layers))
         self.tail = BertTail(width, self.embed.token.weight)
         # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
         positions = [self.embed.position, self.embed.token_type]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasks.base import Loading, held_out, require_choice, require_fields, require_share
 
-PACKINGS = ("packed", "documents")
+PACKINGS = ("packed", "documents", "packed_documents")
 Named = Iterable[tuple[str, str]]
 """Name and text of each document; the name decides on which side it falls."""
 
@@ -31,12 +31,16 @@ class TextData(Loading):
     """Loader processes a device; None: one less than this process' cores, at most 8. A row is a slice of memory, which
     no process makes faster than the training's own."""
     packing: str = "packed"
-    """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful; or
-    ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted."""
+    """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful;
+    ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted; or
+    ``packed_documents``: such documents one after the other in one row a batch, each for itself."""
     max_tokens: int | None = None
     """Positions of a packed row, most positions of a document; None: as many as the network takes."""
     pad_to: int | None = None
     """Positions of every batch of ``documents``, at most ``max_tokens``; None: as many as its longest one needs."""
+    tokens_per_batch: int | None = None
+    """Positions of every batch of ``packed_documents``; None: those of ``batch_size`` documents of mean length, as a
+    multiple of 128."""
     max_documents: int | None = None
     """Most documents to read, both splits together; None: all. A fixed choice, the same in every run."""
     val_share: float = 0.02
@@ -46,10 +50,12 @@ class TextData(Loading):
     def __post_init__(self) -> None:
         Loading.__post_init__(self)
         require_choice("task.data.packing", self.packing, PACKINGS)
-        require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
+        require_fields("task.data", self, max_tokens=2, pad_to=2, tokens_per_batch=2, max_documents=2)
         require_share("task.data.val_share", self.val_share, below_one=True)
-        if self.pad_to is not None and self.packing == "packed":
-            raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents: packed rows are full")
+        for name, packing in (("pad_to", "documents"), ("tokens_per_batch", "packed_documents")):
+            value = getattr(self, name)
+            if value is not None and self.packing != packing:
+                raise ValueError(f"task.data.{name}={value} needs task.data.packing={packing}, not {self.packing}")
 
     def read(self) -> tuple[Named, Named | None]:
         """Training documents, and validation documents where the user names some; None: a share is held out.

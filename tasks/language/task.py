@@ -13,6 +13,7 @@ from tasks.base import (
     Declaration,
     TrainedTask,
     require_at_least,
+    require_choice,
     require_fields,
     require_multiple,
     require_share,
@@ -111,12 +112,20 @@ class BertNetwork(Dimensions):
     """
 
     dropout: float = 0.0
-    """Share of activations and attention weights dropped in training."""
+    """Share of activations dropped in training."""
+    attention_dropout: float | None = None
+    """Share of attention weights dropped in training; None: as of activations."""
 
     def __post_init__(self) -> None:
         Dimensions.__post_init__(self)
         require_fields("task.network", self, vocabulary_size=260)
         require_share("task.network.dropout", self.dropout, below_one=True)
+        require_share("task.network.attention_dropout", self.dropped_attention, below_one=True)
+
+    @property
+    def dropped_attention(self) -> float:
+        """Share of attention weights dropped in training."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
     def mask_token(self) -> int:
@@ -157,6 +166,11 @@ class TextTask(TrainedTask):
     def max_positions(self) -> int:
         return self.network.max_tokens
 
+    def longest(self) -> int:
+        """Most positions of a row or, where a row holds several, of a document."""
+        limits = (self.network.max_tokens, self.data.max_tokens, self.data.pad_to)
+        return min(limit for limit in limits if limit is not None)
+
     def count(self, batch: Any) -> BatchCounts:
         rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - self.extra
         return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
@@ -183,6 +197,7 @@ class LanguageModelling(TextTask):
             self.network = Gpt2Network()
         TextTask.__post_init__(self)
         require_at_least("task.loss_chunks", self.loss_chunks, 1)
+        require_choice("task.data.packing", self.data.packing, ("packed", "documents"))
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import TextDataModule
@@ -235,21 +250,66 @@ class MaskedLM(TextTask):
         TextTask.__post_init__(self)
         if not 0 < self.masked_share < 1:
             raise ValueError(f"task.masked_share={self.masked_share} must be above 0 and below 1")
+        if self.is_packed and self.network.dropped_attention:
+            raise ValueError(
+                f"task.network.attention_dropout={self.network.dropped_attention} must be 0 with task.data.packing="
+                "packed_documents: torch's variable-length attention drops no weights"
+            )
+        least = self.data.tokens_per_batch
+        if least is not None and least < self.longest():
+            raise ValueError(
+                f"task.data.tokens_per_batch={least} must be at least the {self.longest()} positions that a document "
+                "may have (task.data.max_tokens)"
+            )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a batch is one row of whole documents."""
+        return self.data.packing == "packed_documents"
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import MaskedDataModule
+        from tasks.language.packing import PackedDataModule
 
-        return MaskedDataModule(self, vocabulary_size=self.network.mask_token, seed=seed)
+        kind = PackedDataModule if self.is_packed else MaskedDataModule
+        return kind(self, vocabulary_size=self.network.mask_token, seed=seed)
 
     def build_net(self) -> nn.Module:
+        from tasks.language.model import Bert
+        from tasks.language.packing import PackedBert
+
+        return PackedBert(self.network, longest=self.longest()) if self.is_packed else Bert(self.network)
+
+    def counted_net(self) -> nn.Module:
         from tasks.language.model import Bert
 
         return Bert(self.network)
 
     def module_class(self) -> type[ScoredModule]:
         from tasks.language.model import MaskedModule
+        from tasks.language.packing import PackedModule
 
-        return MaskedModule
+        return PackedModule if self.is_packed else MaskedModule
+
+    def count(self, batch: Any) -> BatchCounts:
+        if not self.is_packed:
+            return TextTask.count(self, batch)
+        return BatchCounts(
+            samples=batch.documents,
+            tokens=batch.tokens.shape[1],
+            useful_tokens=batch.useful_tokens,
+            attended=batch.attended,
+        )
+
+    def training_flops(self, batch: Any) -> int | None:
+        """Of a packed row: so many operations a position, and so many a pair of positions that attend to each other."""
+        if not self.is_packed:
+            return TextTask.training_flops(self, batch)
+        one, two = (self.count_flops(rows=1, positions=positions, training=True) for positions in (1, 2))
+        if one is None or two is None:
+            return None
+        a_pair = two // 2 - one
+        return (one - a_pair) * batch.tokens.shape[1] + a_pair * batch.attended
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embedding and loss apart."""

@@ -87,8 +87,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-def small(folder: Path, **data: Any) -> MaskedLM:
-    network = BertNetwork(layers=2, width=16, heads=2, vocabulary_size=320, max_tokens=48, dropout=0.1)
+def small(folder: Path, *, attention_dropout: float | None = None, **data: Any) -> MaskedLM:
+    network = BertNetwork(
+        layers=2,
+        width=16,
+        heads=2,
+        vocabulary_size=320,
+        max_tokens=48,
+        dropout=0.1,
+        attention_dropout=attention_dropout,
+    )
     options = {"packing": "documents", "batch_size": 4, "val_share": 0.1, **data}
     return MaskedLM(network=network, data=TextFiles(path=str(folder), **options))
 
@@ -137,10 +145,11 @@ def train(task: MaskedLM, checkpoints: Path, *, resume: Path | None = None) -> R
     return recorder
 
 
+@pytest.mark.parametrize("packing", ["documents", "packed_documents"])
 def test_epochs_are_masked_anew_and_a_resumed_run_or_a_worker_masks_as_the_whole_one(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, packing: str
 ) -> None:
-    task = small(folder)
+    task = small(folder, packing=packing, attention_dropout=0.0)
     task.network.dropout = 0.0  # Lightning alone does not restore its random numbers
     whole = train(task, tmp_path / "a").steps
     masked_rows = [tuple(targets) for _, batch, _ in whole for targets in batch]

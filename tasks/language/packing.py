@@ -1,0 +1,283 @@
+"""Whole documents, packed one after the other into batches of one number of positions, and the BERT that reads them.
+
+A batch is one row, so that everything compiled or captured meets one shape. Which documents share a row is decided by
+first fit: Johnson et al. 1974, https://doi.org/10.1137/0203025, over a window.
+
+Shape letters: T positions of a row, N sequences of a row (its documents, padding, and empty ones), S positions of the
+longest one, D width, H heads, K head width, E = 3 D.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from tasks.language.data import CollateMasked, MaskedDataModule, TextDataset
+from tasks.language.model import Bert, BertBlock, MaskedModule
+from tasks.loading import PAD, ResumableSampler
+from tasks.module import IGNORED, Scores, attend
+
+if TYPE_CHECKING:
+    from tasks.language.task import BertNetwork, TextTask
+
+WINDOW = 64
+"""Documents that may wait for room in a later row."""
+MULTIPLE = 128
+"""Positions of which a row that is fitted to the data is a multiple: whole tiles of matrix products."""
+
+
+class PackedBatch(NamedTuple):
+    """What the loader yields and the module takes."""
+
+    tokens: Tensor
+    """int64 [1, T]: what the model reads, documents one after the other, then padding."""
+    positions: Tensor
+    """int64 [1, T]: place of each token within its document."""
+    offsets: Tensor
+    """int32 [N + 1], ascending: sequence i is offsets[i] to offsets[i + 1]. The last is T: padding is made of sequences
+    of its own, at most as long as a document, and what is left of the N are empty."""
+    targets: Tensor
+    """int64 [1, T]: the tokens to predict; ``IGNORED`` at all others."""
+    useful_tokens: int
+    """Positions that are not padding."""
+    documents: int
+    """Documents in the row."""
+    attended: int
+    """Pairs of positions that attend to each other, over all sequences."""
+
+    @staticmethod
+    def host_only() -> tuple[str, ...]:
+        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
+        return ("useful_tokens", "documents", "attended")
+
+
+def first_fit(order: Iterable[int], lengths: Sequence[int], *, positions: int, most: int) -> Iterator[list[int]]:
+    """Pack each example of ``order`` into one row, of at most ``positions`` and at most ``most`` examples.
+
+    A row takes what fits, in order: first of those that wait, the longest waiting one always, then of what follows.
+    What does not fit waits, until ``WINDOW`` examples do, which closes the row. So the order is that of ``order`` but
+    for examples that come up to ``WINDOW`` rows later. No example may be longer than ``positions``.
+    """
+    source, waiting = iter(order), list[int]()
+    while True:
+        chosen, left, room = list[int](), list[int](), positions
+        before = iter(waiting)
+        for example in itertools.chain(before, source):
+            if lengths[example] <= room and len(chosen) < most:
+                chosen.append(example)
+                room -= lengths[example]
+            else:
+                left.append(example)
+                if len(left) == WINDOW:
+                    break
+        if not chosen:
+            return
+        waiting = [*left, *before]
+        yield chosen
+
+
+class PackedSampler(ResumableSampler):
+    """Draws rows, as lists of examples, by seed and epoch alone, so that every rank packs the same and takes its share.
+
+    An epoch has as many rows as its tokens would fill without padding, the same number on each rank; packing never
+    needs fewer. So every example comes at most once an epoch, and none twice. What is then left is left out of it: at
+    most as many tokens as the rows have padding, and less than a row a rank. It is what the order, drawn anew each
+    epoch, has last. Not shuffled, every row is drawn, and ranks repeat some where they do not divide.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, positions: int, most: int, shuffle: bool, **options: Any) -> None:
+        """``lengths`` of the examples, of which a row holds ``positions`` in all, at most ``most`` examples.
+
+        Other options are those of ``ResumableSampler``.
+        """
+        super().__init__(lengths, batch_size=1, **options)  # type: ignore[arg-type]
+        self.lengths, self.positions, self.most, self.shuffle = lengths, positions, most, shuffle
+        rows = sum(lengths) // positions if shuffle else -(-len(self.order(0)) // self.num_replicas) * self.num_replicas
+        self.num_samples = rows // self.num_replicas
+        self.total_size = self.num_samples * self.num_replicas
+
+    def order(self, epoch: int) -> list[Any]:
+        examples = super().order(epoch) if self.shuffle else range(len(self.lengths))
+        rows = first_fit(examples, self.lengths, positions=self.positions, most=self.most)
+        return list(itertools.islice(rows, self.total_size)) if self.shuffle else list(rows)
+
+
+class PackedRows(TextDataset):
+    """Documents that are fetched a row at a time."""
+
+    def __getitems__(self, rows: list[list[int]]) -> list[Tensor]:
+        """The method that torch's loader prefers; ``rows`` is the one row of a batch."""
+        return [self[index] for row in rows for index in row]
+
+
+@dataclass(kw_only=True, slots=True)
+class CollatePacked(CollateMasked):
+    """Make one row of documents, masked as an unpacked batch of them."""
+
+    positions: int
+    """Of the row."""
+    sequences: int
+    """Of the row, those of padding and empty ones included."""
+    longest: int
+    """Most positions of a sequence."""
+
+    def __call__(self, rows: Sequence[Tensor]) -> PackedBatch:
+        lengths, tokens_T, targets_T = self.hide(rows)
+        whole, rest = divmod(self.positions - len(tokens_T), self.longest)
+        lengths_N = np.zeros(self.sequences, dtype=np.int64)
+        filled = [*lengths.tolist(), *[self.longest] * whole, rest]
+        lengths_N[: len(filled)] = filled
+        offsets = np.concatenate(([0], lengths_N.cumsum()))
+        padding = (0, self.positions - len(tokens_T))
+        return PackedBatch(
+            tokens=torch.from_numpy(np.pad(tokens_T, padding, constant_values=PAD)[None]),
+            positions=torch.from_numpy((np.arange(self.positions) - np.repeat(offsets[:-1], lengths_N))[None]),
+            offsets=torch.from_numpy(offsets.astype(np.int32)),
+            targets=torch.from_numpy(np.pad(targets_T, padding, constant_values=IGNORED)[None]),
+            useful_tokens=len(tokens_T),
+            documents=len(rows),
+            attended=int((lengths_N**2).sum()),
+        )
+
+
+class PackedDataModule(MaskedDataModule):
+    """Loads packed rows, in an order that a resumed run continues exactly; in validation in the order of the data."""
+
+    rows: ClassVar[type[TextDataset]] = PackedRows
+
+    def __init__(self, task: TextTask, *, vocabulary_size: int, seed: int) -> None:
+        super().__init__(task, vocabulary_size=vocabulary_size, seed=seed)
+        self.batch_size = 1  # a row
+
+    def collation(self) -> Callable[[list[Any]], Any]:
+        """Fit the row: ``task.data.tokens_per_batch`` positions, or those of ``task.data.batch_size`` mean documents;
+        and at most twice as many documents as it holds of mean length. Raises ValueError where ranks get no row."""
+        data, lengths, longest = self._task.data, self.train_set.lengths, self.train_set.positions
+        positions = data.tokens_per_batch
+        if positions is None:
+            positions = -(-max(int(lengths.mean() * data.batch_size), longest) // MULTIPLE) * MULTIPLE
+        replicas, total = self._replicas()[0], int(lengths.sum())
+        if total < positions * replicas:
+            raise ValueError(
+                f"task.data.packing=packed_documents: a row of {positions} positions on each of {replicas} devices is "
+                f"more than the {total:,} training tokens (task.data.tokens_per_batch, task.data.batch_size)"
+            )
+        self._positions, self._most = positions, 2 * -(-positions // int(lengths.mean()))
+        sequences = self._most + positions // longest + 1
+        return CollatePacked(**self.masking(), positions=positions, sequences=sequences, longest=longest)
+
+    def train_sampler(self) -> PackedSampler:
+        return self._sampler(self.train_set, shuffle=True)
+
+    def val_sampler(self) -> PackedSampler:
+        return self._sampler(self.val_set, shuffle=False)
+
+    def _sampler(self, data: TextDataset, *, shuffle: bool) -> PackedSampler:
+        replicas, rank = self._replicas()
+        return PackedSampler(
+            data.lengths.tolist(),
+            positions=self._positions,
+            most=self._most,
+            shuffle=shuffle,
+            num_replicas=replicas,
+            rank=rank,
+            seed=self.seed,
+        )
+
+
+# ---- the network -----------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_flash_attention(device_index: int) -> bool:
+    """Whether the kernel behind torch's variable-length attention runs on this CUDA device."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (8, 0)
+
+
+def fits_kernel(query_key_value: Tensor, heads: int) -> bool:
+    """Whether torch's variable-length attention takes these: half precision, on a GPU from Ampere on."""
+    head_width = query_key_value.shape[-1] // 3 // heads
+    fits = query_key_value.dtype in (torch.bfloat16, torch.float16) and head_width % 8 == 0 and head_width <= 256
+    return query_key_value.is_cuda and fits and has_flash_attention(query_key_value.device.index)
+
+
+def attend_packed(query_key_value_1TE: Tensor, heads: int, offsets_N: Tensor, *, longest: int) -> Tensor:
+    """Self-attention [1, T, D] within each of the sequences that begin at int32 ``offsets_N`` and end at the next one.
+
+    ``longest``: positions that no sequence has more of. Where the kernel does not run, sequences are laid out as padded
+    rows, [N, S, E], and attend under a mask: the same results, from some times the work.
+    """
+    if fits_kernel(query_key_value_1TE, heads):
+        query_THK, key_THK, value_THK = (
+            part_TD.unflatten(-1, (heads, -1)) for part_TD in query_key_value_1TE[0].chunk(3, dim=-1)
+        )
+        mixed_THK = varlen_attn(query_THK, key_THK, value_THK, offsets_N, offsets_N, longest, longest)
+        assert isinstance(mixed_THK, Tensor)
+        return mixed_THK.flatten(1)[None]
+    positions = query_key_value_1TE.shape[1]
+    ends_N, begins_N = offsets_N[1:], offsets_N[:-1]
+    at_S = torch.arange(longest, device=offsets_N.device, dtype=offsets_N.dtype)
+    at_T = torch.arange(positions, device=offsets_N.device, dtype=offsets_N.dtype)
+    rows_NS = begins_N[:, None] + at_S
+    # An empty sequence attends to one position, of another: softmax over none has no gradient. Nobody reads its result.
+    mask_NS = (rows_NS < ends_N[:, None]) | (at_S == 0)
+    rows_NSE = query_key_value_1TE[0][rows_NS.clamp(max=positions - 1)]
+    mixed_NSD = attend(rows_NSE, heads, mask_B11S=mask_NS[:, None, None])
+    sequence_T = torch.searchsorted(ends_N, at_T, right=True)
+    return mixed_NSD[sequence_T, at_T - begins_N[sequence_T]][None]
+
+
+class PackedBlock(BertBlock):
+    """A block that attends within sequences."""
+
+    longest: int
+    """Most positions of a sequence."""
+
+    def forward(self, x_1TD: Tensor, offsets_N: Tensor) -> Tensor:  # type: ignore[override]
+        """Map [1, T, D] to [1, T, D]; positions attend to those between the same two offsets."""
+        mixed_1TD = attend_packed(self.query_key_value(x_1TD), self.heads, offsets_N, longest=self.longest)
+        return self.mix(x_1TD, mixed_1TD)
+
+
+class PackedBert(Bert):
+    """A BERT, with the parameters and keys of one, that reads sequences packed into a row."""
+
+    block: ClassVar[type[BertBlock]] = PackedBlock
+
+    def __init__(self, network: BertNetwork, *, longest: int) -> None:
+        """``longest``: most positions of a sequence."""
+        super().__init__(network)
+        for block in self.blocks:
+            block.longest = longest  # type: ignore[assignment]
+
+    def forward(  # type: ignore[override]
+        self, tokens_1T: Tensor, positions_1T: Tensor, offsets_N: Tensor, targets_1T: Tensor | None = None
+    ) -> Tensor | Scores:
+        """Score targets [1, T]; without them, return logits [1, T, V]. See ``PackedBatch``."""
+        x_1TD: Tensor = self.embed(tokens_1T, positions_1T)
+        for block in self.blocks:
+            x_1TD = block(x_1TD, offsets_N)
+        scores: Tensor | Scores = self.tail(x_1TD, targets_1T)
+        return scores
+
+
+class PackedModule(MaskedModule):
+    """Trains a BERT on packed rows."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "positions", "offsets")
+
+    def on_fit_start(self) -> None:
+        if self.device.type == "cuda" and "16" not in str(self.trainer.precision):
+            print(
+                "warning: task.data.packing=packed_documents: torch's variable-length attention takes bf16 or fp16 "
+                f"alone; with trainer.precision={self.trainer.precision} documents attend as padded rows",
+                file=sys.stderr,
+            )

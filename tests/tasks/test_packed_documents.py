@@ -1,0 +1,272 @@
+"""Packed documents: what a row holds, and that a BERT scores it as it scores the same documents, padded and masked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tasks.language import packing
+from tasks.language.model import Bert
+from tasks.language.packing import WINDOW, CollatePacked, PackedBatch, PackedBert, PackedSampler, first_fit
+from tasks.language.sources import Stdlib
+from tasks.language.task import BertNetwork, LanguageModelling, MaskedLM
+from tests.tasks.test_masked_data import collate, document
+
+NETWORK = BertNetwork(layers=3, width=48, heads=2, vocabulary_size=1000, max_tokens=40)
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 600), 3, 400).astype(int).tolist()
+DOCUMENTS = [document(length, seed=length) for length in (24, 7, 15, 3, 40)]
+
+
+def packed(rows: list[Tensor], *, positions: int = 100, sequences: int = 10, **changes: Any) -> PackedBatch:
+    masking = collate(**changes)
+    fields = {name: getattr(masking, name) for name in masking.__slots__}
+    return CollatePacked(**fields, positions=positions, sequences=sequences, longest=40)(rows)
+
+
+def nets() -> tuple[Bert, PackedBert]:
+    """One network in both forms, its weights larger than at the start."""
+    torch.manual_seed(0)
+    plain, other = Bert(NETWORK), PackedBert(NETWORK, longest=40)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    other.load_state_dict(plain.state_dict())
+    return plain, other
+
+
+def logits(net: PackedBert, batch: PackedBatch) -> Tensor:
+    result = net(batch.tokens, batch.positions, batch.offsets)
+    assert isinstance(result, Tensor)
+    return result[0]
+
+
+def test_first_fit_fills_rows_and_keeps_the_order_but_for_a_window() -> None:
+    rows = list(first_fit(range(600), LENGTHS, positions=1000, most=40))
+    assert sorted(itertools.chain(*rows)) == list(range(600))
+    used = [sum(LENGTHS[example] for example in row) for row in rows]
+    assert max(used) <= 1000
+    assert min(used[: len(used) // 2]) >= 980
+    assert max(map(len, rows)) <= 40
+    place = {example: index for index, row in enumerate(rows) for example in row}
+    places = [place[example] for example in range(600)]
+    assert all(at - min(places[example:]) <= WINDOW for example, at in enumerate(places))
+    for index, row in enumerate(rows[:-1]):  # the longest waiting one is in the next row
+        assert row[0] == min(example for example, at in place.items() if at >= index)
+
+
+def test_a_row_takes_no_more_examples_than_it_may() -> None:
+    assert [len(row) for row in first_fit(range(10), [1] * 10, positions=100, most=4)] == [4, 4, 2]
+
+
+def sampler(rank: int = 0, replicas: int = 1, *, shuffle: bool = True) -> PackedSampler:
+    return PackedSampler(LENGTHS, positions=1000, most=40, shuffle=shuffle, num_replicas=replicas, rank=rank, seed=1)
+
+
+def test_an_epoch_has_every_example_at_most_once_and_leaves_less_out_than_a_row_and_the_padding() -> None:
+    whole, left_out = sampler(), list[set[int]]()
+    for epoch in range(3):
+        whole.set_epoch(epoch)
+        rows = list(whole)
+        assert len(rows) == len(whole) == sum(LENGTHS) // 1000
+        drawn = list(itertools.chain(*rows))
+        assert len(set(drawn)) == len(drawn)
+        left_out.append(set(range(600)) - set(drawn))
+        padding = 1000 * len(rows) - sum(LENGTHS[example] for example in drawn)
+        assert sum(LENGTHS[example] for example in left_out[-1]) <= padding + 1000
+        assert padding < 0.02 * 1000 * len(rows)
+    assert not set.intersection(*left_out), "others each epoch"
+
+
+def test_a_resumed_order_is_the_rest_of_the_whole_one() -> None:
+    whole, resumed = sampler(), sampler()
+    whole.set_epoch(2)
+    resumed.resume(epoch=2, batches=5)
+    assert list(resumed) == list(resumed) == list(whole)[5:]
+    whole.set_epoch(3)
+    resumed.set_epoch(3)
+    assert list(resumed) == list(whole)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_ranks_draw_equally_many_rows_and_none_of_each_others(replicas: int) -> None:
+    parts = [list(sampler(rank, replicas)) for rank in range(replicas)]
+    assert {len(part) for part in parts} == {sum(LENGTHS) // 1000 // replicas} == {len(sampler(0, replicas))}
+    drawn = list(itertools.chain(*itertools.chain(*parts)))
+    assert len(set(drawn)) == len(drawn)
+    in_order = [list(sampler(rank, replicas, shuffle=False)) for rank in range(replicas)]
+    assert len({len(part) for part in in_order}) == 1
+    assert set(itertools.chain(*itertools.chain(*in_order))) == set(range(600)), "validation takes all"
+
+
+def test_validation_has_every_example_once_the_same_each_time() -> None:
+    rows = list(sampler(shuffle=False))
+    assert sorted(itertools.chain(*rows)) == list(range(600))
+    assert rows == list(sampler(shuffle=False))
+
+
+def test_a_row_is_masked_as_the_same_documents_unpacked_and_positions_begin_again() -> None:
+    batch, padded = packed(DOCUMENTS), collate()(DOCUMENTS)
+    used = sum(map(len, DOCUMENTS))
+    assert torch.equal(batch.tokens[0, :used], padded.tokens[padded.mask])
+    assert torch.equal(batch.targets[0, :used], padded.targets[padded.mask])
+    assert batch.positions[0].tolist() == [*itertools.chain(*(range(len(row)) for row in DOCUMENTS)), *range(11)]
+    assert batch.offsets.tolist() == [0, 24, 31, 46, 49, 89, 100, 100, 100, 100, 100]
+    assert batch.offsets.dtype == torch.int32
+    assert not batch.tokens[0, used:].any()
+    assert (batch.targets[0, used:] == -100).all()
+    assert (batch.useful_tokens, batch.documents) == (used, 5)
+    assert batch.attended == sum(len(row) ** 2 for row in DOCUMENTS) + 11**2
+
+
+def test_padding_is_no_longer_sequence_than_a_document() -> None:
+    batch = packed([DOCUMENTS[0]])
+    assert batch.offsets.tolist() == [0, 24, 64, *[100] * 8]
+    assert int(batch.positions.max()) == 39
+
+
+def by_offsets(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+    """What torch's variable-length attention computes, sequence by sequence."""
+    assert rest[0] is offsets
+    assert rest[1:] == (40, 40)
+    assert query.shape == key.shape == value.shape == (100, 2, 24)
+    parts = []
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        scores = torch.einsum("qhk,shk->hqs", query[begin:end], key[begin:end]) / 24**0.5
+        parts.append(torch.einsum("hqs,shk->qhk", scores.softmax(-1), value[begin:end]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("path", ["padded rows", "kernel's arguments"])
+def test_loss_and_gradients_are_those_of_the_padded_network(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path != "padded rows":  # the kernel itself needs a GPU
+        monkeypatch.setattr(packing, "fits_kernel", lambda *given: True)
+        monkeypatch.setattr(packing, "varlen_attn", by_offsets)
+    plain, other = nets()
+    batch, padded = packed(DOCUMENTS), collate()(DOCUMENTS)
+    loss = other(batch.tokens, batch.positions, batch.offsets, batch.targets)[0]
+    reference = plain(padded.tokens, padded.mask, padded.targets)[0]
+    torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
+    loss.backward()
+    reference.backward()
+    for (name, one), two in zip(other.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(
+            one.grad, two.grad, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_no_sequence_reads_another_or_the_padding() -> None:
+    _, net = nets()
+    net.eval()
+    batch = packed(DOCUMENTS)
+    before = logits(net, batch)
+    for index in (0, 2, 5):  # 5: padding
+        begin, end = batch.offsets[index : index + 2].tolist()
+        tokens = batch.tokens.clone()
+        tokens[0, begin:end] = (tokens[0, begin:end] + 1) % 900
+        after = logits(net, batch._replace(tokens=tokens))
+        others = torch.ones(100, dtype=torch.bool)
+        others[begin:end] = False
+        assert torch.equal(after[others], before[others])
+        assert not torch.isclose(after[~others], before[~others]).all(dim=-1).any()
+
+
+def test_a_gradient_of_one_document_stays_in_it() -> None:
+    _, net = nets()
+    batch = packed(DOCUMENTS)
+    x_1TD = net.embed(batch.tokens, batch.positions).detach().requires_grad_()
+    net.blocks[0](x_1TD, batch.offsets)[0, 24:31].sum().backward()
+    touched = x_1TD.grad[0].abs().sum(dim=-1) > 0
+    assert torch.nonzero(touched).flatten().tolist() == list(range(24, 31))
+
+
+def test_forward_and_loss_compile_as_one_graph_for_every_row() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    _, net = nets()
+    net.compile(backend=counter, fullgraph=True)
+    for rows in (DOCUMENTS, DOCUMENTS[:2], DOCUMENTS[::-1]):
+        batch = packed(rows)
+        net(batch.tokens, batch.positions, batch.offsets, batch.targets)[0].backward()
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def task_of(**changes: Any) -> MaskedLM:
+    network = BertNetwork(layers=2, width=16, heads=2, vocabulary_size=320, max_tokens=48)
+    data = {"packing": "packed_documents", "batch_size": 4, "max_documents": 60, "val_share": 0.2, **changes}
+    return MaskedLM(network=network, data=Stdlib(**data))
+
+
+def test_rows_are_fitted_to_the_data_and_all_of_one_shape() -> None:
+    task = task_of()
+    data = task.build_data(seed=0)
+    data.setup("fit")
+    batches = [*data.train_dataloader(), *data.val_dataloader()]
+    assert len({tuple(tuple(each.shape) for each in batch[:4]) for batch in batches}) == 1
+    lengths = data.train_set.lengths
+    positions = batches[0].tokens.shape[1]
+    assert positions % 128 == 0
+    assert 0 <= positions - 4 * lengths.mean() <= 128
+    counts = task.count(batches[0])
+    assert (counts.tokens, counts.useful_tokens) == (positions, int((batches[0].tokens != 0).sum()))
+    given = task_of(tokens_per_batch=200).build_data(seed=0)
+    given.setup("fit")
+    assert next(iter(given.train_dataloader())).tokens.shape == (1, 200)
+
+
+def test_operations_are_those_that_torch_counts_for_each_sequence_alone() -> None:
+    task = task_of()
+    batch = packed([document(5), document(9)], positions=48)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net = Bert(task.network)
+        for length in (5, 9, 34):
+            tokens = torch.zeros(1, length, dtype=torch.long)
+            net(tokens, None, tokens)[0].backward()
+    assert task.training_flops(batch) == counter.get_total_flops()
+
+
+def test_ranks_without_a_row_are_refused() -> None:
+    data = task_of(tokens_per_batch=4096).build_data(seed=0)
+    data.trainer = SimpleNamespace(world_size=8, global_rank=0)
+    with pytest.raises(ValueError, match=r"a row of 4096 positions on each of 8 devices is more than the .* tokens"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: MaskedLM(network=BertNetwork(dropout=0.1), data=Stdlib(packing="packed_documents")),
+            r"^task\.network\.attention_dropout=0\.1 must be 0 with task\.data\.packing=packed_documents: ",
+        ),
+        (
+            lambda: LanguageModelling(data=Stdlib(packing="packed_documents")),
+            r"^task\.data\.packing='packed_documents' is not one of \('packed', 'documents'\)$",
+        ),
+        (lambda: task_of(tokens_per_batch=40), r"^task\.data\.tokens_per_batch=40 must be at least the 48 positions"),
+        (lambda: task_of(pad_to=40), r"^task\.data\.pad_to=40 needs task\.data\.packing=documents, not packed_doc"),
+        (
+            lambda: task_of(packing="documents", tokens_per_batch=64),
+            r"^task\.data\.tokens_per_batch=64 needs task\.data\.packing=packed_documents, not documents$",
+        ),
+        (lambda: BertNetwork(attention_dropout=1.0), r"^task\.network\.attention_dropout=1\.0 must be .* below 1$"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_dropout_of_activations_alone_is_taken() -> None:
+    network = BertNetwork(dropout=0.1, attention_dropout=0.0)
+    assert MaskedLM(network=network, data=Stdlib(packing="packed_documents")).network.dropped_attention == 0
