@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser, positive
+from trainer.report.page import counted
 from trainer.report.published import (
     LOSS,
     MAX_SPREAD,
@@ -83,11 +84,12 @@ def work(options: argparse.Namespace) -> int:
     rows = published_rows(options.records)
     if not options.list:
         return verify(options, rows)
+    width = max(map(len, rows))
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
         speed = mark + range_text(RATIO, row.figures.get(RATIO, ()))
         what = f"{speed} times eager" if RATIO in row.figures else "what the others are compared with"
-        print(f"{name:<40} {what}, {len(row.records)} rounds, {row.records[0].device}")
+        print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0
 
 

@@ -57,6 +57,14 @@ def test_what_can_be_printed_is_printed_as_ever() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("ä\n".encode("latin-1"), "ö\n".encode("latin-1"), 1)
 
 
+def test_unbuffered_streams_stay_so() -> None:
+    code = (
+        'import os, sys; from trainer.process import keep_streams; keep_streams(); sys.stderr.write("ö"); os._exit(0)'
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).stderr == "ö".encode()
+
+
 def trainer(*arguments: str, cwd: Path, stdout: int) -> tuple[int, str]:
     """Exit code and error output of the command line."""
     command = [sys.executable, "-m", "trainer", *arguments]

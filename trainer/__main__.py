@@ -4,8 +4,9 @@ if __name__ == "__main__":
     from trainer import working_directory_last
 
     working_directory_last()  # before anything is imported that a file there could hide
-    from trainer.cli import main
     from trainer.process import leaving
 
     with leaving():
+        from trainer.cli import main
+
         main()

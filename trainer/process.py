@@ -223,12 +223,13 @@ def keep_streams() -> None:
         stream = getattr(sys, name)
         if name == "stdin" or stream is not getattr(sys, f"__{name}__"):
             continue  # or somebody reads or captures it within this process
+        file, unbuffered = _Lossy(number, "w", closefd=False), getattr(stream, "write_through", False)
         lossy = io.TextIOWrapper(
-            io.BufferedWriter(_Lossy(number, "w", closefd=False)),
+            file if unbuffered else io.BufferedWriter(file),  # as Python itself does for -u
             encoding=getattr(stream, "encoding", "utf-8"),
             errors=getattr(stream, "errors", "backslashreplace"),
             line_buffering=getattr(stream, "line_buffering", False),
-            write_through=getattr(stream, "write_through", False),
+            write_through=unbuffered,
         )
         setattr(sys, name, lossy)
 
@@ -242,16 +243,20 @@ def leaving() -> Iterator[None]:
     workers, TensorBoard, temporary folders). What Python would still have done is to close files that nobody has
     closed, so that is done here; memory, descriptors and the device are the system's to take back.
     https://github.com/python/cpython/blob/v3.12.0/Lib/multiprocessing/process.py (``_bootstrap``)
+
+    A Ctrl-C that nothing inside has caught came while modules were imported: no traceback, there is nothing to stop.
     """
     try:
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
     except SystemExit as stopped:
         if not isinstance(stopped.code, int | None):  # a message, which Python prints
             raise
-        with contextlib.suppress(KeyboardInterrupt):
-            threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        _flush_files()
+        for last in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
+            with contextlib.suppress(KeyboardInterrupt):
+                last()
         os._exit((stopped.code or 0) & 0xFF)
 
 

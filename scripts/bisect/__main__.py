@@ -115,7 +115,7 @@ def lines(report: Report) -> Iterator[str]:
         yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance"
     for note in report.notes:
         yield f"[dim]note: {escape(note)}[/]"
-    yield f"[dim]{report.trials} trials in {report.seconds:.0f} s on {report.device}[/]"
+    yield f"[dim]{report.trials} trial{'s' * (report.trials != 1)} in {report.seconds:.0f} s on {report.device}[/]"
 
 
 def _seen(outcome: Outcome) -> str:

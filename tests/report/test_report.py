@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import resource
 import subprocess
@@ -207,11 +209,27 @@ def test_a_record_that_cannot_be_read_is_left_out_and_said(tmp_path: Path, capsy
     assert "2 runs" in said.out
 
 
+def test_a_page_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    runs, page = save([record("eager", warmup_seconds=1.0)], tmp_path / "runs"), tmp_path / "r.html"
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([str(runs), "-o", str(page)]) == 2
+    assert capsys.readouterr().err == f"error: {page}: No space left on device\n"
+    page.mkdir()
+    monkeypatch.undo()
+    assert main([str(runs), "-o", str(page)]) == 2
+    assert capsys.readouterr().err == f"error: {page}: Is a directory\n"
+
+
 def test_without_matplotlib_the_way_to_get_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     runs = save([record("eager", warmup_seconds=1.0)], tmp_path / "runs")
     assert main([str(runs), "-o", str(tmp_path / "r.html")]) == 2
-    assert "pip install -e '.[report]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()

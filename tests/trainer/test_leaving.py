@@ -68,6 +68,15 @@ def test_a_command_leaves_at_once_and_loses_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "taken apart").exists(), "which is what takes the seconds"
 
 
+LATE = "import signal, trainer.process as ours; ours._flush_files = lambda: signal.raise_signal(2); sys.exit(130)"
+
+
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", LATE])
+def test_a_ctrl_c_early_or_late_is_an_exit_code_without_a_traceback(end: str, tmp_path: Path) -> None:
+    done = ended(end, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "said", "")
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"), [("pass", 0, ""), ("sys.exit('why')", 1, "why"), ("1 / 0", 1, "ZeroDivisionError")]
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MISSING = "pictures need matplotlib: pip install -e '.[report]'"
+MISSING = "pictures need matplotlib: pip install matplotlib"
 DOTS_PER_INCH = 160
 WIDTH_INCHES, PANEL_INCHES, LINE_INCHES = 8.0, 3.2, 0.2
 MAX_ARMS = 10
@@ -84,8 +84,6 @@ def lines(comparison: WorkloadComparison) -> list[Line]:
 def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Speed over the number of steps, warm-up and compiling included, as a multiple of the baseline's (total time,
     without one); points with the number of steps where another arm becomes the best one. None without totals."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
     every = lines(comparison)
     if not every:
         return None
@@ -103,6 +101,8 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
     title = "Seconds to N steps, all of it included"
     with _panels([title], [(line.arm, line.start) for line in shown], palette) as (figure, (axes,)):
+        from matplotlib.ticker import FuncFormatter, NullLocator
+
         for line in shown:
             look = {"alpha": 1.0 if line.shown else PALE, "zorder": 3 if line is base else 2, **STROKES[line.start]}
             axes.plot(steps, [height(line, one) for one in steps], color=palette[line.arm], **look)

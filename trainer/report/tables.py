@@ -159,7 +159,8 @@ def _middle(value: Estimate | None, factor: float = 1.0) -> str:
 
 def conditions(found: WorkloadComparison) -> str:
     """Device and versions in a line."""
-    return " · ".join([found.device, *(f"{name} {version}" for name, version in found.versions.items())])
+    device = "device not recorded" if found.device == "n/a" else found.device
+    return " · ".join([device, *(f"{name} {version}" for name, version in found.versions.items())])
 
 
 def remarks(found: WorkloadComparison) -> list[str]:

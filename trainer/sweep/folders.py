@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,7 +99,8 @@ def taken(folder: Path, resume: str | None) -> str | None:
         what = "the checkpoint of another run"
     else:
         return None
-    return f"hydra.run.dir={folder}: holds {what}; choose another folder, or continue that run by resume={folder}"
+    resume = shlex.quote(f"resume={folder}")
+    return f"hydra.run.dir={folder}: holds {what}; choose another folder, or continue that run by {resume}"
 
 
 def claim(record: RunRecord, folder: Path, resume: str | None) -> bytes | None:

@@ -53,6 +53,10 @@ def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:  # of a full disk, it names no file
+        if error.filename in (None, str(temporary)):
+            error.filename = str(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
