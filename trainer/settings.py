@@ -146,7 +146,8 @@ class Train(RunMode):
 PEER = "peer"
 PEERS = (
     *("loop_eager", "loop_compile", "loop_reduce_overhead", "loop_captured"),
-    *("lightning_eager", "lightning_compile", "lightning_reduce_overhead", "accelerate_regional"),
+    *("lightning_eager", "lightning_compile", "lightning_reduce_overhead"),
+    *("accelerate_regional", "transformers_eager", "transformers_compiled"),
 )
 PEER_BACKENDS = ("inductor", "aot_eager", "eager")
 PEERS_REQUIRE: dict[str, tuple[object, ...]] = {
@@ -168,7 +169,8 @@ class Peer(RunMode):
 
     peer: str = "loop_eager"
     """One of ``PEERS``: a hand-written loop or plain Lightning, each eager, under torch.compile or under its mode
-    reduce-overhead; a hand-written loop with its whole step in one CUDA graph; accelerate's regional compilation."""
+    reduce-overhead; a hand-written loop with its whole step in one CUDA graph; accelerate's regional compilation;
+    transformers' Trainer on transformers' own network."""
     backend: str = "inductor"
     """One of ``PEER_BACKENDS``: of its ``torch.compile``."""
 
@@ -264,6 +266,8 @@ class Config:
             yield f"trainer.strategy={settings.strategy} must be one of {strategies} for a peer on {devices} devices"
         elif settings.strategy == "fsdp2" and self.run.peer.startswith("lightning"):
             yield f"trainer.strategy=fsdp2: {run}: plain Lightning leaves the sharding to the module's configure_model"
+        elif settings.strategy == "fsdp2" and self.run.peer.startswith("transformers"):
+            yield f"trainer.strategy=fsdp2: {run}: its Trainer shards by accelerate's settings alone, take ddp"
         if devices != 1 and self.run.peer == "loop_captured":
             yield f"trainer.devices={devices}: {run} captures steps of one device"
         for given, what in ((self.compile, "compile"), (self.resume, "resume"), (self.profile != "off", "profile")):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -16,17 +18,19 @@ from trainer.config import compose
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run, find
 from trainer.run import run
-from trainer.settings import PEERS
+from trainer.settings import PEERS, Config
 from trainer.telemetry.record import RunRecord
 
 STEPS = 4
+HOWS = ("eager", "compiled")
 WORK = ["task=captioning", *SMALLEST["captioning"], "trainer.val_every_n_steps=0", f"trainer.max_steps={STEPS}"]
 WORK.append("task.initialise=device")  # what a loop without Lightning has to see to itself
 SHORT = ["trainer.log_every_n_steps=4", "trainer.warmup_steps=1", "trainer.checkpoint_every_n_steps=null"]
 ARMS = "eager,'eager run=peer run.peer=loop_eager','eager run=peer run.peer=accelerate_regional'"
 
 
-ON_A_CPU = sorted(set(PEERS) - {"loop_captured"})
+ON_A_CPU = sorted(set(PEERS) - {"loop_captured", "transformers_eager", "transformers_compiled"})
+"""Those that train the task's network."""
 
 
 def peer(name: str, *overrides: str) -> list[str]:
@@ -86,6 +90,7 @@ def test_the_loop_by_hand_trains_on_two_devices(pair: Pair, tmp_path: Path) -> N
         (["trainer.val_every_n_steps=5"], "trainer.val_every_n_steps=5 must be 0"),
         (["trainer.devices=2", "trainer.strategy=fsdp"], "trainer.strategy=fsdp must be one of"),
         (["trainer.strategy=fsdp2", "trainer.devices=2", "run.peer=lightning_compile"], "leaves the sharding"),
+        (["trainer.strategy=fsdp2", "trainer.devices=2", "run.peer=transformers_eager"], "its Trainer shards by"),
         (["trainer.devices=2", "run.peer=loop_captured"], "run.peer=loop_captured captures steps of one device"),
         (["compile=whole"], "compile= is not for a peer"),
     ],
@@ -102,7 +107,14 @@ def test_a_peer_that_cannot_run_here_says_what_to_do(
         run(compose(peer("loop_eager", "trainer.devices=2")), run_dir=tmp_path / "two", command=[])
     with pytest.raises(ValueError, match="a CUDA graph takes a CUDA device, leave it out here"):
         run(compose(peer("loop_captured", "trainer.accelerator=cpu")), run_dir=tmp_path / "cpu", command=[])
+    with pytest.raises(ValueError, match="transformers has no network in the place of captioning's"):
+        run(compose(peer("transformers_compiled")), run_dir=tmp_path / "captioning", command=[])
+    packed = ["task=masked_lm", "task.data.packing=packed_documents", *peer("transformers_eager")[len(WORK) :]]
+    with pytest.raises(ValueError, match="transformers has no network in the place of masked_lm's"):
+        run(compose([*packed, "trainer.val_every_n_steps=0"]), run_dir=tmp_path / "packed", command=[])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs transformers: pip install -e '.\[peers\]'"):
+        run(compose(peer("transformers_eager")), run_dir=tmp_path / "none", command=[])
     with pytest.raises(ValueError, match=r"needs accelerate: pip install -e '.\[peers\]'"):
         run(compose(peer("accelerate_regional")), run_dir=tmp_path / "none", command=[])
 
@@ -159,6 +171,49 @@ def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path) -> None:
     assert record.status == "failed"
     assert record.reason == "NotCompiled: peer loop_compile compiled 0 graphs and none of its 1 regions"
     assert RunRecord.load(tmp_path).reason == record.reason
+
+
+def loss_of_a_loop_of_ones_own(config: Config) -> float:
+    """Mean loss of ``STEPS`` steps of the network that ``run.peer=transformers_eager`` trains."""
+    from trainer.peers.huggingface import equivalent
+
+    task: Any = config.task
+    L.seed_everything(config.seed, verbose=False)
+    data, module = task.build_data(seed=config.seed), task.build_module(max_steps=STEPS)
+    found = equivalent(task)
+    module.net = model = found.build()
+    set_up = module.configure_optimizers()
+    data.setup("fit")
+    losses = []
+    for batch in itertools.islice(data.train_dataloader(), STEPS):
+        loss = model(**found.inputs(batch)).loss
+        set_up["optimizer"].zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.gradient_clip_val)
+        set_up["optimizer"].step()
+        set_up["lr_scheduler"]["scheduler"].step()
+        losses.append(loss.item())
+    return sum(losses) / STEPS
+
+
+@pytest.mark.parametrize(
+    ("task", "network"), [("language_modelling", "GPT2LMHeadModel"), ("masked_lm", "BertForMaskedLM")]
+)
+def test_transformers_trainer_trains_its_own_network_as_a_loop_would(task: str, network: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    work = [f"task={task}", *SMALLEST[task], "trainer.val_every_n_steps=0", f"trainer.max_steps={STEPS}"]
+    configs = [compose([*work, *peer("transformers_" + how, "run.backend=eager")[len(WORK) :]]) for how in HOWS]
+    records = [run(config, run_dir=tmp_path / how, command=[]) for config, how in zip(configs, HOWS, strict=True)]
+    assert [record.status for record in records] == ["finished"] * 2, records[-1].reason
+    expected = loss_of_a_loop_of_ones_own(configs[0])
+    assert [record.final_loss for record in records] == pytest.approx([expected] * 2, rel=1e-5)
+    assert (records[0].graphs or 0, records[1].regions_compiled) == (0, 1)
+    assert (records[1].graphs or 0) >= 1, "more where transformers' network has a graph break"
+    said = records[0].report["network"]
+    assert said["class"] == f"transformers.{network}"
+    assert said["parameters"] == said["task_parameters"]  # the same sizes throughout
+    rows = compare(find([tmp_path]))[0].rows
+    assert all(any(flag.startswith("another network") for flag in row.flags) for row in rows)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Peers: what people do without this project, trained and measured as our own runs: ``run=peer run.peer=loop_compile``.
 
-Every peer trains our task's module on our task's data under our telemetry. As arms of a sweep they alternate with ours:
+Every peer trains our task's module on our task's data under our telemetry; transformers' Trainer trains transformers'
+own network of the same sizes. As arms of a sweep they alternate with ours:
 
     crucible train -m experiment=gpt2 repeat=cold hydra.launcher.rounds=5 \
         'hydra.launcher.arms=[eager,regional,"eager run=peer run.peer=loop_compile"]'
@@ -48,7 +49,7 @@ Trained = tuple[Loop, Sequence[Any]]
 """The loop, and the functions that were handed to the compiler."""
 
 
-LIBRARIES = ("lightning", "accelerate")
+LIBRARIES = ("lightning", "accelerate", "transformers")
 """Packages that peers are named after, torch itself for the others; records hold their versions."""
 ABOUT = {
     "loop_eager": "a hand-written loop, nothing compiled",
@@ -60,6 +61,9 @@ ABOUT = {
     "Lightning's own logger and progress bar",
     "lightning_reduce_overhead": "the same with mode='reduce-overhead'",
     "accelerate_regional": "Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=True)) and its loop",
+    "transformers_eager": "Trainer(model, TrainingArguments(...)).train() on transformers' own network",
+    "transformers_compiled": "Trainer(model, TrainingArguments(torch_compile=True, ...)).train() on "
+    "transformers' own network",
 }
 """What runs, in a few words for the record."""
 
@@ -104,6 +108,7 @@ class Peering(Job):
                 directory=self._run_dir,
                 backend=mode.backend,
             )
+            own = sum(parameter.numel() for parameter in module.parameters())
             telemetry.compiler.start()
             self._telemetry = telemetry
             try:
@@ -112,6 +117,8 @@ class Peering(Job):
                 telemetry.compiler.stop()
             fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
             note_machine(record, loop)
+            if mode.peer.startswith("transformers"):
+                note_network(record, loop.module, own)
         record.skipped_items = config.task.skipped_items(data)
         if not mode.peer.endswith("_eager"):
             _note_compiler(record, telemetry.compiler, functions)
@@ -120,8 +127,12 @@ class Peering(Job):
 def mark(record: RunRecord, mode: Peer, config: Config) -> None:
     """Write into ``record`` which peer runs, of which version. Raises ValueError for one that cannot run here."""
     library = next((name for name in LIBRARIES if mode.peer.startswith(name)), "torch")
-    if util.find_spec(library) is None:
+    if any(util.find_spec(name) is None for name in (library, *("accelerate",) * (library == "transformers"))):
         raise ValueError(f"run.peer={mode.peer} needs {library}: pip install -e '.[peers]', or leave it out")
+    if library == "transformers":
+        from trainer.peers.huggingface import equivalent
+
+        equivalent(config.task)  # refuses
     if mode.peer == "loop_captured" and not on_cuda(config.trainer):
         raise ValueError("run.peer=loop_captured: a CUDA graph takes a CUDA device, leave it out here")
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) != (config.trainer.devices or 1):
@@ -150,6 +161,13 @@ def together(config: Config) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
+
+
+def note_network(record: RunRecord, model: nn.Module, own: int) -> None:
+    """Write that not the task's network, of ``own`` parameters, was trained, but ``model``."""
+    name, parameters = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    record.report["network"] = {"class": f"transformers.{name}", "parameters": parameters, "task_parameters": own}
+    record.notes.append(f"trained transformers' own {name} of {parameters:,} parameters; the task's has {own:,}")
 
 
 def _note_compiler(record: RunRecord, compiler: CompilerMonitor, functions: Sequence[Any]) -> None:
@@ -286,6 +304,13 @@ def accelerate_regional(work: Work) -> Trained:
     return trained, [wrapper._orig_mod.forward for wrapper in wrappers]
 
 
+def transformers_trainer(work: Work, *, compiled: bool = True) -> Trained:
+    """See ``trainer.peers.huggingface``, which alone imports transformers."""
+    from trainer.peers import huggingface
+
+    return huggingface.train(work, compiled=compiled)
+
+
 ARMS: dict[str, Callable[[Work], Trained]] = {
     "loop_eager": partial(loop, compiled=False),
     "loop_compile": loop,
@@ -295,5 +320,7 @@ ARMS: dict[str, Callable[[Work], Trained]] = {
     "lightning_compile": lightning,
     "lightning_reduce_overhead": partial(lightning, mode="reduce-overhead"),
     "accelerate_regional": accelerate_regional,
+    "transformers_eager": partial(transformers_trainer, compiled=False),
+    "transformers_compiled": transformers_trainer,
 }
 """By the names of ``trainer.settings.PEERS``."""

@@ -89,6 +89,8 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
         flags.append(f"{BUSY}: {busy[0]}{_of(busy, cell)}")
     if parity not in (None, "passed"):
         flags.append(f"comparison with eager before the first step: {parity}")
+    if other := next((network for run in cell.finished if (network := run.record.report.get("network"))), None):
+        flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
     flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
     if resumed:
         flags.append(f"resumed from {resumed[0]}{_of(resumed, cell)}")
