@@ -72,8 +72,8 @@ def equivalent(task: Task) -> Equivalent:
         return Equivalent(partial(transformers.BertForMaskedLM, bert), masked_inputs)
     raise ValueError(
         f"transformers has no network in the place of {task.title}'s: run.peer=transformers_eager and "
-        "transformers_compiled take GPT-2 (task=language_modelling) and BERT (task=masked_lm, rows that are packed or of "
-        "one document), leave them out here"
+        "transformers_compiled take GPT-2 (task=language_modelling) and BERT (task=masked_lm, not its "
+        "packed_documents), leave them out here"
     )
 
 
