@@ -114,26 +114,22 @@ class ResumableDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Whole batches only, so that every training step has one batch size."""
-        loader = ResumableLoader(self.train_set, sampler=self.train_sampler(), drop_last=True, **self._options())
+        loader = ResumableLoader(
+            self.train_set, sampler=self.sampler(self.train_set, shuffle=True), drop_last=True, **self._options()
+        )
         loader.position = self._position
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Every validation example in order; the last batch may be smaller."""
-        return DataLoader(self.val_set, sampler=self.val_sampler(), **self._options())
+        return DataLoader(self.val_set, sampler=self.sampler(self.val_set, shuffle=False), **self._options())
 
-    def train_sampler(self) -> ResumableSampler:
+    def sampler(self, data: Any, *, shuffle: bool) -> DistributedSampler[Any] | None:
+        """Draws examples of ``data``, resumable where it shuffles; None: in order, on one device."""
         replicas, rank = self._replicas()
-        return ResumableSampler(
-            self.train_set, num_replicas=replicas, rank=rank, seed=self.seed, batch_size=self.batch_size
-        )
-
-    def val_sampler(self) -> DistributedSampler[Any] | None:
-        """None: in order, on one device."""
-        replicas, rank = self._replicas()
-        if replicas == 1:
-            return None
-        return DistributedSampler(self.val_set, num_replicas=replicas, rank=rank, shuffle=False)
+        if shuffle:
+            return ResumableSampler(data, num_replicas=replicas, rank=rank, seed=self.seed, batch_size=self.batch_size)
+        return DistributedSampler(data, num_replicas=replicas, rank=rank, shuffle=False) if replicas > 1 else None
 
     def _options(self) -> dict[str, Any]:
         workers = self._loading.workers()

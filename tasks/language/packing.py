@@ -170,43 +170,34 @@ class PackedDataModule(MaskedDataModule):
                 f"task.data.packing=packed_documents: a row of {positions} positions on each of {replicas} devices is "
                 f"more than the {total:,} training tokens (task.data.tokens_per_batch, task.data.batch_size)"
             )
-        self._positions, self._most = positions, 2 * -(-positions // int(lengths.mean()))
-        sequences = self._most + positions // longest + 1
-        return CollatePacked(**self.masking(), positions=positions, sequences=sequences, longest=longest)
-
-    def train_sampler(self) -> PackedSampler:
-        return self._sampler(self.train_set, shuffle=True)
-
-    def val_sampler(self) -> PackedSampler:
-        return self._sampler(self.val_set, shuffle=False)
-
-    def _sampler(self, data: TextDataset, *, shuffle: bool) -> PackedSampler:
-        replicas, rank = self._replicas()
-        return PackedSampler(
-            data.lengths.tolist(),
-            positions=self._positions,
-            most=self._most,
-            shuffle=shuffle,
-            num_replicas=replicas,
-            rank=rank,
-            seed=self.seed,
+        most = 2 * -(-positions // int(lengths.mean()))
+        self._row = {"positions": positions, "most": most}
+        return CollatePacked(
+            **self.masking(), positions=positions, sequences=most + positions // longest + 1, longest=longest
         )
+
+    def sampler(self, data: TextDataset, *, shuffle: bool) -> PackedSampler:
+        replicas, rank = self._replicas()
+        options = {**self._row, "num_replicas": replicas, "rank": rank, "seed": self.seed}
+        return PackedSampler(data.lengths.tolist(), shuffle=shuffle, **options)
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_flash_attention(device_index: int) -> bool:
-    """Whether the kernel behind torch's variable-length attention runs on this CUDA device."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (8, 0)
+def has_kernel(device_index: int, head_width: int) -> bool:
+    """Whether torch's variable-length attention runs on this CUDA device, from Ampere on, with heads this wide."""
+    capable = torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (8, 0)
+    return capable and head_width % 8 == 0 and head_width <= 256
 
 
 def fits_kernel(query_key_value: Tensor, heads: int) -> bool:
-    """Whether torch's variable-length attention takes these: half precision, on a GPU from Ampere on."""
-    head_width = query_key_value.shape[-1] // 3 // heads
-    fits = query_key_value.dtype in (torch.bfloat16, torch.float16) and head_width % 8 == 0 and head_width <= 256
-    return query_key_value.is_cuda and fits and has_flash_attention(query_key_value.device.index)
+    """Whether torch's variable-length attention takes these: in half precision, on a device that has it."""
+    if not query_key_value.is_cuda or query_key_value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    fits: bool = has_kernel(query_key_value.device.index, query_key_value.shape[-1] // 3 // heads)
+    return fits
 
 
 def attend_packed(query_key_value_1TE: Tensor, heads: int, offsets_N: Tensor, *, longest: int) -> Tensor:
@@ -275,9 +266,16 @@ class PackedModule(MaskedModule):
     inputs: ClassVar[tuple[str, ...]] = ("tokens", "positions", "offsets")
 
     def on_fit_start(self) -> None:
-        if self.device.type == "cuda" and "16" not in str(self.trainer.precision):
+        task: Any = self._task
+        device, precision, head_width = (
+            self.device,
+            str(self.trainer.precision),
+            task.network.width // task.network.heads,
+        )
+        if device.type == "cuda" and not ("16" in precision and has_kernel(device.index, head_width)):
             print(
-                "warning: task.data.packing=packed_documents: torch's variable-length attention takes bf16 or fp16 "
-                f"alone; with trainer.precision={self.trainer.precision} documents attend as padded rows",
+                "warning: task.data.packing=packed_documents: documents attend as padded rows, slower. torch's "
+                "variable-length attention needs bf16 or fp16, a GPU from Ampere on, and heads of 8, 16, ... or 256 "
+                f"features; here are {precision}, {torch.cuda.get_device_name(device)}, {head_width}",
                 file=sys.stderr,
             )

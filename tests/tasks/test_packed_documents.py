@@ -17,7 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.language import packing
 from tasks.language.model import Bert
-from tasks.language.packing import WINDOW, CollatePacked, PackedBatch, PackedBert, PackedSampler, first_fit
+from tasks.language.packing import (
+    WINDOW,
+    CollatePacked,
+    PackedBatch,
+    PackedBert,
+    PackedModule,
+    PackedSampler,
+    first_fit,
+)
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, LanguageModelling, MaskedLM
 from tests.tasks.test_masked_data import collate, document
@@ -265,6 +273,31 @@ def test_ranks_without_a_row_are_refused() -> None:
 def test_what_does_not_fit_is_refused_in_one_line(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("precision", "width", "capability", "kernel"),
+    [
+        ("bf16-mixed", 16, (9, 0), True),
+        ("32-true", 16, (9, 0), False),
+        ("16-true", 16, (7, 5), False),
+        ("bf16-true", 12, (9, 0), False),
+    ],
+)
+def test_a_gpu_without_the_kernel_is_warned_about(
+    precision: str,
+    width: int,
+    capability: tuple[int, int],
+    kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    task = SimpleNamespace(network=BertNetwork(width=width, heads=2))
+    trained = SimpleNamespace(_task=task, device=torch.device("cuda:0"), trainer=SimpleNamespace(precision=precision))
+    PackedModule.on_fit_start(trained)  # type: ignore[arg-type]
+    assert ("documents attend as padded rows" in capsys.readouterr().err) is not kernel
 
 
 def test_dropout_of_activations_alone_is_taken() -> None:
