@@ -78,11 +78,12 @@ class MicroBatch(Protocol):
     def forward_backward(self, batch: Any) -> dict[str, Any]:
         """All but clipping and optimizer."""
 
-    def forward(self, batch: Any, index: Any) -> None:
-        """The training step alone."""
+    def forward(self, batch: Any, index: Any) -> Any:
+        """The training step alone; returns what it returned."""
 
-    def optimize(self, outputs: Mapping[str, Any]) -> None:
-        """Clipping and optimizer, with the gradients that are there."""
+    def optimize(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Clipping and optimizer, with the gradients that are there; returns ``outputs``, or those of the last of
+        further evaluations that the optimizer asks for."""
 
     def count(self, *, whole: bool) -> None:
         """Count it as done: a replay has executed it (``whole``: with the optimizer) and called no Python."""

@@ -146,6 +146,8 @@ class Variant:
     """What was observed, and what has existed only since the capture: the optimizer's state."""
     replay: Callable[[], None] | None = None
     inputs: list[Tensor] = field(default_factory=list)
+    written: Sequence[int] = ()
+    """Those of them that the step changes in place."""
     results: Any = None
 
     def holds(self) -> bool:
@@ -192,6 +194,8 @@ class StepGraphs:
         self.eager_count = 0
         """Steps run without a graph so far."""
         self.given_up, self.settled = False, True
+        self.capturing = False
+        """Whether the step that Python runs is being captured: nothing of it is executed on the device."""
         self.warmup_steps = 0
         """Steps that run without a graph before the first capture, whatever their shapes."""
         self.agree: Callable[[int], int] | None = None
@@ -274,9 +278,12 @@ class StepGraphs:
             return results
         assert variant is not None
         assert variant.replay is not None
-        torch._foreach_copy_(variant.inputs, tensors)
+        if captured:  # else they have just been copied
+            torch._foreach_copy_(variant.inputs, tensors)
         before_replay()
         variant.replay()
+        for place in variant.written:
+            tensors[place].copy_(variant.inputs[place])
         self.replays += 1
         if verifier is not None:
             verifier.compare(variant.results)
@@ -313,10 +320,12 @@ class StepGraphs:
         self.given_up = True
         self.release()
 
-    def release(self) -> None:
-        """Let go of all graphs and their memory."""
+    def release(self, *, known: bool = False) -> None:
+        """Let go of all graphs and their memory, and of what is ``known`` of batches."""
         for shape in self._shapes.values():
             shape.variants.clear()
+        if known:
+            self._shapes, self._kinds = {}, set()
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -397,15 +406,20 @@ class StepGraphs:
             leaves, tree = pytree.tree_flatten(batch)
             statics = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             batch = pytree.tree_unflatten(statics, tree)
+            inputs = [static for static in statics if isinstance(static, Tensor)]
+            versions = [static._version for static in inputs]
             try:
                 with warnings.catch_warnings():
                     # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                    self.capturing = True
                     made = self._engine.capture(lambda: step(batch))
             except Exception as failed:
                 error = failed
             else:
                 after = after_capture()
+            finally:
+                self.capturing = False
         if not self._everywhere(error is None):
             self.release()
             shape.failed = True
@@ -415,7 +429,8 @@ class StepGraphs:
         if made is not None:
             variant.replay, results = made
             variant.results = pytree.tree_map_only(Tensor, Tensor.detach, results)
-            variant.inputs = [static for static in statics if isinstance(static, Tensor)]
+            variant.inputs = inputs
+            variant.written = [place for place, static in enumerate(inputs) if static._version != versions[place]]
             variant.states.append(after)
             self.captures += 1
 

@@ -14,10 +14,12 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from strategies.base import CannotCapture, Program
 from strategies.compose import eager
@@ -26,7 +28,7 @@ from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import HostState, Names, Value, entries_of
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
-from strategies.optimizer.step import GraphedStep, graphed
+from strategies.optimizer.step import GraphedStep, graphed, installed, optimizers_in
 from strategies.prepare import collected_later
 from strategies.torch_patches import UnreducedGradients, as_capturing, settle_shards
 
@@ -34,6 +36,7 @@ MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 UNLIKE = "not every weight has a gradient in each micro-batch"
 _TORCH = os.path.dirname(torch.__file__)
+SEVERAL = "evaluates the loss several times in a step"
 LOG_METHODS = frozenset({"log", "log_dict"})
 """Stood in for while a step runs."""
 
@@ -64,18 +67,31 @@ class StepCapture:
         self._optimizer: GraphedStep | None = None
         for reason in loop.why_not_capture():
             self._stop(reason)
+        if any(isinstance(one, torch.optim.LBFGS) for one in loop.optimizers):
+            self._stop(f"LBFGS {SEVERAL}")
         if loop.world_size > 1:
             graphs.agree, graphs.warmup_steps = loop.least, loop.capture_warmup_steps
             if loop.anywhere(graphs.given_up) and not graphs.given_up:
                 self._stop("another process captures no steps")
-        if not graphs.given_up:
-            try:
-                self._optimizer = graphed(loop.optimizers[0])
-                if loop.scaler is not None:
-                    raise CannotCapture("a gradient scaler decides on the host whether to step")
-            except CannotCapture as error:
-                self._leave_optimizer_out(str(error))
+        self._of: Any = None
+        self._take_optimizer()
         self._give_back = loop.take_over(self.run)
+
+    def _take_optimizer(self) -> None:
+        """Let graphs hold the step of the optimizer in force, which a training may replace."""
+        if self._graphs.given_up or self._of is (optimizer := self._loop.optimizers[0]):
+            return
+        if self._of is not None:
+            self._graphs.release(known=True)
+        if self._optimizer is not None:
+            self._optimizer.release()
+        self._of, self._optimizer = optimizer, None
+        try:
+            if self._loop.scaler is not None:
+                raise CannotCapture("a gradient scaler decides on the host whether to step")
+            self._optimizer = graphed(optimizer)
+        except CannotCapture as error:
+            self._leave_optimizer_out(str(error))
 
     @property
     def settled(self) -> bool:
@@ -91,6 +107,7 @@ class StepCapture:
 
     def run(self, micro: MicroBatch) -> dict[str, Any]:
         """Run one micro-batch; returns what ``MicroBatch.run`` does."""
+        self._take_optimizer()
         if self._graphs.given_up:
             return micro.run(micro.batch)
         whole = micro.ends and self._optimizer is not None
@@ -118,7 +135,8 @@ class StepCapture:
         finally:
             self._report_refusals()
         if micro.ends and not whole:
-            micro.optimize(outputs)
+            with self._once(evaluated=1):
+                outputs = micro.optimize(outputs)
         return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
 
     def _graphed(self, micro: MicroBatch, *, whole: bool, constants: Hashable) -> dict[str, Any]:
@@ -133,7 +151,8 @@ class StepCapture:
             reaching = contextlib.nullcontext() if whole and micro.begins else self._reaching(micro)
             with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place(), reaching:
                 if whole:
-                    return micro.run(batch), logged, self._keep()
+                    with unchanged(self._of) if self._graphs.capturing else self._once():
+                        return micro.run(batch), logged, self._keep()
                 results = micro.forward_backward(batch), logged, Kept(None)
                 if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
                     self._graphs.unfit = StateChanges(UNLIKE)
@@ -170,6 +189,15 @@ class StepCapture:
         results: dict[str, Any] = outputs
         return results
 
+    @contextlib.contextmanager
+    def _once(self, evaluated: int = 0) -> Iterator[None]:
+        """Inside, an optimizer steps. Capture is given up where it evaluates the loss more than once."""
+        again: list[Any] = []
+        with self._loop.around_training_step(again.append, lambda _: None):
+            yield
+        if evaluated + len(again) > 1:
+            self._stop(f"{type(self._of).__name__} {SEVERAL}")
+
     def _keep(self) -> Kept:
         gradients = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
         return Kept(gradients if len(gradients) == len(self.sample) else None)
@@ -181,8 +209,8 @@ class StepCapture:
         def observation(index: Any) -> Observation:
             def run() -> None:
                 with self._loop.recording_logs() as logged:
-                    micro.forward(micro.batch, index)
-                if any(isinstance(value, Unused) for _, value in logged):
+                    returned = micro.forward(micro.batch, index)
+                if any(type(one) is Unused for one in pytree.tree_leaves((returned, [value for _, value in logged]))):
                     raise Used
 
             return observed(self._loop, self._program, micro.batch, run)
@@ -302,6 +330,43 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
     held = [optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     held += [group["params"] for group in optimizer.param_groups]
     return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held])
+
+
+@contextlib.contextmanager
+def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, a step of ``optimizer`` is captured. Raises CannotCapture, with all of it put back, where that changes
+    what the optimizer, or one within it, holds on the host (a count of its own steps): no replay would."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise CannotCapture("a hook on its step runs on the host")
+    if installed(optimizer) is not None:  # its part on the host is done before each replay
+        yield
+        return
+    names: list[Names] = []
+    values: list[Value] = []
+    contents: list[Any] = []
+    for one in optimizers_in(optimizer):
+        name = type(one).__name__
+        contents.append((one.state, f"{name}.state", entries_of(one.state)))
+        held = [(vars(one), name), *((group, f"{name}.param_groups") for group in one.param_groups)]
+        held += [(state, f"{name}.state") for state in one.state.values()]
+        held += [(value, f"{name}.{key}") for key, value in vars(one).items() if type(value) is dict]
+        names += [Names(mapping, f"{label}.", expected=dict(mapping)) for mapping, label in held]
+        for parameter, state in one.state.items():
+            values += [
+                Value(f"{name}.state.{key}", value.tolist, value.tolist(), put=partial(_fill, value))
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.device != parameter.device
+            ]
+    before = HostState(names, contents, values=values)
+    yield
+    if changes := list(before.changes()):
+        for change in changes:
+            change.undo()
+        raise CannotCapture(f"its step changes {changes[0].what} on the host, which a replay would not")
+
+
+def _fill(tensor: Tensor, numbers: Any) -> None:
+    tensor.copy_(torch.tensor(numbers))
 
 
 def _hooks(module: nn.Module) -> Iterator[str]:

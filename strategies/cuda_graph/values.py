@@ -47,8 +47,11 @@ CONSTANT = (
 )  # fmt: skip
 """Values that no step changes, or on which no kernel depends."""
 
-OBSERVED_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-"""Torch's classes whose attributes decide what a step computes."""
+OBSERVED_OF_TORCH = (
+    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.distributions.Distribution,
+    torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.utils.data.Sampler,
+)  # fmt: skip
+"""Torch's classes whose attributes decide what a step computes, or lead to objects that do."""
 
 
 class Unrepeatable(BaseException):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from strategies.base import CannotCapture
 
@@ -140,6 +141,14 @@ def uninstall(optimizer: torch.optim.Optimizer) -> None:
         update.uninstall()
 
 
+def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """``optimizer``, and those that it holds as attributes: SAM and Lookahead step another one."""
+    found = [optimizer]
+    for one in found:
+        found += [held for held in vars(one).values() if isinstance(held, torch.optim.Optimizer) and held not in found]
+    return found
+
+
 def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
     """Let the next compiled update scale the gradients that it reads, where it can; a loop would write them once more.
 
@@ -204,9 +213,11 @@ class GenericUpdate(Update):
             try:
                 self._attempt()
                 return
-            except BackendCompilerFailed:
-                raise
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                # A rate that is a tensor, as a factor that has to be a number (``alpha=``), is no fault of the backend.
+                inner = getattr(error, "inner_exception", None)
+                if isinstance(error, BackendCompilerFailed) and not isinstance(inner, GuardOnDataDependentSymNode):
+                    raise
                 # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
                 self.form = "eager"
                 reason = str(error).strip().splitlines()[0]
@@ -233,9 +244,9 @@ class GenericUpdate(Update):
         try:
             self._compiled()
         finally:
-            # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
             for group, values in before:
-                group.update(values)
+                # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
+                group.update({name: values[name] for name in ("lr", "capturable") if name in values})
 
 
 # ---- within a captured training step ---------------------------------------------------------------------------------
@@ -246,8 +257,6 @@ class GenericUpdate(Update):
 
 def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CannotCapture("LBFGS evaluates its closure as often as the loss demands")
     update = installed(optimizer)
     if update is None:
         return OwnStep(optimizer)

@@ -22,6 +22,7 @@ from typing import Any
 import lightning as L
 import numpy
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -53,7 +54,7 @@ class Plain(L.LightningModule):
 
 HABITS: dict[str, tuple[type[Plain], str | None]] = {}
 """By name: the module, and a part of the reason why it is not captured for good; None where it stays captured."""
-CALLBACKS: dict[str, type[L.Callback]] = {}
+CALLBACKS: dict[str, Callable[[], L.Callback]] = {}
 
 
 def habit(reason: str | None) -> Callable[[type[Plain]], type[Plain]]:
@@ -369,6 +370,23 @@ class LogsBatchIndex(Plain):
         return super().training_step(batch, batch_idx)
 
 
+@habit("batch_idx")
+class ReturnsBatchIndex(Plain):
+    """Without using it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
+
+
+@habit("train_dataloader.dataset")
+class ReadsItsDataSet(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.train_dataloader.dataset.scale = wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.trainer.train_dataloader.dataset.scale
+
+
 @habit("self.drop.p")
 class ScheduledDropout(Plain):
     def __init__(self) -> None:
@@ -624,3 +642,11 @@ class AttributeSetByACallback(Plain):
 
 
 CALLBACKS["AttributeSetByACallback"] = SetsKl
+
+
+@habit("LambdaCallback.on_after_backward")
+class HasALambdaCallback(Plain):
+    pass
+
+
+CALLBACKS["HasALambdaCallback"] = lambda: LambdaCallback(on_after_backward=lambda trainer, module: None)

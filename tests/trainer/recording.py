@@ -35,6 +35,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.written: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -44,6 +45,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads_values(operation, args) or (operation is aten.lift_fresh.default and _copies(args[0])):
             raise RuntimeError(REFUSED)
+        if operation.namespace == "aten":
+            given = zip(operation._schema.arguments, args, strict=False)
+            written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+            written += [value for name, value in (kwargs or {}).items() if name == "out"]
+            self.written += [(one, one.clone()) for one in pytree.tree_leaves(written) if isinstance(one, Tensor)]
         results = operation(*args, **(kwargs or {}))
         if operation.namespace == "c10d" or not _waits():  # where gloo copies its results; a replay waits, too
             self.operations.append((operation, args, kwargs or {}, results))
@@ -60,6 +66,13 @@ class Recorder(TorchDispatchMode):
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resized):
             yield
+
+    def undo(self) -> None:
+        """Take back what was written: a capture on a device executes nothing, so that one that fails leaves nothing."""
+        with torch.no_grad():
+            for tensor, before in reversed(self.written):
+                if tensor.untyped_storage().size():  # else freed by FSDP2
+                    tensor.copy_(before)
 
     def replay(self) -> None:
         with torch.no_grad():
@@ -105,10 +118,11 @@ class RecordingEngine:
             ):
                 results = call()
         except BaseException:
-            # A capture on a device executes nothing, so that one that fails leaves nothing behind.
             torch.set_rng_state(before)
-            self._module.load_state_dict(state)
+            recorder.undo()
+            self._module.load_state_dict(state)  # running statistics, of which a batch norm's schema says nothing
             raise
+        recorder.written.clear()
         executed = [True]
 
         def replay() -> None:

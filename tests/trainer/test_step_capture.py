@@ -129,7 +129,13 @@ class Watch(L.Callback):
 
 
 def fit(
-    module: L.LightningModule, folder: Path, compile_: Compile, rows: int = 48, batches: Any = None, **options: Any
+    module: L.LightningModule,
+    folder: Path,
+    compile_: Compile,
+    rows: int = 48,
+    batches: Any = None,
+    loader: bool = True,
+    **options: Any,
 ) -> Watch:
     L.seed_everything(0, verbose=False)
     for layer in module.modules():
@@ -143,7 +149,7 @@ def fit(
         enable_model_summary=False, enable_checkpointing=False, logger=False, log_every_n_steps=1,
         **{"accelerator": "cpu", "max_steps": 20, "max_epochs": -1, **options},
     )  # fmt: skip
-    trainer.fit(module, data)
+    trainer.fit(module, data if loader else None)
     watch.final = {name: float(value) for name, value in trainer.callback_metrics.items()}  # type: ignore[attr-defined]
     watch.state = {name: value.clone() for name, value in module.state_dict().items()}  # type: ignore[attr-defined]
     watch.optimizer = trainer.optimizers[0].state_dict()  # type: ignore[attr-defined]
@@ -230,6 +236,23 @@ def test_no_gradient_is_lost_that_only_some_batches_have(
     options = {"rows": ends[-1], "batches": batches, "accumulate_grad_batches": accumulate, "max_steps": 12}
     _, _, report = both(Short, tmp_path, optimizer, **options)
     assert report["refused"][-1] == "not every weight has a gradient in each micro-batch"
+
+
+def test_a_batch_that_is_changed_in_place_stays_changed(tmp_path: Path) -> None:
+    class Cached(Net):
+        """The same tensors in each epoch, as on a device that holds the whole data set."""
+
+        def train_dataloader(self) -> Any:
+            batches = [[torch.randn(4, 8), torch.randn(4, 1)] for _ in range(3)]
+            return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+        def loss(self, batch: Any) -> Tensor:
+            batch[0].mul_(1.2)
+            return super().loss(batch)
+
+    eager, _, report = both(Cached, tmp_path, "sgd", loader=False)
+    assert len(set(eager.losses)) == 20
+    assert report["replayed_steps"] > 10
 
 
 def test_every_shape_has_a_graph(tmp_path: Path) -> None:

@@ -163,6 +163,8 @@ class Audits:
                 if update:
                     self._prepare_captured(pair, micro_batch)
             yield pair
+            if not self._captured():  # given up within this step, whose optimizer may evaluate the loss again
+                return
             with auditing():
                 self._see_step(pair, pair.outputs.get("loss"))
                 if update:

@@ -34,6 +34,7 @@ from strategies import Program
 from strategies.cuda_graph.state import entries_of, refill
 from strategies.errors import origin_of
 from strategies.loop import Loop
+from strategies.optimizer.step import ATTRIBUTE
 from strategies.torch_patches import settle_shards
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl
     "_param_requires_grad_state",  # by toggle_optimizer, until its untoggle_optimizer
 }
 """Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
+_OF_OPTIMIZER = {"step", "zero_grad", ATTRIBUTE}
 _WEIGHTS = (nn.Parameter, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _NOT_LOOKED_INTO = (L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap)
 _PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.NoneType)
@@ -219,8 +221,9 @@ def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
     if isinstance(value, io.IOBase):
         return None
     if isinstance(value, torch.optim.Optimizer):
-        # Not what else it holds: the step in force may be another one after a rollback.
-        return None, [Held(value.param_groups, name), Held(value.state, name)]
+        # A count of its own, or an optimizer that it steps; not the step in force, which a rollback may change.
+        own = {key: one for key, one in vars(value).items() if key not in _OF_OPTIMIZER and "_hooks" not in key}
+        return _attributes_restorer(value, own, vars(value).keys() - own.keys() | _OF_OPTIMIZER), _items(own, own, name)
     if isinstance(value, partial | types.MethodType | types.FunctionType):
         return None, [Held(one, name) for one in _bound(value) if _deep(one)]
     attributes = _attributes(value)
@@ -378,8 +381,8 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {**found, **getattr(value, "__dict__", {})}
 
 
-def _attributes_restorer(value: Any, before: dict[str, Any]) -> PutBack:
-    skipped = _SKIPPED if isinstance(value, nn.Module) else set()
+def _attributes_restorer(value: Any, before: dict[str, Any], but: Iterable[str] = ()) -> PutBack:
+    skipped = _SKIPPED if isinstance(value, nn.Module) else set(but)
     in_slots = before.keys() - vars(value).keys() if hasattr(value, "__dict__") else before.keys()
 
     def put_back() -> None:

@@ -256,7 +256,7 @@ class LightningLoop(Processes):
                 yield f"{type(module).__name__}.{hook} is called on the host in every step"
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             for hook in SILENT_HOOKS:
-                if getattr(type(callback), hook, None) is not getattr(L.Callback, hook):
+                if getattr(getattr(callback, hook), "__func__", None) is not getattr(L.Callback, hook):
                     yield f"{type(callback).__name__}.{hook} is called on the host in every step"
         if self._trainer._detect_anomaly:
             yield "detect_anomaly reads every gradient on the host"

@@ -262,11 +262,12 @@ class PlainMicroBatch:
             self._loop.backward(loss)
         return {"loss": None if loss is None else loss.detach()}
 
-    def forward(self, batch: Any, index: Any) -> None:
-        self._loop.forward_loss({"batch": batch, "batch_idx": index})
+    def forward(self, batch: Any, index: Any) -> Any:
+        return self._loop.forward_loss({"batch": batch, "batch_idx": index})
 
-    def optimize(self, outputs: Mapping[str, Any]) -> None:
+    def optimize(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         self._loop.optimize()
+        return dict(outputs)
 
     def count(self, *, whole: bool) -> None:
         if whole:

@@ -180,15 +180,24 @@ class LightningMicroBatch:
             closure()
         return closure.consume_result().asdict()
 
-    def forward(self, batch: Any, index: Any) -> None:
+    def forward(self, batch: Any, index: Any) -> Any:
         given = {**self._arguments, "batch": batch}
         if "batch_idx" in given:
             given["batch_idx"] = index
         with self._trainer.precision_plugin.train_step_context():  # without DDP, which would prepare for a backward
-            self._trainer.lightning_module.training_step(*given.values())
+            return self._trainer.lightning_module.training_step(*given.values())
 
-    def optimize(self, outputs: Mapping[str, Any]) -> None:
-        self._automatic._optimizer_step(self.index, lambda: outputs["loss"])
+    def optimize(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        again = self._automatic._make_closure(self._arguments, self._optimizer, self.index)
+        evaluations = 0
+
+        def closure() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            return outputs["loss"] if evaluations == 1 else again()
+
+        self._automatic._optimizer_step(self.index, closure)
+        return dict(outputs) if evaluations < 2 else again.consume_result().asdict()
 
     def count(self, *, whole: bool) -> None:
         progress = self._automatic.optim_progress.optimizer
