@@ -205,7 +205,8 @@ def refill(container: Any, entries: Any) -> None:
     container.clear()
     if isinstance(container, dict):
         half = len(entries) // 2
-        container.update(zip(entries[:half], entries[half:], strict=True))
+        for key, value in zip(entries[:half], entries[half:], strict=True):  # a Counter's update counts
+            container[key] = value
     else:
         (container.update if isinstance(container, set) else container.extend)(entries)
 
