@@ -65,6 +65,8 @@ REPLACED = {
     ),
 }
 """What takes the place of torch's words, by a piece of them."""
+LONGEST = 400
+"""Characters of an error's own words that a line has; the traceback has all."""
 
 
 def one_line(error: BaseException) -> str:
@@ -81,6 +83,8 @@ def one_line(error: BaseException) -> str:
     text = f"{name}: {lines[0]}"
     if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
         text += f" {lines[1]}"
+    if len(text) > LONGEST:  # every key of a state dict that does not fit
+        text = f"{text[:LONGEST]} ..."
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
     return hidden(text)

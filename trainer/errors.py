@@ -111,6 +111,8 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
         return None
     if place == "compile.":
         near = suggest(key, map(str, parent)) or f"; compile={key} adds it"
+        if not {"-m", "--multirun"}.isdisjoint(sys.argv):
+            near += f"; an option of one arm: 'hydra.launcher.arms=[eager,\"{key} {path}.NAME=VALUE\"]'"
         return f"{where}{path}: the run has no strategy {key}{near}"
     last = {option.rpartition(".")[2]: option for option in known}
     for name in (key, given[1].rpartition(".")[2] if given else key):

@@ -221,3 +221,10 @@ def test_an_error_in_the_step_keeps_what_was_measured(tmp_path: Path) -> None:
     assert compile_.record.steps == 3
     assert compile_.record.first_step_seconds is not None
     assert compile_.record.final_loss is not None
+
+
+def test_an_error_of_thousands_of_words_is_cut() -> None:
+    keys = ", ".join(f'"layers.{place}.weight"' for place in range(500))
+    line = one_line(RuntimeError(f"Error(s) in loading state_dict:\n  Missing key(s): {keys}"))
+    assert len(line) < 450
+    assert '"layers.0.weight"' in line

@@ -176,7 +176,7 @@ def _edit(record: RunRecord, changes: Mapping[str, str], *, module: str, sweep: 
     if module == "scripts.explain":
         return "crucible.explain_module(module, batch)"
     if sweep:
-        return "the same with Compile([]), then python -m scripts.compare FOLDER FOLDER"
+        return "the same with [] for its strategies, then python -m scripts.compare FOLDER FOLDER"
     given = {name.partition(".")[0] for name in set_parameters(record)}
     names = [name for name in changes["compile"].strip("[]").split(",") if name != "eager"]
     classes = [
