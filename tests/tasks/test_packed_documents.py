@@ -209,6 +209,22 @@ def test_forward_and_loss_compile_as_one_graph_for_every_row() -> None:
     torch._dynamo.reset()
 
 
+def test_the_kernel_is_traced_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return lambda *given: (torch.zeros(1, 100, 48),)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(packing, "fits_kernel", lambda given, heads: packing.has_kernel(0, 24))
+    attend = torch.compile(packing.attend_packed, backend=backend, fullgraph=True)
+    attend(torch.zeros(1, 100, 144, dtype=torch.bfloat16), 2, packed(DOCUMENTS).offsets, longest=40)
+    assert called.count("torch_attn._varlen_attn") == 1
+    torch._dynamo.reset()
+
+
 def task_of(**changes: Any) -> MaskedLM:
     network = BertNetwork(layers=2, width=16, heads=2, vocabulary_size=320, max_tokens=48)
     data = {"packing": "packed_documents", "batch_size": 4, "max_documents": 60, "val_share": 0.2, **changes}
