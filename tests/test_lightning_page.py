@@ -37,7 +37,7 @@ def in_terminal(folder: Path, script: str) -> tuple[int, str]:
             sent += chunk
     os.close(ours)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sent.decode().replace("\r\n", "\n"))
-    return process.wait(30), text
+    return process.wait(200), text
 
 
 def test_the_script_is_fifteen_lines() -> None:

@@ -33,7 +33,7 @@ for name, given in (
     L.seed_everything(0, verbose=False)
     module = Traceable()
     data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
-    backend = wrong if rank and name in ("wrong", "eager") else "aot_eager"
+    backend = wrong if rank and name in ("wrong", "eager") else "eager"
     compile_ = Compile([Regional(backend=backend), Optimizer(backend="eager")], **given)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_steps=9, max_epochs=-1, logger=False,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,8 @@ import torch
 
 from strategies import Buckets
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
-from tests.conftest import ROOT
+from tests.processes import Pair
+from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
 from tests.trainer.runs import curve, last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.callback import Compile
@@ -100,29 +98,17 @@ def test_eager_goes_on_from_a_checkpoint_of_buckets_within_the_same_epoch(tmp_pa
         assert loop["combined_loader"] == [{"epoch": 0, "batches": batches}]
 
 
-TWO_PROCESSES = """
-import json, pathlib, sys
-from lightning import Callback
-from strategies import Buckets
-from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
-from trainer.callback import Compile
-
-class Written(Callback):
-    def on_fit_end(self, trainer, module):
-        file = pathlib.Path(sys.argv[1]) / f"{trainer.global_rank}.json"
-        file.write_text(json.dumps([module.trained, module.validated]))
-
-compile_ = Compile([Buckets(multiple=8, count=3)], ragged=RAGGED, warmup_steps=1)
-data = TextData(Texts, count=78)
-fit(data, [compile_, Written()], devices=2, strategy="ddp_fork", max_steps=-1, max_epochs=2)
-"""
-"""Lengths are measured, on the first process for both; 78 texts are no whole number of batches."""
+def on_a_rank() -> tuple[Any, Any]:
+    """Lengths are measured, on the first process for both; 78 texts are no whole number of batches."""
+    data = TextData(Texts, count=78)
+    compile_ = Compile([Buckets(multiple=8, count=3)], ragged=RAGGED, warmup_steps=1)
+    module = fit(data, [compile_], devices=2, strategy="ddp", max_steps=-1, max_epochs=2)
+    return module.trained, module.validated
 
 
-def test_two_processes_take_the_same_bucket_at_every_step(tmp_path: Path) -> None:
-    # A process of its own: forking one that has run a backward is not possible.
-    subprocess.run([sys.executable, "-c", TWO_PROCESSES, str(tmp_path)], cwd=ROOT, check=True, timeout=200)
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+@pytest.mark.xdist_group("two_processes")
+def test_two_processes_take_the_same_bucket_at_every_step(pair: Pair) -> None:
+    ranks = pair(on_a_rank)
     trained = [rank[0] for rank in ranks]
     batches = 78 // 8 + 1  # of four for each; the last six texts make up two smaller ones
     assert len(trained[0]) == len(trained[1]) == 2 * batches

@@ -2,73 +2,63 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import atexit
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.conftest import ROOT
-
-CHILD = """
-import json, sys
-from pathlib import Path
-import torch
 from torch._inductor import cpp_builder
+
 from strategies import Cached, Regional
+from tests.processes import on_ranks
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 
-folder, store = Path(sys.argv[1]), sys.argv[2]
-built = []
-run_compile_cmd = cpp_builder.run_compile_cmd
-def spy(command, *arguments, **options):
-    # The rest: a header preprocessed once a process, to know whether it changed, and probes of the processor.
-    built.append(".main.cpp" in str(command))
-    return run_compile_cmd(command, *arguments, **options)
-cpp_builder.run_compile_cmd = spy
-compile_ = Compile([Regional(), Cached(url=store)], warmup_steps=1)
-losses = fit(Blocks(), folder, [compile_])
-record = compile_.record
-print("RESULT" + json.dumps({
-    "losses": [loss.hex() for loss in losses], "built": sum(built), "report": record.report["cached"],
-    "cache": record.cache, "parity": record.report["parity"], "notes": record.notes,
-    "warmup_seconds": record.warmup_seconds,
-}))
-"""
-Start = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.xdist_group("two_processes")
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    def run(store: Path) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("start")
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-        command = [sys.executable, "-c", CHILD, str(folder), str(store)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert not list((folder / "inductor").glob("cached-*")), "the directory of the run is gone"
-        line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-        result: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
-        return result
+def trained(folder: Path, store: Path) -> dict[str, Any]:
+    built: list[bool] = []
+    run_compile_cmd = cpp_builder.run_compile_cmd
 
-    return run
+    def spy(command: Any, *arguments: Any, **options: Any) -> Any:
+        # The rest: a header preprocessed once a process, to know whether it changed, and probes of the processor.
+        built.append(".main.cpp" in str(command))
+        return run_compile_cmd(command, *arguments, **options)
+
+    cpp_builder.run_compile_cmd = spy
+    compile_ = Compile([Regional(), Cached(url=str(store))], warmup_steps=1)
+    losses = fit(Blocks(), folder, [compile_])
+    record = compile_.record
+    atexit._run_exitfuncs()  # as a process of its own ends
+    return {
+        "losses": losses,
+        "built": sum(built),
+        "report": record.report["cached"],
+        "cache": record.cache,
+        "parity": record.report["parity"],
+        "notes": record.notes,
+    }
 
 
-@pytest.mark.timeout(240)
-def test_a_second_process_starts_warm_with_the_same_losses_to_the_last_bit(start: Start, tmp_path: Path) -> None:
+def start(folder: Path, store: Path) -> dict[str, Any]:
+    """Train in a process that has compiled nothing, with caches of its own."""
+    folder.mkdir()
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    (result,) = on_ranks(trained, folder, store, environment=environment, ranks=1, timeout_seconds=250)
+    assert not list((folder / "inductor").glob("cached-*")), "the directory of the run is gone"
+    return result
+
+
+def test_a_second_process_starts_warm_with_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    cold = start(store)
+    cold = start(tmp_path / "cold", store)
     assert (cold["cache"], cold["report"]["state"]) == ("cold", "cold")
     assert "nothing is stored yet" in cold["report"]["reason"]
     assert cold["report"]["artifacts_saved"] > cold["report"]["graph_misses"] > 0
     assert cold["built"] > 0
 
-    warm = start(store)
+    warm = start(tmp_path / "warm", store)
     assert (warm["cache"], warm["report"]["state"]) == ("warm", "warm")
     assert warm["report"]["graph_hits"] == cold["report"]["graph_misses"]
     assert (warm["report"]["graph_misses"], warm["report"]["libraries_built"], warm["built"]) == (0, 0, 0)
@@ -79,4 +69,3 @@ def test_a_second_process_starts_warm_with_the_same_losses_to_the_last_bit(start
     # What the cold start compared with eager is what the warm one runs.
     assert "compared" not in cold["parity"]
     assert warm["parity"] == {**cold["parity"], "compared": warm["parity"]["compared"]}
-    assert warm["warmup_seconds"] < cold["warmup_seconds"]

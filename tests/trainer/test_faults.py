@@ -366,7 +366,6 @@ main()
     ("victim", "moment", "launcher", "how"),
     [
         ("0", "data", [], "ended without a word"),
-        ("0", "group", [], "ended without a word"),
         ("1", "group", [], "killed by SIGKILL" + AND_SO),
         ("1", "data", ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"], "ended without a word"),
     ],

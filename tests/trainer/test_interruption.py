@@ -19,6 +19,7 @@ from torch._dynamo import register_backend
 
 from tasks.captioning.model import Captioner
 from tests.conftest import ROOT
+from tests.processes import RanksFailed, on_ranks, torchrun
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.telemetry.record import RunRecord
@@ -75,17 +76,24 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_go_on(
     assert tmp_path / resumed.resumed_from == run_dir / "checkpoints" / "last.ckpt"
 
 
-def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(start_trainer: Start, tmp_path: Path) -> None:
-    process, run_dir = started(start_trainer, tmp_path)
-    time.sleep(0.3)  # somewhere between two checkpoints, or inside one
-    process.kill()
-    process.communicate(timeout=200)
-    assert process.returncode == -signal.SIGKILL
+def killed(run_dir: Path) -> None:
+    """Train alone, and be killed in the eighth step: a checkpoint is there of the fifth."""
+    for name in ("RANK", "LOCAL_RANK", *torchrun(1)):
+        del os.environ[name]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        send_in_step(monkeypatch, 8, signal.SIGKILL)
+        train(run_dir, "trainer.max_steps=100", "trainer.checkpoint_every_n_steps=5")
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(RanksFailed, match="rank 0 died"):
+        on_ranks(killed, run_dir, ranks=1)
     assert RunRecord.load(run_dir).status == "running"
-    step = last_checkpoint(run_dir)["global_step"]
-    assert step % 5 == 0
-    record = train(tmp_path / "resumed", f"resume={run_dir}", f"trainer.max_steps={step + 2}")
-    assert (record.status, record.steps) == ("finished", step + 2)
+    assert last_checkpoint(run_dir)["global_step"] == 5
+    record = train(tmp_path / "resumed", f"resume={run_dir}", "trainer.max_steps=7")
+    assert (record.status, record.steps) == ("finished", 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -147,7 +155,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-# ---- as schedulers send them: to the whole group, or to a run whose reader has left ----------------------------------
+# ---- as schedulers send them: to the whole group ---------------------------------------------------------------------
 
 
 def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(
@@ -167,22 +175,12 @@ def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(
     assert "continue with: " in said
 
 
-def test_a_reader_that_leaves_does_not_take_the_run_with_it(start_trainer: Start, tmp_path: Path) -> None:
-    process, run_dir = started(start_trainer, tmp_path)
-    assert process.stdout is not None
-    process.stdout.close()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=200) == 130
-    record = RunRecord.load(run_dir)
-    assert record.status == "interrupted"
-    assert record.steps == last_checkpoint(run_dir)["global_step"]
-
-
 ALONE = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from tasks.captioning.model import Captioner
+from tests.processes import RanksFailed, on_ranks, torchrun
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ.get("LOCAL_RANK", 0))
