@@ -13,7 +13,6 @@ from hydra.plugins.sweeper import Sweeper
 from trainer.sweep import launcher
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.plan import PlannedCell
-from trainer.sweep.processes import Cell
 
 SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
 """Steps per second by label."""
@@ -53,19 +52,19 @@ class _Instant:
     def __init__(self, cells: InstantCells, cell: PlannedCell) -> None:
         self._cells, self._cell = cells, cell
 
-    def run(self, started: Callable[..., None]) -> Generator[bool, None, Cell]:
+    def run(self, started: Callable[..., None]) -> Generator[bool, None, None]:
         cell = self._cell
         started(pid=0)
         if cell.caches is not None:
             cell.caches.mkdir(parents=True, exist_ok=True)
         yield True
-        record, failed = cell.described, self._cells.fails(cell)
+        record, failed = cell.record, self._cells.fails(cell)
         record.status, record.reason = ("failed", "RuntimeError: no") if failed else ("finished", None)
         record.steady_steps_per_second = speed = SPEEDS[record.label]
         record.final_loss, record.useful_tokens_per_second = 1.0 / speed, 100.0 * speed
         record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, 105
         record.save(cell.directory)
-        return Cell(overrides=cell.chosen, directory=cell.directory, exit_code=int(failed), record=record)
+        cell.exit_code = int(failed)
 
 
 def ledger_of(sweep: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.sweep import processes as cell_process
 from trainer.sweep.plan import Entry, PlannedCell
-from trainer.sweep.processes import Cell, CellProcess
+from trainer.sweep.processes import CellProcess
 from trainer.telemetry.record import RunRecord
 
 CELL = """
@@ -27,12 +27,11 @@ class Started:
     """A cell that has ten seconds, 30 more to stop, and does nothing but to wait."""
 
     def __init__(self, directory: Path, manner: str) -> None:
-        cell = PlannedCell(entry=Entry(overrides=["seed=1"]), arm=(), job=0, described=RunRecord(task="toy"))
+        self.cell = cell = PlannedCell(entry=Entry(overrides=["seed=1"]), arm=(), job=0, record=RunRecord(task="toy"))
         cell.directory = directory / "cell"
         cell.command = [sys.executable, "-S", "-c", CELL, str(directory / "waits"), manner]
         self.process = CellProcess(cell, {}, 10.0, [])
         self._running = self.process.run(lambda **_: None)
-        self.end: Cell | None = None
         deadline = time.monotonic() + 200
         while not (directory / "waits").exists():
             self.look()
@@ -40,18 +39,14 @@ class Started:
 
     def look(self) -> None:
         time.sleep(0.01)
-        try:
-            next(self._running)
-        except StopIteration as ended:
-            self.end = ended.value
+        next(self._running, None)
 
     def wait(self) -> RunRecord:
         deadline = time.monotonic() + 200
-        while self.end is None:
+        while self.cell.exit_code is None:
             assert time.monotonic() < deadline, "it never ended"
             self.look()
-        assert self.end.record is not None
-        return self.end.record
+        return self.cell.record
 
 
 @pytest.fixture
@@ -69,21 +64,19 @@ def test_a_cell_whose_time_is_up_is_asked_to_stop(watch: SimpleNamespace, tmp_pa
     cell = Started(tmp_path, "hearing")
     watch.seconds = 9.9
     cell.look()
-    assert cell.end is None
+    assert cell.cell.exit_code is None
     watch.seconds = 10.0
     record = cell.wait()
     assert (record.status, record.reason) == GIVEN_UP
-    assert cell.end is not None
-    assert (cell.end.exit_code, cell.process.seconds) == (-15, 10.0)
+    assert (cell.cell.exit_code, cell.process.seconds) == (-15, 10.0)
 
 
 def test_one_that_does_not_hear_is_killed_after_a_grace(watch: SimpleNamespace, tmp_path: Path) -> None:
     cell = Started(tmp_path, "deaf")
     for watch.seconds in (10.0, 40.0):
         cell.look()
-        assert cell.end is None
+        assert cell.cell.exit_code is None
     watch.seconds = 40.1
     record = cell.wait()
     assert (record.status, record.reason) == GIVEN_UP
-    assert cell.end is not None
-    assert cell.end.exit_code == -9
+    assert cell.cell.exit_code == -9

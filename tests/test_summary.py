@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep.processes import Cell
+from trainer.report.runs import Run
 from trainer.sweep.sweep import summarize
 from trainer.telemetry.record import RunRecord
 
@@ -14,12 +14,9 @@ def record(label: str, **figures: Any) -> RunRecord:
     return RunRecord(task="toy", **{"label": label, "status": "finished", **figures})
 
 
-def cell(one: RunRecord, directory: Path, *overrides: str, exit_code: int = 0) -> Cell:
-    return Cell(overrides=list(overrides), directory=directory, exit_code=exit_code, record=one)
-
-
-def summary(cells: list[Cell], directory: Path, *, planned: int | None = None) -> list[str]:
-    return summarize(cells, planned=planned or len(cells), sweep_dir=directory, width=200).splitlines()
+def summary(records: list[RunRecord], directory: Path, *, planned: int | None = None) -> list[str]:
+    runs = [Run(directory, one) for one in records]
+    return summarize(runs, planned=planned or len(runs), sweep_dir=directory, width=200).splitlines()
 
 
 def row_of(lines: list[str], name: str) -> list[str]:
@@ -33,15 +30,11 @@ def turns(label: str, *rates: float, **figures: Any) -> list[RunRecord]:
     ]
 
 
-def named(records: list[RunRecord], directory: Path) -> list[Cell]:
-    return [cell(one, directory, f"{one.label}-{one.round}") for one in records]
-
-
 def test_single_runs_claim_no_gain_and_no_payback_in_any_line(tmp_path: Path) -> None:
     """The case that was reported: 1.69x and 622 steps in the table, "no difference is shown" below it."""
     whole = record("whole", steady_steps_per_second=16.9, warmup_seconds=26.4, compile_seconds=25.4)
     eager = record("eager", steady_steps_per_second=10.0, warmup_seconds=1.0)
-    lines = summary([cell(one, tmp_path, one.label) for one in (eager, whole)], tmp_path)
+    lines = summary([eager, whole], tmp_path)
     assert row_of(lines, "eager")[:4] == ["eager", "1", "100", "1"]
     assert row_of(lines, "whole")[:4] == ["whole", "1", "59.2", "~1.69x"]
     assert "pays back" not in "\n".join(lines)
@@ -50,7 +43,7 @@ def test_single_runs_claim_no_gain_and_no_payback_in_any_line(tmp_path: Path) ->
 
 def test_the_comparison_and_the_commands_for_more(tmp_path: Path) -> None:
     records = [*turns("eager", 10.0, 10.0, 10.0), *turns("whole", 20.0, 20.0, 20.0, warmup_seconds=31.0)]
-    lines = summary(named(records, tmp_path), tmp_path / "two words")
+    lines = summary(records, tmp_path / "two words")
     assert row_of(lines, "whole")[3:6] == ["2.00x", "2.00-2.00", "31.0"]
     assert row_of(lines, "whole")[6] == "600"
     assert "  verdict: for fewer than 600 steps use eager; above, whole" in lines
@@ -61,7 +54,7 @@ def test_the_comparison_and_the_commands_for_more(tmp_path: Path) -> None:
 
 def test_cells_that_failed_are_told_once(tmp_path: Path) -> None:
     failed = record("whole", status="failed", reason="RuntimeError: no\nmore")
-    lines = summary([cell(failed, tmp_path, "a", exit_code=1)], tmp_path, planned=3)
+    lines = summary([failed], tmp_path, planned=3)
     assert [line.strip() for line in lines if "RuntimeError" in line] == [
         f"whole: failed: RuntimeError: no ({tmp_path})"
     ]

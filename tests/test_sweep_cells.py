@@ -47,17 +47,17 @@ def test_arms_with_options_of_their_own_are_cells_of_one_sweep(command_line: Any
     assert command_line(*SWEEP, arms, "seed=0,1", "hydra.launcher.timeout_seconds=60") == 0
     whole = "compile=whole compile.whole.mode=max-autotune"
     assert cells.titles == [f"seed={seed} {arm}" for seed in (0, 1) for arm in ("compile=eager", whole)]
-    assert all(cell.described.strategies[0]["mode"] == "max-autotune" for cell in cells.ran[1::2])
+    assert all(cell.record.strategies[0]["mode"] == "max-autotune" for cell in cells.ran[1::2])
     assert cells.timeouts == [60] * 4
 
 
 def test_every_cell_starts_from_empty_caches_of_its_own_but_for_the_store_of_cached(
     command_line: Any, cells: InstantCells
 ) -> None:
-    cells.fails = lambda cell: cell.described.label == "eager"
+    cells.fails = lambda cell: cell.record.label == "eager"
     assert command_line(*SWEEP, "compile=eager,regional,cached") == 1
     assert len({cell.caches for cell in cells.ran}) == 3
-    assert [(cell.described.label, cell.entry.start) for cell in cells.ran] == [
+    assert [(cell.record.label, cell.entry.start) for cell in cells.ran] == [
         ("eager", "cold"),
         ("regional", "cold"),
         ("cached", None),
@@ -83,7 +83,7 @@ def test_arms_take_turns_within_a_seed_unless_cells_run_side_by_side(
 
 
 def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: cell.entry.start == "cold" and cell.described.label == "whole"
+    cells.fails = lambda cell: cell.entry.start == "cold" and cell.record.label == "whole"
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
     assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
     record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
@@ -182,10 +182,10 @@ def test_overrides_reach_the_cells_as_they_were_written(command_line: Any, cells
     assert command_line(*SWEEP, *given) == 0
     (cell,) = cells.ran
     assert set(given) < set(cell.command)
-    assert cell.described.config["task"]["data"]["root"] == "a b, c=[d] 'e'"
+    assert cell.record.config["task"]["data"]["root"] == "a b, c=[d] 'e'"
     cells.ran.clear()
     assert command_line("-m", "sweep=tasks", "task=captioning,micro") == 0, "which have other options"
-    assert [cell.described.task for cell in cells.ran] == ["captioning", "micro simple_linear"]
+    assert [cell.record.task for cell in cells.ran] == ["captioning", "micro simple_linear"]
 
 
 def test_a_sweep_named_in_an_experiment_runs_its_cells_once(

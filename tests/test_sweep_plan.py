@@ -30,7 +30,7 @@ def planned(text: str) -> PlannedCell:
     ((overrides, arm),) = with_arms(text.split(), [])
     start = next((word.partition("=")[2] for word in overrides if word.startswith("repeat=")), None)
     entry = Entry(overrides=list(overrides), start=start)
-    return PlannedCell(entry=entry, arm=arm, job=0, described=RunRecord(task="toy"))
+    return PlannedCell(entry=entry, arm=arm, job=0, record=RunRecord(task="toy"))
 
 
 def texts(cells: list[PlannedCell]) -> list[str]:
@@ -58,7 +58,7 @@ def test_arms_take_turns_within_each_seed_when_asked_to() -> None:
 
 def test_every_cell_has_a_turn_in_each_round() -> None:
     ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3, interleaved=True)
-    assert [(cell.arm[0][-1], cell.entry.round, cell.described.round) for cell in ordered] == [
+    assert [(cell.arm[0][-1], cell.entry.round, cell.record.round) for cell in ordered] == [
         (arm, number, number) for number in (1, 2, 3) for arm in "ab"
     ]
     name_by_difference(ordered)

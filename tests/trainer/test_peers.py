@@ -46,7 +46,7 @@ def test_peers_take_turns_with_ours_and_are_started_by_torchrun_on_several_devic
     cells = InstantCells(monkeypatch)
     given = ["hydra.launcher.rounds=2", "trainer.val_every_n_steps=0", f"trainer.devices={devices}"]
     assert command_line("-m", "sweep=out", *given, f"hydra.launcher.arms=[{ARMS}]") == 0
-    labels = [cell.described.label for cell in cells.ran]
+    labels = [cell.record.label for cell in cells.ran]
     assert labels == ["eager", "peer loop_eager", "peer accelerate_regional"] * 2
     ours, theirs, _ = (cell.command for cell in cells.ran[:3])
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -70,7 +70,7 @@ def test_a_peer_that_is_refused_is_an_arm_of_its_own(
     cells = InstantCells(monkeypatch)
     given = ["trainer.val_every_n_steps=4", "hydra.launcher.arms=[eager,'eager run=peer run.peer=loop_eager']"]
     command_line("-m", "sweep=out", *given)
-    assert [cell.described.label for cell in cells.ran] == ["eager", "peer loop_eager"]
+    assert [cell.record.label for cell in cells.ran] == ["eager", "peer loop_eager"]
 
 
 @pytest.mark.xdist_group("two_processes")

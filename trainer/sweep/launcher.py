@@ -30,6 +30,7 @@ from rich.console import Console
 
 import __main__
 from trainer.config import strategy_names, task_name, to_config
+from trainer.report.runs import Run
 from trainer.settings import Peer
 from trainer.sweep.environment import CACHES_DIRECTORY, as_peer, described
 from trainer.sweep.plan import (
@@ -122,27 +123,27 @@ class IsolatedLauncher(Launcher):
             sweep = Sweep(directory, cells, ledger, self.options, self._console)
             sweep.run(self._places, signals)
         width = shutil.get_terminal_size().columns
-        self._console.print(summarize(sweep.results, planned=len(cells), sweep_dir=directory, width=width))
+        runs = [Run(cell.directory, cell.record) for cell in sweep.ended]
+        self._console.print(summarize(runs, planned=len(cells), sweep_dir=directory, width=width))
         if missing := write_speeds(directory):
             self._console.print(missing)
         if signals:
             self._console.print(f"continue with: {ledger.go_on_with(directory)}")
             sys.exit(128 + signals[-1])
-        if any(result.exit_code != 0 for result in sweep.results):
+        if any(cell.exit_code for cell in cells):
             self._console.print(f"run what failed again with: {ledger.go_on_with(directory)}")
-        return [self._returned([cell for cell in cells if cell.job == job], sweep) for job in range(len(job_overrides))]
+        return [self._returned([cell for cell in cells if cell.job == job]) for job in range(len(job_overrides))]
 
-    def _returned(self, cells: Sequence[PlannedCell], sweep: Sweep) -> JobReturn:
+    def _returned(self, cells: Sequence[PlannedCell]) -> JobReturn:
         """What a sweeper gets of a job: the objective (of several cells, the median), or the failure."""
         config = self._config_of(cells[0])
         result = CellReturn(overrides=cells[0].entry.overrides, cfg=config, hydra_cfg=config, task_name="trainer")
         result.working_dir, result.status = str(cells[0].directory), JobStatus.COMPLETED
-        ends = [end for cell in cells if (end := sweep.result_of(cell)) is not None]
-        if failed := [end for end in ends if end.exit_code != 0]:
+        if failed := [cell for cell in cells if cell.exit_code]:
             result.status = JobStatus.FAILED
             result.return_value = CellFailed(f"{shlex.join(cells[0].entry.overrides)}: {failed[0].outcome}")
             return result
-        figures = [getattr(end.record, self.options.objective) for end in ends]
+        figures = [getattr(cell.record, self.options.objective) for cell in cells if cell.exit_code == 0]
         known = [float(figure) for figure in figures if isinstance(figure, int | float)]
         result.return_value = statistics.median(known) if known else None
         return result
@@ -187,7 +188,7 @@ class IsolatedLauncher(Launcher):
         if config.repeat is None and own and "cached" not in (config.compile or {}):  # whose store may make it warm
             record.start = "cold"
         entry = Entry(overrides=list(overrides), start=record.start)
-        return PlannedCell(entry=entry, arm=arm, job=job, described=record)
+        return PlannedCell(entry=entry, arm=arm, job=job, record=record)
 
     def _described(self, config: DictConfig, command: list[str]) -> RunRecord:
         """The record of a cell that leaves none: as a run would begin it, or as much as a bad configuration tells."""

@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import re
 import shlex
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,6 +33,8 @@ STARTS = (None, "cold", "warm")
 COMPILE = re.compile(r"^[+~]*compile\b")
 REPEAT = re.compile(r"^[+~]*repeat\b")
 CACHES = ("own", "shared")
+REFUSED = 2
+"""Exit code of a command that was refused before any work."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,8 +76,10 @@ class PlannedCell:
     """Those of its overrides that choose strategies and their options."""
     job: int
     """Index of the sweeper's job that it belongs to; arms and rounds make several cells of one job."""
-    described: RunRecord
-    """The record as far as the configuration tells it, for a process that leaves none."""
+    record: RunRecord
+    """As far as the configuration tells it, until the cell has ended: then as its process left it, if it left one."""
+    exit_code: int | None = None
+    """Of its process, negative when a signal killed it; None until it has ended."""
     chosen: list[str] = field(default_factory=list)
     """What sets it apart from the other cells."""
     directory: Path = field(default_factory=Path)
@@ -85,6 +90,19 @@ class PlannedCell:
     @property
     def title(self) -> str:
         return " ".join(self.chosen) or "one cell"
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: the record's status, or what the exit code means."""
+        if self.exit_code is None:
+            return "did not run"
+        if self.exit_code < 0:
+            return f"killed ({signal.Signals(-self.exit_code).name})"
+        if self.exit_code == REFUSED:
+            return "refused"
+        if self.record.status != "running":
+            return self.record.status
+        return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -139,8 +157,8 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int, interleaved: bool) ->
 
 
 def _in_round(cell: PlannedCell, number: int) -> PlannedCell:
-    described = dataclasses.replace(cell.described, round=number)
-    return dataclasses.replace(cell, entry=dataclasses.replace(cell.entry, round=number), described=described)
+    record = dataclasses.replace(cell.record, round=number)
+    return dataclasses.replace(cell, entry=dataclasses.replace(cell.entry, round=number), record=record)
 
 
 def queues(cells: Sequence[PlannedCell], *, interleaved: bool) -> list[list[PlannedCell]]:

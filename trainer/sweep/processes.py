@@ -1,4 +1,4 @@
-"""Processes of a sweep: run a ``Cell`` to its end, watch its time, and see to it that it leaves a record."""
+"""Processes of a sweep: run a cell to its end, watch its time, and see to it that it leaves a record."""
 
 from __future__ import annotations
 
@@ -9,45 +9,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.process import handled, present_handlers
 from trainer.sweep.environment import CELL_VARIABLE, CellEnvironment, cache_variables
-from trainer.sweep.plan import PlannedCell, quoted
+from trainer.sweep.plan import REFUSED, PlannedCell, quoted
 from trainer.telemetry.record import RunRecord
 
 OUTPUT_NAME = "output.txt"
 CHECKPOINT = Path("checkpoints") / "last.ckpt"
 """Where a run leaves its checkpoint."""
-REFUSED = 2
-"""Exit code of a command that was refused before any work."""
 GRACE_SECONDS = 30.0
 """Time that a cell has to stop by itself when its time is up, before it is killed."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Cell:
-    """One run of a sweep, ended."""
-
-    overrides: list[str]
-    """What sets this cell apart from the others."""
-    directory: Path
-    exit_code: int
-    """Of its process; negative when a signal killed it."""
-    record: RunRecord
-    """As it left it, or as the sweep wrote it for one that left none."""
-
-    @property
-    def outcome(self) -> str:
-        """How it ended: the record's status, or what the exit code means."""
-        if self.exit_code < 0:
-            return f"killed ({signal.Signals(-self.exit_code).name})"
-        if self.exit_code == 2:
-            return "refused"
-        if self.record.status != "running":
-            return self.record.status
-        return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
 
 @contextlib.contextmanager
@@ -76,9 +49,9 @@ class CellProcess:
         self._given_up = False
         self.seconds = 0.0
 
-    def run(self, started: Callable[..., None]) -> Generator[bool, None, Cell]:
-        """Run it from its checkpoint, where it has left one, and yield until it has ended; ``started`` gets the number
-        of its process."""
+    def run(self, started: Callable[..., None]) -> Generator[bool, None, None]:
+        """Run it from its checkpoint, where it has left one, and yield until it has ended, with exit code and record;
+        ``started`` gets the number of its process."""
         cell = self._cell
         resumes = goes_on(cell.directory)
         if cell.caches is not None and cell.entry.start != "warm":
@@ -86,8 +59,7 @@ class CellProcess:
         exit_code = yield from self._attempt(started, resumes=resumes)
         if exit_code == REFUSED and resumes:  # a checkpoint that leaves nothing to do, or is not whole
             exit_code = yield from self._attempt(started, resumes=False)
-        record = self._settled(exit_code)
-        return Cell(overrides=cell.chosen, directory=cell.directory, exit_code=exit_code, record=record)
+        cell.record, cell.exit_code = self._settled(exit_code), exit_code
 
     def _attempt(self, started: Callable[..., None], *, resumes: bool) -> Generator[bool, None, int]:
         cell = self._cell
@@ -140,7 +112,7 @@ class CellProcess:
         try:
             record = RunRecord.load(cell.directory)
         except ValueError:
-            record = cell.described  # refused or dead before the first record
+            record = cell.record  # refused or dead before the first record
             record.command = list(cell.entry.overrides)
         if exit_code == 0 and record.status == "finished":
             return record

@@ -19,7 +19,8 @@ from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run, find
 from trainer.sweep.environment import code_version
 from trainer.sweep.plan import Ledger, PlannedCell, SweepOptions, queues
-from trainer.sweep.processes import Cell, CellProcess, goes_on, is_cell, loaded
+from trainer.sweep.processes import CellProcess, goes_on, is_cell, loaded
+from trainer.telemetry.record import RunRecord
 
 POLL_SECONDS = 0.05
 
@@ -40,17 +41,12 @@ class Sweep:
         self._directory, self._cells, self._ledger, self._options = directory, list(cells), ledger, options
         self._console = console
         self._code = code_version()
-        self._ends: dict[int, Cell] = {}
         self._look_back()
 
     @property
-    def results(self) -> list[Cell]:
+    def ended(self) -> list[PlannedCell]:
         """Cells that ended, now or before, in order."""
-        return [self._ends[cell.entry.number] for cell in self._cells if cell.entry.number in self._ends]
-
-    def result_of(self, cell: PlannedCell) -> Cell | None:
-        """How a cell ended; None when it did not run."""
-        return self._ends.get(cell.entry.number)
+        return [cell for cell in self._cells if cell.exit_code is not None]
 
     def run(self, places: Sequence[dict[str, str]], signals: list[int]) -> None:
         """Run what is left, as many cells at once as there are ``places``, which are environment variables; with the
@@ -64,7 +60,7 @@ class Sweep:
         finally:
             for worker in workers:
                 worker.close()
-            failed = any(result.exit_code != 0 for result in self.results)
+            failed = any(cell.exit_code for cell in self._cells)
             self._ledger.state = "stopped" if signals else "failed" if failed else "finished"
             self._ledger.save(self._directory)
 
@@ -83,41 +79,36 @@ class Sweep:
                 )
                 self._print(cell, f"-> {cell.directory}")
                 process = CellProcess(cell, place, self._options.timeout_seconds, signals)
-                result = yield from process.run(partial(self._note, cell))
-                self._ended(cell, result, process.seconds)
+                yield from process.run(partial(self._note, cell))
+                self._end(cell, process.seconds)
 
     def _wants(self, cell: PlannedCell) -> bool:
         """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
-        if cell.entry.number in self._ends:
+        if cell.exit_code is not None:
             return False
-        cold = self._ends.get(self._cold(cell).entry.number) if cell.entry.start == "warm" else None
-        if cell.entry.start != "warm" or (cold is not None and cold.exit_code == 0):
+        if cell.entry.start != "warm" or (cold := self._cold(cell)).exit_code == 0:
             return True
-        record = cell.described
+        record, cell.exit_code = cell.record, 1
         record.status, record.command = "failed", list(cell.entry.overrides)
-        record.reason = f"not run: its cold cell {cold.outcome if cold is not None else 'did not run'}"
+        record.reason = f"not run: its cold cell {cold.outcome}"
         record.save(cell.directory)
-        self._ended(cell, Cell(overrides=cell.chosen, directory=cell.directory, exit_code=1, record=record), 0.0)
+        self._end(cell, 0.0)
         return False
 
-    def _ended(self, cell: PlannedCell, result: Cell, seconds: float) -> None:
+    def _end(self, cell: PlannedCell, seconds: float) -> None:
         """Note and print how a cell ended, and remove caches that nobody needs any more."""
-        record = result.record
-        state = "finished" if result.exit_code == 0 else record.status
-        self._note(
-            cell, state=state, exit_code=result.exit_code, reason=record.reason, seconds=round(seconds, 3), pid=None
-        )
-        self._ends[cell.entry.number] = result
-        parts = [result.outcome]
+        record, code = cell.record, cell.exit_code
+        state = "finished" if code == 0 else record.status
+        self._note(cell, state=state, exit_code=code, reason=record.reason, seconds=round(seconds, 3), pid=None)
+        parts = [cell.outcome]
         if record.steady_steps_per_second:
             parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
         parts.append(_span(seconds))
-        if result.exit_code != 0 and record.reason:
+        if code != 0 and record.reason:
             parts.append(record.reason.splitlines()[0])
-        left = len(self._cells) - len(self._ends)
-        self._print(cell, f": {' · '.join(parts)} ({left} left)")
-        pair = [self._ends.get(each.entry.number) for each in self._cells if each.pair == cell.pair]
-        over = len(pair) == 1 or all(each is not None and each.exit_code == 0 for each in pair)
+        self._print(cell, f": {' · '.join(parts)} ({len(self._cells) - len(self.ended)} left)")
+        pair = [each for each in self._cells if each.pair == cell.pair]
+        over = len(pair) == 1 or all(each.exit_code == 0 for each in pair)
         if over and cell.caches is not None:
             shutil.rmtree(cell.caches, ignore_errors=True)
 
@@ -126,6 +117,7 @@ class Sweep:
         for entry in self._ledger.cells:
             if all(entry is not cell.entry for cell in self._cells):
                 self._say(f"left alone, not part of this command: {entry.directory} ({entry.state})")
+        finished: dict[int, RunRecord] = {}
         for cell in self._cells:
             entry = cell.entry
             if entry.state == "running" and entry.pid and entry.host == socket.gethostname() and is_cell(entry.pid):
@@ -136,26 +128,25 @@ class Sweep:
             versions = f"{cell.title} ({entry.code}; now {self._code})"
             if record is not None and record.status == "finished" and entry.state != "planned":
                 if entry.code == self._code:
-                    self._ends[entry.number] = Cell(
-                        overrides=cell.chosen, directory=cell.directory, exit_code=0, record=record
-                    )
+                    finished[entry.number] = record
                 else:
                     self._say(f"runs again, because the code has changed since: {versions}")
             elif entry.code != self._code and goes_on(cell.directory):
                 self._say(f"continues from a checkpoint of other code: {versions}")
         for cell in self._cells:  # a warm cell that has to run needs the caches of the cold one
-            needs = cell.entry.start == "warm" and cell.entry.number not in self._ends
+            needs = cell.entry.start == "warm" and cell.entry.number not in finished
             if needs and not (cell.caches and cell.caches.is_dir()):
                 cold = self._cold(cell)
-                if self._ends.pop(cold.entry.number, None) is not None:
+                if finished.pop(cold.entry.number, None) is not None:
                     self._say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
         for cell in self._cells:
-            if cell.entry.number in self._ends:
+            if (record := finished.get(cell.entry.number)) is not None:
+                cell.record, cell.exit_code = record, 0
                 self._note(cell, state="finished", exit_code=0, reason=None, pid=None)
-        if self._ends:
-            self._say(f"finished before, not run again: {len(self._ends)} of {len(self._cells)} cells")
-            for result in self._ends.values():
-                self._say(f"  {' '.join(result.overrides) or 'one cell'}")
+        if finished:
+            self._say(f"finished before, not run again: {len(finished)} of {len(self._cells)} cells")
+            for cell in self.ended:
+                self._say(f"  {cell.title}")
 
     def _cold(self, cell: PlannedCell) -> PlannedCell:
         return next(each for each in self._cells if each.pair == cell.pair and each.entry.start == "cold")
@@ -188,18 +179,15 @@ SUFFIX = ".summary"
 """Last part of the name of a run's file, by which the one of an earlier comparison is found."""
 
 
-def summarize(cells: Sequence[Cell], *, planned: int, sweep_dir: Path, width: int) -> str:
+def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
     """The comparison of a sweep's runs as text, which has the reasons of those that did not finish, and how to see
     more."""
-    from rich.console import Console
-
-    runs = [Run(cell.directory, cell.record) for cell in cells]
     out = io.StringIO()
     if runs:
         tables.show(compare_runs(runs), Console(file=out, width=width, highlight=False, color_system=None))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    if len(cells) < planned:
-        lines.append(f"stopped after {len(cells)} of {planned} cells")
+    if len(runs) < planned:
+        lines.append(f"stopped after {len(runs)} of {planned} cells")
     folder = shlex.quote(str(sweep_dir))
     return "\n".join([*lines, f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"])
 
