@@ -95,9 +95,7 @@ def test_compilations_and_their_seconds_are_counted(watch: CompilerMonitor) -> N
     first = watch.compilations
     assert first >= 1
     assert watch.compiling_seconds is None
-    figures = watch.figures()
-    assert figures.compile_seconds > 0
-    assert figures.compile_phases_seconds["dynamo"] >= figures.compile_phases_seconds["aot_autograd"] > 0
+    assert watch.figures().compile_seconds > 0
     compiled(torch.ones(3, requires_grad=True)).sum().backward()
     assert watch.compilations == first
 

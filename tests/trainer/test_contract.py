@@ -209,7 +209,6 @@ def every_region_is_compiled_without_a_break(record: RunRecord) -> None:
     assert record.graph_breaks == 0
     assert record.compile_seconds is not None
     assert record.compile_seconds > 0
-    assert record.compile_phases_seconds["dynamo"] > 0
     assert not [event for event in record.events if event.kind != "recompile"]
 
 

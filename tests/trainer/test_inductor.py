@@ -45,7 +45,6 @@ def test_a_first_start_is_cold_and_a_second_one_warm(arms: dict[str, Arm]) -> No
     assert cold.compile_seconds is not None
     assert warm.compile_seconds is not None
     assert warm.compile_seconds < cold.compile_seconds
-    assert cold.compile_phases_seconds["inductor"] > 0
 
 
 def test_compiling_is_warm_up(arms: dict[str, Arm]) -> None:

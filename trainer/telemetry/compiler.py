@@ -37,15 +37,6 @@ KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback"
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
 
-PHASES = {
-    "dynamo": "dynamo_cumulative_compile_time_us",
-    "aot_autograd": "aot_autograd_cumulative_compile_time_us",
-    "inductor": "inductor_cumulative_compile_time_us",
-    "code_generation": "inductor_code_gen_cumulative_compile_time_us",
-    "backend_kernels": "triton_compile_time_us",
-    "backward": "backward_cumulative_compile_time_us",
-}
-"""Phase names in the record and the metric fields they add up; phases nest."""
 COUNTERS = {
     "stats": ("unique_graphs",),
     "inductor": ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass", "cudagraph_skips"),
@@ -62,7 +53,6 @@ class CompilerFigures:
     """Fields of the record about the compiler."""
 
     compile_seconds: float | None
-    compile_phases_seconds: dict[str, float]
     graphs: int
     graph_breaks: int
     recompiles: int
@@ -88,7 +78,6 @@ class CompilerMonitor:
         self._began: float | None = None
         self._seen_metrics = 0
         self._seen_breaks = 0
-        self._first_metric = 0
         self._counters: dict[str, int] = {}
         self._under: dict[str, set[type[nn.Module]]] = {}
         self._locations: dict[str, str] = {}
@@ -98,7 +87,7 @@ class CompilerMonitor:
     def start(self) -> None:
         """Begin to watch; figures count from here."""
         dynamo_utils.set_compilation_metrics_limit(METRICS_KEPT)
-        self._first_metric = self._seen_metrics = len(dynamo_utils.get_compilation_metrics())
+        self._seen_metrics = len(dynamo_utils.get_compilation_metrics())
         self._seen_breaks = len(dynamo_utils.graph_break_reasons)
         self._counters = self._read_counters()
         dynamo_callback.on_compile_start(self._on_start)
@@ -144,16 +133,11 @@ class CompilerMonitor:
 
     def figures(self) -> CompilerFigures:
         """Everything since ``start``; what was never asked of torch is None."""
-        metrics = dynamo_utils.get_compilation_metrics()[self._first_metric :]
         now = self._read_counters()
         delta = {name: value - self._counters[name] for name, value in now.items()}
         hits, misses = delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"]
-        phases = {
-            phase: sum(getattr(metric, name, None) or 0 for metric in metrics) / 1e6 for phase, name in PHASES.items()
-        }
         return CompilerFigures(
             compile_seconds=self.compile_seconds if self.compilations else None,
-            compile_phases_seconds={phase: round(value, 4) for phase, value in phases.items() if value},
             graphs=delta["unique_graphs"],
             graph_breaks=self.count("graph_break"),
             recompiles=self.count("recompile"),

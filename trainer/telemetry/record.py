@@ -238,8 +238,6 @@ class RunRecord:
     """Of those, how many nothing but a new shape keeps from being steady."""
     compile_seconds: float | None = None
     """Wall time inside the compiler, training and validation; None when nothing was compiled."""
-    compile_phases_seconds: dict[str, float] = field(default_factory=dict)
-    """Where torch says the compile seconds went; phases nest (dynamo contains aot_autograd contains inductor)."""
     cache: str | None = None
     """``cold`` (all graphs compiled anew), ``warm`` (all from cache), ``mixed``; None when the cache was not asked."""
     cache_hits: int | None = None
