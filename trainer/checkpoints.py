@@ -67,7 +67,7 @@ class FiniteLosses:
         loop, telemetry = self._loop, self._telemetry()
         if loop is None:
             return
-        found = telemetry.nonfinite(everything=everything)
+        found = telemetry.curves.look(everything=everything)
         if found is None and everything and self._weights and (names := _spoilt(loop)):
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
         if not loop.anywhere(found is not None):

@@ -82,11 +82,12 @@ class Curves:
         for step in self._unread():
             self._clock.read(step)
 
-    def look(self) -> None:
-        """Read the losses of all steps so far; waits for the device."""
-        steps = self._unread()
+    def look(self, *, everything: bool) -> NonFinite | None:
+        """The first step whose loss was not finite, of those read so far; of ``everything``, waiting for the device."""
+        steps = self._unread() if everything else []
         losses = [loss for step in steps for loss in step.losses]
         self.nonfinite = self.nonfinite or meter.first_nonfinite(steps, _stacked(losses).tolist() if losses else [])
+        return self.nonfinite
 
     def _unread(self) -> list[Step]:
         return [*(step for steps, _, _ in self._sent for step in steps), *self._steps]

@@ -25,7 +25,7 @@ from trainer.telemetry.curves import Curves, Points, Ranks, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
-from trainer.telemetry.meter import DataWait, Meter, NonFinite, Rates, SeenShapes, Step, StepClock
+from trainer.telemetry.meter import DataWait, Meter, Rates, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import RankFigures, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -81,7 +81,8 @@ class Telemetry:
         self._profiler: StepProfiler | None = None
         self.profiled: dict[str, Any] | None = None
         """What a profile apart from the steps has found."""
-        self._curves = Curves(self.meter)
+        self.curves = Curves(self.meter)
+        """The progress view reads its newest loss and speed from another thread."""
         self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._began_seconds: float | None = None
@@ -89,15 +90,6 @@ class Telemetry:
         self.began = 0.0
         """When training did, by ``machine.now``."""
         self._ranks: Ranks | None = None
-
-    @property
-    def last_loss(self) -> float | None:
-        """Mean loss of the newest window read back; read by the progress view, like the next one."""
-        return self._curves.last_loss
-
-    @property
-    def steps_per_second(self) -> float | None:
-        return self._curves.steps_per_second
 
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
@@ -113,7 +105,7 @@ class Telemetry:
             self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
-        self._curves.begin(self._clock, self._peak)
+        self.curves.begin(self._clock, self._peak)
         if self._profile_steps is not None:
             folder = Path(loop.directory) if loop.is_first_process else None
             self._profiler = StepProfiler(self._profile_steps, self._device, folder)
@@ -209,7 +201,7 @@ class Telemetry:
             self._energy.begin()
         if self.meter.warm and not was_warm:
             self._machine.begin()
-        self._curves.add(step)
+        self.curves.add(step)
         self.last_step = step
         self._begin_step()
         if done % self._every == 0:
@@ -256,10 +248,6 @@ class Telemetry:
             self._step.profiled = within_step  # recorded in part: not a steady one either
             self._profiler.stop()
 
-    def time_steps(self) -> None:
-        """Read the clock of every step so far, which waits for the device."""
-        self._curves.time_steps()
-
     def restart(self) -> None:
         """Another program trains from the next step on: what was steady so far becomes warm-up."""
         self.pause("switching strategies")
@@ -271,10 +259,10 @@ class Telemetry:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
-        for number, points in self._curves.read(everything=everything):
+        for number, points in self.curves.read(everything=everything):
             self._write(points | self._points(), number)
         if self._ranks is not None:
-            rate, newest = self.steps_per_second, self._ranks.exposed.look(self._loop.wrapped)
+            rate, newest = self.curves.steps_per_second, self._ranks.exposed.look(self._loop.wrapped)
             figures = self._figures(self._ranks.rank, None if rate is None else 1 / rate, newest)
             self._write(*self._ranks.exchange(figures, self.steps_done))
 
@@ -315,12 +303,6 @@ class Telemetry:
     @property
     def _learning_rate(self) -> Any:
         return next((group["lr"] for each in self._loop.optimizers for group in each.param_groups), None)
-
-    def nonfinite(self, *, everything: bool) -> NonFinite | None:
-        """The first step whose loss was not finite, of those read so far; of ``everything``, waiting for the device."""
-        if everything:
-            self._curves.look()
-        return self._curves.nonfinite
 
     def finish(self) -> None:
         """Training is over, one way or another: read everything that is still on its way."""
@@ -367,9 +349,9 @@ class Telemetry:
             if self._began_seconds is not None:
                 record.progress = self._clock.progress(self._began_seconds)
         record.pause_seconds = self.pause_seconds
-        if (loss := self.last_loss) is not None:
+        if (loss := self.curves.last_loss) is not None:
             record.final_loss = loss if math.isfinite(loss) else None
-        record.losses = self._curves.loss_points()
+        record.losses = self.curves.loss_points()
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
