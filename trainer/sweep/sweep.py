@@ -9,6 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Generator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class Sweep:
         parts = [cell.outcome]
         if record.steady_steps_per_second:
             parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
-        parts.append(_span(seconds))
+        parts.append(str(timedelta(seconds=round(seconds))))
         if code != 0 and record.reason:
             parts.append(record.reason.splitlines()[0])
         self._print(cell, f": {' · '.join(parts)} ({len(self._cells) - len(self.ended)} left)")
@@ -162,15 +163,6 @@ class Sweep:
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _span(seconds: float) -> str:
-    """A time for people: ``42 s``, ``3:05 min``, ``1:02:00 h``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
 
 
 # ---- what a sweep leaves at its end ----------------------------------------------------------------------------------
