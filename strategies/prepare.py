@@ -88,10 +88,12 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
         try:
             for name in modules:
                 if name not in sys.modules:
-                    with contextlib.suppress(Exception):  # comes up again, with its reason, where it is needed
+                    # Comes up again, with its reason, where it is needed.
+                    with uncounted(), contextlib.suppress(Exception):
                         importlib.import_module(name)
                     time.sleep(GIVES_WAY_SECONDS)
-            _warm_up()
+            with uncounted():
+                _warm_up()
         finally:
             sys.setswitchinterval(before)
         if gc.get_freeze_count():  # in a process of our own: no full collection visits all of this in a step
@@ -113,6 +115,19 @@ def collected_later() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """As ``collected_later``, and what is made inside makes no full collection due: each would hold Python's lock, and
+    so a step that trains, for as long as it takes to visit all there is."""
+    with collected_later():
+        try:
+            yield
+        finally:
+            if not gc.get_freeze_count():  # else what is frozen already would come back
+                gc.freeze()  # the two together move all objects to the oldest generation, in no time
+                gc.unfreeze()
 
 
 def is_prepared() -> bool:
@@ -168,13 +183,14 @@ def _warm_up() -> None:
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codecache import torch_key
         from torch._inductor.cpu_vec_isa import pick_vec_isa
-        from torch._inductor.runtime.triton_compat import triton_key
+        from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
         torch_key()  # a hash over torch's own files, part of every key of the cache
         torch.compiler.list_backends(())
+        if HAS_TRITON:
+            triton_key()  # a hash over Triton's files, part of every key, those of code for a CPU, too
         if torch.cuda.is_available():
             AsyncCompile.wakeup()
-            triton_key()  # a hash over Triton's files, part of every key of the cache
         else:
             pick_vec_isa()
     except Exception:

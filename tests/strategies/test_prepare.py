@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -86,6 +87,24 @@ def test_an_error_in_the_background_is_left_to_the_first_compile(
     Preparation().wait()
     assert raised == []
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_made_uncounted_is_old_at_once_and_nothing_frozen_thaws(frozen: bool) -> None:
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        before = gc.get_freeze_count()
+        with prepare.uncounted():
+            assert not gc.isenabled()
+            made = [[] for _ in range(5_000)]  # type: ignore[var-annotated]
+        assert gc.isenabled()
+        old = {id(one) for one in gc.get_objects(generation=2)}
+        assert frozen or old.issuperset(map(id, made))
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.freeze()  # as tests/conftest.py left it
 
 
 @pytest.mark.slow
