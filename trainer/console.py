@@ -30,6 +30,8 @@ ERROR_LOG = "error.log"
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
+WIDE = 90
+"""Characters of a terminal from which on the live line has a bar and the time so far."""
 SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
 """Phases that the progress bar of a script's own framework shows."""
 
@@ -77,11 +79,14 @@ class ProgressView:
         if self._style == "plain":
             self._plain()
             return
+        wide = self._console.width >= WIDE  # else each column would be cut
         columns = (
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            *(
+                (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+                if wide
+                else (MofNCompleteColumn(),)
+            ),
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )

@@ -54,6 +54,11 @@ def test_a_faster_run_says_both_speeds_the_wait_and_after_how_many_steps_it_pays
     assert "this run of 2,000 was long enough" in verdict_lines(record(FASTER, steady_steps=1990))[1]
 
 
+def test_a_composite_is_advised_by_its_name() -> None:
+    one = record(NOISY, names=("cached", "regional", "cuda_graph"), command=["compile=full_stack"])
+    assert "next: python -m trainer -m compile=eager,full_stack hydra.launcher.rounds=3" in verdict_lines(one)[-1]
+
+
 def test_no_payback_is_claimed_where_the_spread_allows_no_claim() -> None:
     verdict = run_verdict(record(NOISY))
     assert verdict.outcome == "no difference shown"

@@ -140,6 +140,16 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
 
 
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_live_line_fits_its_terminal(width: int) -> None:
+    console, telemetry = Console(file=io.StringIO(), force_terminal=True, width=width), cast(Any, FakeTelemetry())
+    with ProgressView(console, style="auto", total=2000, telemetry=lambda: telemetry):
+        pass
+    shown = cast(io.StringIO, console.file).getvalue()
+    assert "/2000" in shown
+    assert "…" not in shown
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_automatic_is_a_live_bar_on_a_terminal_and_a_line_elsewhere(terminal: bool) -> None:
     console, telemetry = Console(file=io.StringIO(), force_terminal=terminal, width=160), cast(Any, FakeTelemetry())

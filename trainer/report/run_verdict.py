@@ -7,6 +7,7 @@ sweep's pairs of runs are, and the wait is made up for by the same arithmetic (`
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,7 +117,10 @@ def _why_not(record: RunRecord) -> str:
 def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     """A command that can be pasted, and what it is for; None where nothing suggests itself."""
     names = [str(strategy["name"]) for strategy in record.strategies]
-    same, outcome, breaks = _compile(names), verdict.outcome, record.graph_breaks or 0
+    # As the user named them: a composite gives its strategies values of its own.
+    given = (re.fullmatch(r"compile=\[?([\w, ]+)\]?", part) for part in record.command)
+    chosen = next((each[1].replace(" ", "").split(",") for each in given if each), names)
+    same, outcome, breaks = _compile(chosen), verdict.outcome, record.graph_breaks or 0
     if not names:
         return command(record, "compile=auto"), "times eager and strategies on this model, and takes what pays"
     if record.status in ("failed", "interrupted") or _chose_eager(record) or PEER in names:
@@ -129,14 +133,14 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     recompiles = sum(event.kind == "recompile" and event.phase == "training" for event in record.events)
     if recompiles >= MANY_RECOMPILES and record.padded_share and not {"buckets", "dynamic"} & set(names):
         why = f"{recompiles} recompiles: pads batches to a few lengths, a graph each"
-        return command(record, _compile(["buckets", *names])), why
+        return command(record, _compile(["buckets", *chosen])), why
     if outcome == FASTER and verdict.paid is False and verdict.break_even_steps is not None:
         if record.cache in ("cold", None) and "cached" not in names:
-            return command(record, _compile(["cached", *names])), "the next start takes its graphs from a store"
+            return command(record, _compile(["cached", *chosen])), "the next start takes its graphs from a store"
         steps = statistics.rounded(LONGER * verdict.break_even_steps).replace(",", "")
         return command(record, same, f"trainer.max_steps={steps}"), "long enough to pay"
     if "cuda_graph" not in names and _waits_for_host(record):
-        return command(record, _compile([*names, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
+        return command(record, _compile([*chosen, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
     why = "rounds of whole runs may show one" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
     return command(record, f"compile=eager,{same.removeprefix('compile=')}", "hydra.launcher.rounds=3", sweep=True), why
 
