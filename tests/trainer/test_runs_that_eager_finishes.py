@@ -245,6 +245,20 @@ def test_a_gradient_penalty_is_named_with_its_way_out_before_anything_is_trained
     assert compile_.record.ended_in_eager
 
 
+def test_a_step_may_take_entries_out_of_its_batch(tmp_path: Path) -> None:
+    class Pops(Blocks):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return dict(zip("xy", batch, strict=True))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch.pop("x"), batch.pop("y")], batch_idx)
+
+    eager = fit(Pops(), tmp_path, [])
+    compile_ = Compile([Regional(backend="aot_eager")])
+    assert fit(Pops(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    assert compile_.record.report["parity"]["verdict"] == "passed"
+
+
 class Sparse(Blocks):
     """An embedding with sparse gradients."""
 

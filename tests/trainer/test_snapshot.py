@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import lightning as L
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks, fit
@@ -41,6 +41,8 @@ class Spoils(L.Callback):
         module, optimizer = pl_module, trainer.optimizers[0]
         module.tally, module.recent = Tally(1, [torch.ones(2)]), deque([1, 2], maxlen=2)
         module.table, module.names = numpy.arange(3.0), {"a"}
+        module.counted, optimizer.count = Counter(a=2, b=1), 1
+        optimizer.inner = torch.optim.SGD(module.parameters(), lr=0.5)
         module.generator = torch.Generator().manual_seed(3)
         module.zero_grad()
         module.stem.weight.grad = torch.full_like(module.stem.weight, 2.0)
@@ -67,6 +69,11 @@ class Spoils(L.Callback):
                 batch[0].zero_()
                 module.tally.losses[0].zero_()
             module.register_buffer("late", torch.ones(1))
+            module.added = nn.Linear(1, 1)
+            module.stem.register_forward_hook(lambda *_: None)
+            module.counted.update(["a"])
+            optimizer.count = 7
+            optimizer.inner.param_groups[0]["lr"] = 99.0
             module.layers[0].norm.running_mean = torch.zeros(8)
             module.stem.weight.grad = None
             module.head.weight.grad = torch.ones_like(module.head.weight)
@@ -96,6 +103,10 @@ class Spoils(L.Callback):
             for moment, state in zip(moments, optimizer.state.values(), strict=True):
                 assert torch.equal(moment, state["exp_avg"])
             assert [group["lr"] for group in optimizer.param_groups] == rates
+            assert (module.counted, optimizer.count) == ({"a": 2, "b": 1}, 1)
+            assert optimizer.inner.param_groups[0]["lr"] == 0.5
+            assert not hasattr(module, "added")
+            assert not module.stem._forward_hooks
             assert (module.tally.steps, module.tally.losses[0]) == (1, losses)
             assert torch.equal(losses, torch.ones(2))
             assert list(module.recent) == [1, 2]
@@ -166,7 +177,7 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
             if trainer.global_step != 1:
                 return
             weight, mean = pl_module.stem.weight, pl_module.layers[0].norm.running_mean
-            gradient = weight.grad
+            gradient, rate = weight.grad, trainer.optimizers[0].param_groups[0]["lr"]
             before, statistics, drawn = weight.detach().clone(), mean.clone(), torch.get_rng_state()
             snapshot = Snapshot(LightningLoop(trainer), batch, weights=False)
             kept = {id(tensor) for tensor, _ in snapshot._tensors.values()}
@@ -178,6 +189,8 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
             with snapshot.watched(), torch.no_grad():  # as a teacher's weights, which the step itself moves
                 pl_module.head.weight.mul_(2)
                 doubled = pl_module.head.weight.clone()
+                trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+                trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
             weight.grad = torch.ones_like(weight)
             batch[0].zero_()
             pl_module.eval()
@@ -190,6 +203,7 @@ def test_of_a_forward_all_but_weights_and_optimizers_comes_back(tmp_path: Path) 
             assert torch.equal(weight, before + 1), "what it does not keep it leaves alone"
             assert torch.equal(pl_module.head.weight, doubled / 2), "but for what is written to where it looks"
             assert weight.grad is gradient
+            assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [rate]
             self.done = True
 
     forward = Forward()

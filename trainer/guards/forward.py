@@ -151,7 +151,8 @@ class WeightsKept(TorchDispatchMode):
     def __init__(self, loop: Loop) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = [(one, one.data, one.grad) for one in loop.module.parameters()]
-        groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+        self._groups = [(optimizer.param_groups, [*optimizer.param_groups]) for optimizer in loop.optimizers]
+        groups = [group for _, groups in self._groups for group in groups]
         plain: list[dict[str, Any]] = [*(vars(scheduler) for scheduler in loop.schedulers), *groups]
         self._plain = [(held, dict(held)) for held in plain]
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -175,6 +176,8 @@ class WeightsKept(TorchDispatchMode):
                 parameter.grad = gradient
         for tensor, kept in self._copies.values():
             tensor.detach().copy_(kept)
+        for groups, own in self._groups:
+            groups[:] = own
         for held, before in self._plain:
             if any(held.get(name) is not value for name, value in before.items()):
                 held.clear()

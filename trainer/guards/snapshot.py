@@ -52,7 +52,9 @@ _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl
 """Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
 _OF_OPTIMIZER = {"step", "zero_grad", ATTRIBUTE}
 _WEIGHTS = (nn.Parameter, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
-_NOT_LOOKED_INTO = (L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap)
+_NOT_LOOKED_INTO = (
+    L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap, io.IOBase
+)  # fmt: skip
 _PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.NoneType)
 _RANDOM = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState, random.Random)
 
@@ -204,7 +206,9 @@ def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
     value, name = held.value, held.name
     if isinstance(value, nn.Module):
         own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
-        return _attributes_restorer(value, own), [*_items(vars(value), own, name), *_held_by_module(value, name)]
+        parts = [vars(value).get(part) for part in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
+        put = [_attributes_restorer(value, own), *(_entries_restorer(part) for part in parts if isinstance(part, dict))]
+        return lambda: [each() for each in put], [*_items(vars(value), own, name), *_held_by_module(value, name)]
     if isinstance(value, _NOT_LOOKED_INTO):
         return None
     if isinstance(value, dict):
@@ -218,8 +222,6 @@ def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
         ]
     if isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy()), ()
-    if isinstance(value, io.IOBase):
-        return None
     if isinstance(value, torch.optim.Optimizer):
         # A count of its own, or an optimizer that it steps; not the step in force, which a rollback may change.
         own = {key: one for key, one in vars(value).items() if key not in _OF_OPTIMIZER and "_hooks" not in key}
@@ -351,10 +353,8 @@ def _is_library(module: str) -> bool:
 
 def _is_users(value: Any) -> bool:
     """Whether it is an object of a user's class, or a record."""
-    kind = type(value)
-    return (
-        not _is_library(kind.__module__) or isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
-    )
+    record = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
+    return record or not _is_library(type(value).__module__)
 
 
 def _bound(value: Any) -> list[Any]:

@@ -8,9 +8,10 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytor
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
@@ -220,7 +222,7 @@ class LightningLoop(Processes):
         self._optimizer_step(lambda: loss)
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        trainer = self._trainer
+        trainer, batch = self._trainer, _rebuilt(batch)
         loop = trainer.fit_loop.epoch_loop.val_loop
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -425,8 +427,14 @@ class LightningLoop(Processes):
     def _arguments(self, batch: Any, number: int) -> OrderedDict[str, Any]:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
+        batch = _rebuilt(batch)
         resolve(CALL)._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
         return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
+
+
+def _rebuilt(batch: Any) -> Any:
+    """The same tensors in containers of their own: a step may take entries out, and further steps take the batch."""
+    return pytree.tree_map(lambda one: copy.copy(one) if isinstance(one, MutableMapping) else one, batch)
 
 
 def _log_nothing(*_: Any, **__: Any) -> None: ...
