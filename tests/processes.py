@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,24 @@ def be_rank(folder: str, environment: dict[str, str], connection: Connection) ->
         connection.send((False, traceback.format_exc()))
     finally:
         os._exit(0)  # a group in which a step was broken off is not taken down in order
+
+
+def command_alone(arguments: Sequence[str], folder: Path, output: Path) -> int:
+    """Be ``python -m trainer`` in ``folder`` on one rank that is none; its exit code. It prints to ``output``."""
+    for name in ("RANK", "LOCAL_RANK", *torchrun(1)):
+        del os.environ[name]
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv = ["trainer", *arguments]
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    from trainer.cli import main
+
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
 def prepare(rank: int) -> None:

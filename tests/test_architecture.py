@@ -84,11 +84,25 @@ def test_the_top_of_trainer_stays_readable() -> None:
     assert len(top) <= MAX_MODULES_OF_TRAINER, top
 
 
+IMPORTS = """
+import sys
+from trainer.callback import Compile
+print(*sys.modules)
+from strategies import Auto
+from tests.trainer.lightning_modules import Blocks, fit
+callback = Compile([Auto(planned_steps=30, memory=sys.argv[1])])
+fit(Blocks(), sys.argv[1], [callback], max_steps=30)
+print(callback.record.report["auto"]["chosen"], "torch._inductor.compile_fx" in sys.modules)
+"""
+
+
 @pytest.mark.slow
-def test_the_one_import_of_a_library_user_stays_light() -> None:
-    code = "import sys, trainer.callback; trainer.callback.Compile; print(*sys.modules, sep='\\n')"
-    names = {name_of(file) for file in TEXTS}
-    pulled_in = sorted(names & set(python(code)))
+def test_the_one_import_of_a_library_user_stays_light_and_a_run_that_compiles_nothing_imports_no_inductor(
+    tmp_path: Path,
+) -> None:
+    first, *_, last = python(IMPORTS, str(tmp_path))
+    assert last == "eager False"
+    pulled_in = sorted({name_of(file) for file in TEXTS} & set(first.split()))
     print(f"Compile pulls in {len(pulled_in)} project files")
     assert "trainer.callback" in pulled_in
     assert len(pulled_in) <= MAX_IMPORTS_OF_COMPILE, pulled_in

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import command_alone, on_ranks
 
 BLOCK = re.compile(r"^```(?:python|yaml) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 GOOD = "@dataclass(kw_only=True, slots=True)"
@@ -42,12 +43,12 @@ def page(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_pages_strategy_and_task_train(page: Path, start_trainer: Any) -> None:
+@pytest.mark.xdist_group("two_processes")
+def test_the_pages_strategy_and_task_train(page: Path) -> None:
     settings = ["compile.foreach_sgd.backend=aot_eager", "trainer.max_steps=4", "trainer.accelerator=cpu"]
     arguments = ["task=line", "compile=[parts,foreach_sgd]", *settings, "hydra.run.dir=run"]
-    process = start_trainer(["--config-dir", "mine", *arguments], cwd=page, stand_in=False)
-    output, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors + output
+    code = on_ranks(command_alone, ["--config-dir", "mine", *arguments], page, page / "said", ranks=1)
+    assert code == [0], (page / "said").read_text()
     record = json.loads((page / "run" / "record.json").read_text())
     assert (record["task"], record["label"], record["status"]) == ("line", "parts+foreach_sgd", "finished")
     assert record["strategies"][0]["backend"] == "aot_eager"

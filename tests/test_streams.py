@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import command_alone, on_ranks
 from tests.trainer.runs import SMALLEST, last_checkpoint
 from trainer.telemetry.record import RunRecord
+
+pytestmark = pytest.mark.xdist_group("two_processes")
 
 PRINTS = """
 import atexit, os, sys
@@ -83,9 +86,8 @@ def test_help_whose_reader_has_left_complains_of_nothing(tmp_path: Path) -> None
 
 
 def test_a_full_standard_output_does_not_end_a_training(tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        small = ("trainer=debug", "task=micro", *SMALLEST["micro"], "compile=eager", "trainer.max_steps=2")
-        code, errors = trainer(*small, "hydra.run.dir=run", cwd=tmp_path, stdout=full.fileno())
-    assert code == 0, errors
+    small = ("trainer=debug", "task=micro", *SMALLEST["micro"], "compile=eager", "trainer.max_steps=2")
+    arguments = [*small, "hydra.run.dir=run"]
+    assert on_ranks(command_alone, arguments, tmp_path, Path("/dev/full"), ranks=1) == [0]
     assert RunRecord.load(tmp_path / "run").status == "finished"
     assert last_checkpoint(tmp_path / "run")["global_step"] == 2

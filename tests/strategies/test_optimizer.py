@@ -160,26 +160,16 @@ def _chained(optimizer: Made) -> lr_scheduler.LRScheduler:
 
 SCHEDULERS: dict[str, Callable[[Made], lr_scheduler.LRScheduler]] = {
     "ChainedScheduler": _chained,
-    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=100),
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000),
-    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=100),
     "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, step_size_up=100),
-    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.999),
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=500),
-    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones=[100, 500]),
-    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.999),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=121),
-    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=1000),
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=3, threshold=0.5),
     "SequentialLR": _sequential,
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=100),
 }
-"""A scheduler that torch adds later is not here, which its test says by a KeyError."""
-TORCHS = [name for name in lr_scheduler.__all__ if name != "LRScheduler"]
+"""Those that do more than to set a rate: they change betas or momentum, ask for a metric, or hold others."""
 
 
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_no_scheduler_recompiles(name: str, graphs: list[GraphModule]) -> None:
     parameters = [nn.ParameterList([torch.ones(3)]) for _ in range(2)]
     optimizers = [torch.optim.AdamW(parameter, lr=1e-3) for parameter in parameters]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -330,27 +328,6 @@ def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:
     assert record.preparation_seconds is None
     assert record.preflight_seconds is None, "not a step apart from the training"
     assert record.final_loss == train(tmp_path / "eager", strategy="eager").final_loss
-
-
-IN_A_PROCESS_OF_ITS_OWN = """
-import sys
-import time
-from pathlib import Path
-from strategies.modules import Auto
-from tests.processes import Pair
-from tests.trainer.lightning_modules import Blocks, fit
-from trainer.callback import Compile
-callback = Compile([Auto(planned_steps=30, memory=sys.argv[1])])
-fit(Blocks(), Path(sys.argv[1]), [callback], max_steps=30)
-choice = callback.record.report["auto"]
-print(choice["chosen"], choice["decided_at_step"], "torch._inductor.compile_fx" in sys.modules)
-"""
-
-
-def test_a_run_that_compiles_nothing_does_not_import_inductor(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
-    assert (said[0], said[2]) == ("eager", "False")
 
 
 def test_it_goes_with_buckets_and_with_validation(tmp_path: Path, clock: Callable[..., None]) -> None:
