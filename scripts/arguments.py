@@ -101,6 +101,14 @@ def at_least(least: float, kind: type[int] | type[float] = float, *, above: bool
     return number
 
 
+def sort_runs_and_steps(options: argparse.Namespace) -> None:
+    """``--steps 500 outputs`` is what people write; argparse takes the folder for a number of steps."""
+    from trainer.report.comparison import AT_STEPS
+
+    options.runs = [*options.runs, *(word for word in options.steps if not word.isdecimal())] or ["outputs"]
+    options.steps = [int(word) for word in options.steps if word.isdecimal()] or list(AT_STEPS)
+
+
 positive = at_least(1, int)
 seconds = at_least(0, above=True)
 

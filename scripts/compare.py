@@ -22,9 +22,9 @@ from typing import Any
 
 from rich.console import Console
 
-from scripts.arguments import at_least, exit_code, parser
+from scripts.arguments import at_least, exit_code, parser, sort_runs_and_steps
 from trainer.report import tables
-from trainer.report.comparison import AT_STEPS, WorkloadComparison, compare_runs
+from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY
 from trainer.report.runs import LOOSE, SILENT, find
 from trainer.telemetry.files import printable, written_whole
@@ -110,7 +110,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     steps_help = "steps to give total times for; the verdict looks as far as the largest (default: 500 2000 20000)"
     add("runs", nargs="*", metavar="RUN", help=runs_help)
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
-    add("--steps", nargs="+", default=[str(steps) for steps in AT_STEPS], metavar="N", help=steps_help)
+    add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
     for kind in ("markdown", "json"):
         add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
     against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
@@ -120,9 +120,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unlike_help = "compare runs of other devices, versions or precisions too (default: refused)"
     add("--allow-unlike", action="store_true", help=unlike_help)
     options = made.parse_args(arguments)
-    # ``--steps 500 outputs`` is what people write; argparse takes the folder for a number of steps.
-    options.runs = [*options.runs, *(word for word in options.steps if not word.isdecimal())] or ["outputs"]
-    options.steps = [int(word) for word in options.steps if word.isdecimal()] or list(AT_STEPS)
+    sort_runs_and_steps(options)
     if options.markdown == options.json == "-":
         made.error("only one of --markdown and --json can be -")
     return options

@@ -11,9 +11,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from scripts.arguments import exit_code, parser
+from scripts.arguments import exit_code, parser, sort_runs_and_steps
 from trainer.report import page, pictures, tables
-from trainer.report.comparison import AT_STEPS, compare_runs
+from trainer.report.comparison import compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
 
@@ -58,13 +58,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     made = parser("report", __doc__ or "", EXAMPLES)
     add, title = made.add_argument, "What compiling costs, and what it gives"
     steps_help = "steps to give total times for (default: 500 2000 20000)"
-    add("runs", nargs="*", default=["outputs"], metavar="RUN", help="see below (default: outputs)")
+    add("runs", nargs="*", metavar="RUN", help="see below (default: outputs)")
     add("-o", "--output", default="report.html", metavar="FILE", help="the page; - = the output (default: %(default)s)")
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: %(default)s)")
-    add("--steps", type=int, nargs="+", default=list(AT_STEPS), metavar="N", help=steps_help)
+    add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
     add("--title", default=title, metavar="TEXT", help="heading of the page (default: %(default)s)")
     add("--pictures", type=Path, metavar="DIR", help="also write the pictures there, as PNG (default: nowhere)")
-    return made.parse_args(arguments)
+    options = made.parse_args(arguments)
+    sort_runs_and_steps(options)
+    return options
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     """Run a row again, print how it compares with the published one."""
     if len(options.what) != 1 or (name := options.what[0]) not in rows:
         given = f"{' '.join(options.what)!r} is not a row" if options.what else "name a row"
-        raise ValueError(f"{given}; there are {', '.join(rows)}")
+        raise ValueError(f"{given} of crucible verify --list")
     row, file = rows[name], name.partition("/")[0]
     if row.records[0].device_type == "cuda" and not options.smoke and not has_gpu():
         raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here: --smoke trains its arm in small")

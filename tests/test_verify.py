@@ -108,7 +108,7 @@ def test_rows_are_listed_and_others_refused(records: Path, capsys: pytest.Captur
         line for line in capsys.readouterr().out.splitlines() if line.startswith("row/regional")
     )
     assert verify.main(["row/whole", "--records", str(records)]) == 2
-    assert "'row/whole' is not a row; there are row/eager, row/regional" in capsys.readouterr().err
+    assert "'row/whole' is not a row of crucible verify --list" in capsys.readouterr().err
     assert verify.main(["--list", "--records", str(records / "none")]) == 2
 
 

@@ -209,6 +209,12 @@ def test_a_record_that_cannot_be_read_is_left_out_and_said(tmp_path: Path, capsy
     assert "2 runs" in said.out
 
 
+def test_runs_after_the_steps_are_no_steps(tmp_path: Path) -> None:
+    runs, page = save([record("eager", warmup_seconds=1.0)], tmp_path / "runs"), tmp_path / "r.html"
+    assert main(["-o", str(page), "--steps", "777", str(runs)]) == 0
+    assert "s to 777" in page.read_text()
+
+
 def test_a_page_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
