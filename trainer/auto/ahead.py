@@ -2,18 +2,26 @@
 
 A step is cut where the loop calls us anyway. At each point an event is recorded, and the event of the point before is
 asked. If the device has not come to that one, all that lies between the two was launched before it began there: it
-waited for the host at no moment in between. If it has, nothing is known: the queue of a device holds about a thousand
-launches, and a loop that reads its loss empties it.
+waited for the host at no moment in between. If it has, nothing is known: a loop that reads its loss empties the queue.
+
+The queue holds about a thousand launches. Once it is full, the host is that far ahead and no further, so that a point
+says something only where the one before is less than a queue behind. A backward may be longer: eager's is cut, too,
+where gradients of some parameters are there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
 
 from strategies.loop import Loop
+
+POINTS, PARAMETERS = 16, 10
+"""Points in a backward at most, and parameters between two of them at least: each takes some 15 microseconds of the
+host, and a step of few parameters fits into the queue."""
 
 
 def mark(device: torch.device) -> Any:
@@ -34,11 +42,18 @@ class Ahead:
         self._last: Any = None
         self._ahead = False
 
-    def begin(self) -> None:
-        """A step begins. What lies between two watched steps belongs to the second."""
+    def begin(self, *, within_backward: bool = False) -> None:
+        """A step begins, of eager where points ``within_backward`` are set. What lies between two watched steps belongs
+        to the second."""
         self._ahead = True
         self._point()
         if self._last is not None:
+            trained = [one for one in self._loop.module.parameters() if one.requires_grad and one.is_leaf]
+            for parameter in trained[:: max(PARAMETERS, math.ceil(len(trained) / POINTS))] if within_backward else ():
+                if parameter._post_accumulate_grad_hooks is None:
+                    parameter.register_post_accumulate_grad_hook(self._point)
+                    # None again, where removing the hook alone would leave an empty list of them.
+                    self._within.callback(setattr, parameter, "_post_accumulate_grad_hooks", None)
             self._within.enter_context(self._loop.around_training_step(self._point, self._point))
             if self._loop.scaler is None:  # else looking whether it left the update out would wait for the device
                 self._within.enter_context(self._loop.around_update(self._point, self._point))

@@ -131,7 +131,7 @@ class Chooser:
         elif arm is not None:
             self._try(arm, guard)
         if len(self._steps) >= SETTLE_STEPS and not self._on.steps_timed and not self._on.captured:
-            self._ahead.begin()
+            self._ahead.begin(within_backward=self._on is self._base and self._loop.world_size == 1)
 
     def _begin(self, batch: Any) -> None:
         self._begun = True
