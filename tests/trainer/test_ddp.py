@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.processes import Pair
@@ -41,7 +42,7 @@ def test_several_devices_are_trained_by_ours(
     strategy = build_trainer(config, tmp_path, []).strategy
     assert isinstance(strategy, DDP)
     assert strategy.captures == captures
-    assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": finds_unused}
+    assert strategy._ddp_kwargs == {"find_unused_parameters": finds_unused}
 
 
 def losses(folder: str) -> list[dict[int, float]]:
@@ -64,6 +65,63 @@ def test_losses_are_those_of_lightnings_own(pair: Pair, tmp_path: Path) -> None:
     ours, theirs = pair(losses, str(tmp_path))[0]
     assert len(ours) == 6
     assert ours == theirs
+
+
+class Heavy(Blocks):
+    """Adds half of the gradients of the step before, which it keeps as they are."""
+
+    before: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        weights = [one for one in self.parameters() if one.grad is not None]
+        kept = [one.grad for one in weights]
+        for weight, gradient in zip(weights, self.before, strict=False):
+            weight.grad = weight.grad + 0.5 * gradient
+        self.before = kept
+
+
+class Thaw(L.Callback):
+    """Trains the first block from the third step on."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        next(pl_module.children()).requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        next(pl_module.children()).requires_grad_(trainer.global_step >= 2)
+
+
+def trained_weights(ranks: int) -> list[tuple[bool, list[Tensor]]]:
+    """Of a module that keeps gradients, and of ordinary ones, one of which is frozen at first: whether gradients lie in
+    the buckets, and the weights at the end."""
+    found = []
+    draws = torch.Generator().manual_seed(1)
+    rows = torch.randn(48, 9, generator=draws)[int(os.environ.get("RANK", "0")) :: ranks]
+    data = TensorDataset(rows[:, :8], rows[:, 8:])
+    for kind, callbacks in ((Heavy, []), (Blocks, []), (Blocks, [Thaw()])):
+        torch.manual_seed(0)
+        module, strategy = kind(), DDP() if ranks > 1 else "auto"
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            max_epochs=1,
+            callbacks=callbacks,
+            use_distributed_sampler=False,
+            **options,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=8 // ranks))
+        views = isinstance(strategy, DDP) and strategy._ddp_kwargs["gradient_as_bucket_view"]
+        found.append((views, [one.detach() for one in module.parameters()]))
+    return found
+
+
+def test_gradients_that_are_kept_and_weights_that_thaw_are_those_of_one_process(pair: Pair) -> None:
+    references = [weights for _, weights in trained_weights(1)]
+    for ranks in pair(trained_weights, 2):
+        assert [views for views, _ in ranks] == [False, True, True]
+        for (_, weights), reference in zip(ranks, references, strict=True):
+            torch.testing.assert_close(weights, reference, rtol=1e-4, atol=1e-6)
 
 
 def told_to_stop(folder: str) -> tuple[str, int]:

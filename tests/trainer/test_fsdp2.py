@@ -236,6 +236,23 @@ class Untidy(Model):
         )
 
 
+class DropsLayers(Model):
+    """Each process leaves out a layer of its own: as many gathers of the same size, of other weights."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        left_out = self.layers.pop(1 + self.global_rank)
+        try:
+            return super().forward(ids)
+        finally:
+            self.layers.insert(1 + self.global_rank, left_out)
+
+
+class Normed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(6 * 16))
+
+
 class Scalar(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -256,10 +273,12 @@ class Unknown(Model):
 
 def refusals() -> list[str]:
     said = []
-    for kind in (Untidy, Scalar):
+    for kind in (Untidy, Scalar, DropsLayers):
         with pytest.raises(ValueError, match="FSDP2") as caught:
             train(kind(), 2)
         said.append(str(caught.value))
+    with pytest.raises(ValueError, match="SyncBatchNorm"):  # it is in place, and torch has none on a CPU
+        train(Normed(), 2, sync_batchnorm=True)
     with torch.device("meta"):
         module = Unknown()
     with pytest.raises(ValueError, match="FSDP2") as caught:
@@ -268,10 +287,12 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_sharded_is_said_in_one_line(pair: Pair) -> None:
-    (outside, scalar, unknown), _ = pair(refusals)
+    (outside, scalar, dropped, unknown), (_, _, dropped_there, _) = pair(refusals)
     assert "outside the forward" in outside
     assert "layers.1" in outside
     assert "temperature" in scalar
+    assert dropped.endswith("Last called here: layers.0, layers.2, the rest")
+    assert dropped_there.endswith("Last called here: layers.0, layers.1, the rest")
     assert "buffers: Unknown, own." in unknown
 
 

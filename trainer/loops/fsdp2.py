@@ -9,6 +9,7 @@ https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md for that order.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from typing import Any, cast
@@ -27,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from strategies import Program
 from strategies.regions import expand_blocks, find_containers, never_called, outermost
-from trainer.loops.processes import SigtermAgreement
+from trainer.loops.processes import UNKNOWN, Agreement, SigtermAgreement
 from trainer.loops.sharded_checkpoints import ShardedCheckpoints
 from trainer.loops.training import CompiledTraining
 
@@ -66,6 +67,9 @@ class FSDP2(ShardedCheckpoints):
         self.units: list[str] = []
         self._modules: tuple[nn.Module, list[FSDPModule]] | None = None
         self._sigterm: SigtermAgreement | None = None
+        self._agreement: Agreement | None = None
+        self._called: list[str | None] = []
+        self._calls_before = 0
 
     def setup_environment(self) -> None:
         """Start the processes' group, with one mesh over all of them."""
@@ -89,6 +93,8 @@ class FSDP2(ShardedCheckpoints):
         self.accelerator.setup(trainer)
         self.model = module
         if not sharded:
+            if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:  # sync_batchnorm=True
+                self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             program = next((one.program for one in trainer.callbacks if isinstance(one, CompiledTraining)), None)  # type: ignore[attr-defined]
             self._shard(module, program)
@@ -103,7 +109,9 @@ class FSDP2(ShardedCheckpoints):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._sigterm = SigtermAgreement(trainer) if trainer.world_size > 1 else None
+            several = trainer.world_size > 1
+            self._sigterm = SigtermAgreement(trainer) if several else None
+            self._agreement = Agreement() if several else None
         self.setup_precision_plugin()
 
     def on_train_end(self) -> None:
@@ -111,6 +119,36 @@ class FSDP2(ShardedCheckpoints):
         super().on_train_end()
         if self._sigterm is not None:
             self._sigterm.settle()
+        self._compare_calls(last=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Compare what the processes called in the step before the last. Raises ValueError in all where it differs."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._compare_calls()
+
+    def _compare_calls(self, *, last: bool = False) -> None:
+        if self._agreement is None:
+            return
+        # A replayed graph calls nothing here. Gathers meet by their order alone: others of the same size are mixed.
+        order = zlib.crc32(repr(self._called).encode())
+        said = [self._agreement.exchange(*((order, -order) if self._called else (0, -UNKNOWN)))]
+        said += [self._agreement.settle()] if last else []
+        mine, self._called = ", ".join(dict.fromkeys(one or "the rest" for one in self._called)), []
+        if any(largest != -least and least != -UNKNOWN for largest, least in said):
+            raise ValueError(
+                "FSDP2: in one step the processes called different units, or in another order, and took each other's "
+                f"weights. Call all in each process; multiply what is left out by 0. Last called here: {mine}"
+            )
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Note which units the forward has called."""
+        super().pre_backward(closure_loss)
+        self._called = [group._module_fqn for group in self._forwards()[self._calls_before :]]
+        self._calls_before = 0  # a backward forgets them
+
+    def _forwards(self) -> list[Any]:
+        contexts = {id(one): one for one in (each._get_fsdp_state()._comm_ctx for each in self._sharded())}
+        return [group for context in contexts.values() for group in getattr(context, "post_forward_order", ())]
 
     def _shard(self, module: L.LightningModule, program: Program | None) -> None:
         _refuse(module)
@@ -185,6 +223,7 @@ class FSDP2(ShardedCheckpoints):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's. Raises ValueError where it takes a sharded weight outside its submodule's forward."""
+        self._calls_before = len(self._forwards())
         try:
             return super().training_step(*args, **kwargs)
         except RuntimeError as error:

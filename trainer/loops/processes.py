@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -336,16 +337,18 @@ class DDP(DDPStrategy):
         captures: Whether steps are captured in CUDA graphs with their collectives: the module is wrapped on
             ``stream``, where the steps before a capture have to run, and NCCL's watch leaves the device alone
             (https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel).
-        gradient_as_bucket_view: As in torch's ``DistributedDataParallel``.
+        gradient_as_bucket_view: As in torch's ``DistributedDataParallel``. None: where no code of the user's is called
+            between a backward and the clearing of its gradients. A gradient kept there would be the next step's.
         options: Those of ``DDPStrategy`` and of ``DistributedDataParallel``, ``find_unused_parameters`` for instance.
     """
 
     stream: torch.cuda.Stream | None = None
     """On which the module was wrapped; None = the current one."""
 
-    def __init__(self, *, captures: bool = False, gradient_as_bucket_view: bool = True, **options: Any) -> None:
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **options)
-        self.captures = captures
+    def __init__(self, *, captures: bool = False, gradient_as_bucket_view: bool | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.captures, self._views = captures, gradient_as_bucket_view
+        self._frozen: list[nn.Parameter] = []
         self._error_handling = os.environ.get(ERROR_HANDLING)
         self._sigterm: SigtermAgreement | None = None
 
@@ -361,7 +364,19 @@ class DDP(DDPStrategy):
         if trainer.state.fn == "fit" and trainer.world_size > 1:
             self._sigterm = SigtermAgreement(trainer)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap the module again once it trains a weight that was frozen then: torch would not reduce its gradients, and
+        each process would train its own."""
+        if any(weight.requires_grad for weight in self._frozen):
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model._remove_autograd_hooks()
+            self.model = self.lightning_module
+            self.configure_ddp()
+
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        self._frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+        views = self._views if self._views is not None else self.captures or not _sees_gradients(self.lightning_module)
+        self._ddp_kwargs["gradient_as_bucket_view"] = views
         if self.captures and self.root_device.type == "cuda":
             self.stream = torch.cuda.Stream()
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -381,3 +396,19 @@ class DDP(DDPStrategy):
             os.environ[ERROR_HANDLING] = self._error_handling
         elif self.captures:
             os.environ.pop(ERROR_HANDLING, None)
+
+
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+MODULE_HOOKS = (*GRADIENT_HOOKS, "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+
+
+def _sees_gradients(module: L.LightningModule | None) -> bool:
+    """Whether code of the user's is called while there are gradients; neither Lightning's nor this project's is."""
+    assert module is not None
+    known = ("lightning", __name__.partition(".")[0])
+    others = [one for one in module.trainer.callbacks if type(one).__module__.partition(".")[0] not in known]  # type: ignore[attr-defined]
+    return (
+        not module.automatic_optimization
+        or any(is_overridden(hook, module) for hook in MODULE_HOOKS)
+        or any(is_overridden(hook, one, L.Callback) for one in others for hook in GRADIENT_HOOKS)
+    )
