@@ -11,8 +11,12 @@ from strategies.base import Program, Strategy
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Strategies by stage, then name. Raises ValueError when two of them claim one exclusive stage."""
-    result = sorted(strategies, key=lambda strategy: (strategy.stage, strategy.name))
+    """Strategies by stage, then name. Raises ValueError when two of them claim one exclusive stage, and for what is no
+    strategy."""
+    given = list(strategies) if isinstance(strategies, Iterable) else [None]
+    if not all(isinstance(one, Strategy) for one in given):
+        raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
+    result = sorted(given, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
         if first.stage == second.stage and (first.exclusive or second.exclusive):
             raise ValueError(

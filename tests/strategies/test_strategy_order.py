@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,3 +118,9 @@ def test_compiler_settings_hold_inside_and_are_restored_after(fails: bool) -> No
     except RuntimeError:
         pass
     assert (config.recompile_limit, config.optimize_ddp) == before
+
+
+@pytest.mark.parametrize("given", [Regional(), [Regional], ["regional"], "regional", None])
+def test_what_is_no_list_of_strategies_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^compile=.* is not a list of strategies, such as \[Regional\(\)\]$"):
+        ordered(given)

@@ -196,11 +196,14 @@ def test_data_that_does_not_repeat_is_noted() -> None:
         ({"trainer": {"devices": 2}}, r"trainer\['devices'\]=2 must be 1"),
         ({"seconds": 0}, "seconds=0 must be above 0"),
         ({"rounds": 0}, "rounds=0 at least 1"),
+        ({"module": torch.nn.Linear(2, 2)}, "Linear is neither a LightningModule nor a function that makes one"),
+        ({"module": None}, "NoneType is neither"),
+        ({"strategies": ["regional"]}, "compile='regional' is not a list of strategies"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compare(Blocks, loader(), **options)
+        compare(**{"module": Blocks, "data": loader(), **options})
 
 
 @pytest.mark.slow

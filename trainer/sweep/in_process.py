@@ -137,6 +137,9 @@ def compare(
     options = _checked(trainer, seconds=seconds, rounds=rounds)
     if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
+    ours = isinstance(module, L.LightningModule)
+    if not ours and (isinstance(module, torch.nn.Module) or not callable(module)):
+        raise ValueError(f"compare: {type(module).__name__} is neither a LightningModule nor a function that makes one")
     console = Console(quiet=quiet, highlight=False)
 
     def make() -> L.LightningModule:
