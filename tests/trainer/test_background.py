@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -74,8 +75,12 @@ def facts(callback: Compile) -> dict[str, Any]:
     return found
 
 
-def test_regions_take_over_one_a_step_and_the_losses_are_eagers(tmp_path: Path, helper: Any) -> None:
+def test_regions_take_over_one_a_step_and_the_losses_are_eagers(
+    tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     helper(ANSWERS)
+    monkeypatch.setattr("trainer.guards.slowdown.STEADY_STEPS", 2)
+    monkeypatch.setattr("trainer.guards.slowdown.SHARE", math.inf)
     _, eager = train(tmp_path)
     callback, losses = train(tmp_path, regional(), Background(force=True, at_step=5))
     assert facts(callback)["switched_at_step"] == {"layers.0": 5, "layers.1": 6, "layers.2": 7}
@@ -83,6 +88,7 @@ def test_regions_take_over_one_a_step_and_the_losses_are_eagers(tmp_path: Path, 
     assert losses[:3] == eager[:3], "the first steps are eager's own"
     switches = [event.step for event in callback.record.events if event.kind == "switch"]
     assert switches == [5, 6, 7]
+    assert callback.record.report["slowdown"]["on_later_batches"], "eager is timed beside what took over"
     assert callback.record.ended_in_eager is False
     assert callback.record.audits is not None
     assert callback.record.audits.verdict == "clean"
