@@ -84,6 +84,7 @@ def test_the_records_exit_code_is_the_processs(
             ["-m", "compile=eager,whole", "compile.whole.backend=aot_eager"],
             ["an option of one arm: 'hydra.launcher.arms=[eager,\"whole compile.whole.NAME=VALUE\"]'"],
         ),
+        (["trainer.max_steps"], ["error: trainer.max_steps is not NAME=VALUE"]),
         (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
         (["run=other"], ["error: run=other is not an option; there are peer, train"]),
         (["compile=[eager,regonal]"], ["error: compile=regonal is not an option; near: regional"]),

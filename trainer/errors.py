@@ -32,6 +32,8 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {_in_file(error)}"]
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
+    if unnamed := re.match(r"Error parsing override '(.+)'\s+missing EQUAL", str(error)):
+        return [f"error: {unnamed[1]} is not NAME=VALUE"]
     if known := _not_for_this_task(error) or _unknown(error):
         return [f"error: {known}"]
     lines: list[str] = []
