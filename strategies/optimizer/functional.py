@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -180,8 +181,10 @@ class Plan:
     signature: list[Any]
     """Gradients and flags that it was made for, see ``FunctionalUpdate._signature``."""
     clocks: list[Clock]
-    held: list[tuple[Tensor, str, Tensor]]
-    """State tensors of the first parameter of each chunk, by parameter and name."""
+    entries: list[Any]
+    """The optimizer's state of each parameter."""
+    held: list[tuple[dict[str, Any], str, Tensor]]
+    """State tensors, by entry and name: a training may reset a single parameter's."""
     counts: list[Tensor]
     """The ``step`` tensors of many parameters are views of one, which is counted in their stead."""
     versions: list[int]
@@ -320,8 +323,9 @@ class FunctionalUpdate(Update):
 
     def _holds_state(self, plan: Plan) -> bool:
         """Whether the optimizer's state is still in the tensors that the plan works on."""
-        state = self.optimizer.state
-        return all(state.get(parameter, {}).get(name) is tensor for parameter, name, tensor in plan.held)
+        now = list(self.optimizer.state.values())
+        same = len(now) == len(plan.entries) and all(map(operator.is_, now, plan.entries))
+        return same and all(entry.get(name) is tensor for entry, name, tensor in plan.held)
 
     def _signature(self) -> list[Any]:
         """Of each group: its flags, and strides and type of each gradient, or None. Another one needs another plan."""
@@ -365,9 +369,11 @@ class FunctionalUpdate(Update):
             chunks=[self._chunk(*each) for each in cut],
             signature=self._signature(),
             clocks=list(clocks.values()),
+            entries=list(state.values()),
             held=[
-                (members[0], name, state[members[0]][name])
+                (state[member], name, state[member][name])
                 for members, _, names in cut
+                for member in members
                 for name in (*names, *(["step"] if formula.counted else []))
             ],
             counts=counts,

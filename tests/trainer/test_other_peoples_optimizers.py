@@ -173,18 +173,43 @@ def test_a_hook_of_the_optimizers_runs_in_each_step(tmp_path: Path) -> None:
     assert "a hook on its step" in compile_.record.report["recorded"]["refused"][0]
 
 
-def test_an_optimizer_that_replaces_the_first_one_is_the_one_that_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["captured", "optimizer"])
+@pytest.mark.parametrize("step", [3, 8])
+def test_an_optimizer_that_replaces_the_first_one_is_the_one_that_steps(name: str, step: int, tmp_path: Path) -> None:
     class Restarts(Net):
         def loss(self, batch: Any) -> Tensor:
             return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if self.global_step == 8:
+            if self.global_step == step:  # before a step that is audited, or is not
                 self.trainer.strategy.setup_optimizers(self.trainer)
 
     eager = fit(Restarts(), tmp_path, Compile())
-    compile_ = Compile([Recorded()])
-    captured = fit(Restarts(), tmp_path, compile_)
-    assert captured.losses == pytest.approx(eager.losses, rel=1e-5)
-    assert captured.rates == eager.rates
-    assert compile_.record.report["recorded"]["graphs"] == 2
+    compile_ = Compile(STRATEGIES[name])
+    compiled = fit(Restarts(), tmp_path, compile_)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert compiled.rates == eager.rates
+    if name == "captured":
+        assert compile_.record.report["recorded"]["graphs"] >= 1
+    if step == 3:
+        assert compile_.record.audits is not None
+        assert compile_.record.audits.not_compared["update"] == "the training has replaced its optimizer"
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed", "replaced"])
+def test_the_state_of_a_single_parameter_can_be_reset(how: str, tmp_path: Path) -> None:
+    class Resets(Net):
+        """As those do that revive dead units."""
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            state, bias = self.trainer.optimizers[0].state, self.net[4].bias
+            if self.global_step == 10 and how == "emptied":
+                state[bias] = {}
+            elif self.global_step == 10 and how == "removed":
+                del state[bias]
+            elif self.global_step == 10:
+                state[bias]["exp_avg"] = torch.zeros_like(bias)
+
+    eager = fit(Resets(), tmp_path, Compile())
+    compiled = fit(Resets(), tmp_path, Compile([Optimizer(backend="aot_eager")]))
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)

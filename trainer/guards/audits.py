@@ -105,7 +105,8 @@ class Audits:
             return
         settle_shards(loop.module)  # a validation may have left gathered parameters in the place of those that train
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
-        self._update = UpdateSample(loop.optimizers[0], names, program, multiple=self._multiple)
+        self._optimizer = loop.optimizers[0]
+        self._update = UpdateSample(self._optimizer, names, program, multiple=self._multiple)
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
@@ -132,6 +133,8 @@ class Audits:
     def _audit(self, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
         """Inside, the micro-batch is run, and its outputs go into the dictionary."""
         peak = hardware.peak_bytes(self._loop.device)
+        if self._loop.optimizers[0] is not self._optimizer:
+            self._leave_out(("update",), "the training has replaced its optimizer")
         self.facts.not_compared, self._shares = dict(self._never), []
         with self._paired(micro_batch, update=True) as pair:
             yield pair.outputs
