@@ -181,6 +181,8 @@ class StepCapture:
         elif not (whole and micro.begins) and self._unreduced is None:
             if self._gradients is None:  # from now on these tensors hold the gradients, zeroed in place
                 self._gradients = {parameter: parameter.grad for parameter in self._module.parameters()}
+                if any(one is not None and one.layout is not torch.strided for one in self._gradients.values()):
+                    self._graphs.unfit, self._gradients = StateChanges("sparse gradients differ in size"), None
         elif self._graphs.captures > captures:
             # They lie in the graphs' memory, which every graph uses for something else.
             self._module.zero_grad(set_to_none=True)

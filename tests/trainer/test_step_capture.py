@@ -255,6 +255,22 @@ def test_a_batch_that_is_changed_in_place_stays_changed(tmp_path: Path) -> None:
     assert report["replayed_steps"] > 10
 
 
+def test_sparse_gradients_are_not_captured(tmp_path: Path) -> None:
+    class Sparse(Net):
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.embedding = nn.Embedding(5, 8, sparse=True)
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss([batch[0] + self.embedding((batch[0][:, 0] > 0).long()), batch[1]])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    _, _, report = both(Sparse, tmp_path, accumulate_grad_batches=2, max_steps=8)
+    assert report["refused"][-1] == "sparse gradients differ in size"
+
+
 def test_every_shape_has_a_graph(tmp_path: Path) -> None:
     _, _, report = both(Net, tmp_path, rows=46, max_steps=40)  # the last batch of an epoch has two rows
     assert sorted(name.split(" on ")[1] for name in report["captured"]) == ["2x8 2x1", "4x8 4x1"]
