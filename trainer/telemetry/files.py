@@ -53,8 +53,8 @@ def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except OSError as error:  # of a full disk, it names no file
-        if error.filename in (None, str(temporary)):
+    except OSError as error:  # of a full disk, it names no file; one of a message alone has no place for it
+        if error.errno is not None and error.filename in (None, str(temporary)):
             error.filename = str(target)
         raise
     finally:
