@@ -91,6 +91,15 @@ def test_batches_of_other_lengths_are_compared_each_with_itself() -> None:
     assert verdict.eager_step_seconds == pytest.approx(0.55)
 
 
+def test_of_batches_with_one_pair_each_the_ratio_holds_the_noise_of_both_sides() -> None:
+    """One side's steps alone would seem to spread by all that the ratios do, and hide what they agree on."""
+    pairs = [timed([length], [length / gain]) for length in (1.0, 3.0) for gain in (1.0, 1.12) * 5]
+    verdict = run_verdict(record(*pairs))
+    assert (verdict.outcome, verdict.pairs, verdict.batches) == ("faster", 20, 20)
+    noise = [timed([1.0], [1.0 / gain]) for gain in (0.96, 1.12) * 10]
+    assert run_verdict(record(*noise)).outcome == "no difference shown"
+
+
 def test_a_captured_step_is_compared_by_its_replays_alone() -> None:
     report = {"cuda_graph": {"graphs": 1}}
     facts = {"before_the_first_step": FASTER, "on_later_batches": []}

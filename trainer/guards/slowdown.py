@@ -24,7 +24,7 @@ from trainer.telemetry.telemetry import Telemetry
 
 STEADY_STEPS = 20
 """Steady steps after which later batches are timed."""
-SHARE = 0.02
+SHARE = 0.05
 """Timing on later batches takes no more than this share of the time since training began."""
 APART_STEPS = 10
 """Optimizer steps between two pairs, at least."""

@@ -89,8 +89,11 @@ def estimate(values: Sequence[float | None]) -> Estimate | None:
     return Estimate(there) if there else None
 
 
-def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
-    """How many times faster ``arm`` is than ``baseline``; None when a side has no run."""
+def ratio(arm: Sequence[Sample], baseline: Sequence[Sample], *, alike: bool = True) -> Ratio | None:
+    """How many times faster ``arm`` is than ``baseline``; None when a side has no run.
+
+    Pairs that are not ``alike`` differ from each other: how far one side's samples spread, their ratios say alone.
+    """
     if not arm or not baseline:
         return None
     ours, theirs = ([math.log(sample.seconds) for sample in side] for side in (arm, baseline))
@@ -102,6 +105,7 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample]) -> Ratio | None:
     if len(pairs) >= MIN_PAIRS:
         logs = [math.log(other.seconds / one.seconds) for one, other in pairs]
         half_width = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        spread = spread if alike else statistics.stdev(logs) / math.sqrt(2)  # a ratio holds the noise of both sides
         return _judged(statistics.fmean(logs), half_width, spread, pairs=len(pairs))
     return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), spread)
 
