@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -131,7 +130,7 @@ MOMENTS = {
     "in a finalizer": ("batch 2,", Finalizer),
     "in the last batch, swallowed": ("batch 3,", swallowed),
     "swallowed by a library, which fails then": ("batch 2,", swallowed_with_half_a_module),
-    "while the folder is removed": ("rmtree", interrupt),
+    "while the folder is removed": ("cleanup", interrupt),
 }
 
 
@@ -160,7 +159,7 @@ def test_an_interrupt_ends_it_with_a_line_and_leaves_nothing(
     sending(tempfile, "mkdtemp", lambda *_, **__: "mkdtemp")
     sending(importlib, "import_module", lambda name: "import" * (name == "scripts.explain.run"))
     sending(Status, "update", lambda _, line: line)
-    sending(shutil, "rmtree", lambda name, **_: "rmtree" * ("explain-caches-" in str(name)))
+    sending(tempfile.TemporaryDirectory, "cleanup", lambda folder: "cleanup" * ("explain-caches-" in folder.name))
     handler = signal.getsignal(signal.SIGINT)
     assert main([*MICRO, "compile=whole", "--backend", "eager", "--json", "why.json"]) == 130
     assert sent

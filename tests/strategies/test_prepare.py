@@ -102,7 +102,8 @@ def test_what_is_made_uncounted_is_old_at_once_and_nothing_frozen_thaws(frozen: 
         assert gc.isenabled()
         old = {id(one) for one in gc.get_objects(generation=2)}
         assert frozen or old.issuperset(map(id, made))
-        assert gc.get_freeze_count() == before
+        # What is frozen can end meanwhile, as caches drop it; what thaws is all of it at once.
+        assert before - 1_000 < gc.get_freeze_count() <= before
     finally:
         gc.freeze()  # as tests/conftest.py left it
 

@@ -260,7 +260,7 @@ def test_a_candidate_that_needs_too_much_memory_is_out(
 
 
 def test_a_second_run_begins_with_what_was_best(tmp_path: Path, clock: Callable[..., None]) -> None:
-    clock(eager=0.01, regional=0.005, whole=0.008)
+    clock(eager=0.0001, regional=0.00005, whole=0.00008)  # six of them are less than any set-up
     remembering = {"remember": True, "memory": str(tmp_path / "memory")}
     first, second = auto(**remembering), auto(**remembering)
     fit(Blocks(), tmp_path, [first], **TRIED)

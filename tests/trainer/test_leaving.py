@@ -68,7 +68,10 @@ def test_a_command_leaves_at_once_and_loses_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "taken apart").exists(), "which is what takes the seconds"
 
 
-LATE = "import signal, trainer.process as ours; ours._flush_files = lambda: signal.raise_signal(2); sys.exit(130)"
+LATE = (
+    "import signal, trainer.process as ours; sys.stdout.flush(); "
+    "ours._flush_files = lambda: signal.raise_signal(2); sys.exit(130)"
+)
 
 
 @pytest.mark.parametrize("end", ["raise KeyboardInterrupt", LATE])
