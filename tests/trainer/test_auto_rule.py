@@ -33,7 +33,7 @@ class Truth:
 
 CAPTURE = 0.3
 
-# docs/results/h200-strategies.md and h200-workloads.md; a captured step of GPT-2 takes what a plain one does.
+# H200s, without records (docs/results/without_records.md); a captured step of GPT-2 takes what a plain one does.
 MEASURED = {
     "captioning": Truth(
         steps={
