@@ -27,7 +27,8 @@ def both(
     kind: type[Net], folder: Path, *arguments: Any, strategies: Sequence[Strategy] = (), **options: Any
 ) -> dict[str, Any]:
     options = {"accelerator": "gpu", "devices": 1, **options}
-    eager = fit(kind(*arguments), folder, Compile(), **options)
+    measured = Compile()
+    eager = fit(kind(*arguments), folder, measured, **options)
     compile_ = Compile([*strategies, CudaGraph()])
     graphed = fit(kind(*arguments), folder, compile_, **options)
     assert graphed.losses == pytest.approx(eager.losses, rel=1e-4)
@@ -42,6 +43,8 @@ def both(
         if "step" in before:
             assert before["step"].device == after["step"].device
             assert before["step"] == after["step"]
+    peaks = [each.record.peak_device_memory_gib for each in (measured, compile_)]
+    assert peaks[1] > 0.9 * peaks[0], "the memory pool of the graphs is not counted"  # type: ignore[operator]
     report: dict[str, Any] = compile_.record.report["cuda_graph"]
     return report
 

@@ -20,6 +20,8 @@ from trainer.telemetry.hardware import (
     measured_gigabytes_per_second,
     measured_teraflops,
     optimizer_gigabytes,
+    peak_bytes,
+    reset_peaks,
 )
 from trainer.telemetry.record import RunRecord
 
@@ -168,3 +170,26 @@ def test_a_run_in_fp32_states_whether_tf32_was_used() -> None:
     assert stated("tf32") == "NVIDIA H200 · 32-true (matrix products in TF32)"
     assert stated("fp32") == "NVIDIA H200 · 32-true (no TF32 in matrix products)"
     assert stated("bf16") == "NVIDIA H200 · 32-true"
+
+
+def test_memory_that_cuda_graphs_keep_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, allocated, looked = torch.device("cuda", 1), {"now": 500, "peak": 600}, []
+
+    def segment(of: int, pool: tuple[int, int], total: int, taken: int) -> dict[str, Any]:
+        return {"device": of, "segment_pool_id": pool, "total_size": total, "allocated_size": taken}
+
+    def snapshot() -> list[dict[str, Any]]:
+        looked.append(1)
+        return [segment(1, (0, 0), 900, 400), segment(1, (0, 7), 300, 100), segment(0, (0, 8), 5000, 0)]
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocated["peak"])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1200)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    assert peak_bytes(device) == 500 + 200
+    allocated.update(now=100, peak=650)
+    assert peak_bytes(device) == 700, "a peak is kept"
+    assert looked == [1], "the pools are looked at once while the allocator holds as much"
+    reset_peaks(device)
+    assert peak_bytes(device) == 650

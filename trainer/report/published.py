@@ -46,9 +46,10 @@ MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
 MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
+TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
 COUNTS = ("graphs", "graph breaks", "recompiles")
-NAMES = (RATIO, STEP, "device ms a step", "of roofline", COLD, WARM, "peak GiB", *COUNTS, LOSS)
+NAMES = (RATIO, STEP, "device ms a step", TOKENS, "of roofline", COLD, WARM, "peak GiB", *COUNTS, LOSS)
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
@@ -156,6 +157,7 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
         RATIO: [theirs / ours for ours, theirs in pairs if ours and theirs],
         STEP: [seconds and seconds * 1e3 for seconds in steps],
         "device ms a step": [seconds and seconds * 1e3 for seconds in busy],
+        TOKENS: [record.useful_tokens_per_second for record in records],
         "of roofline": [record.roofline_share for record in records],
         COLD: [record.warmup_seconds for record in profiled if record.cache in (None, "cold")],
         WARM: row.warm_warmup_seconds.values if row.warm_warmup_seconds else (),

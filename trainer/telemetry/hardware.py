@@ -59,6 +59,8 @@ MAX_SECONDS = 0.25
 
 _before: dict[torch.device, int] = {}
 """Bytes of the peak before something that was not to be counted."""
+_pools: dict[torch.device, tuple[int, int]] = {}
+"""Bytes reserved when the pools of CUDA graphs were looked at, and what they kept free then."""
 
 
 def device_name(device: torch.device) -> str:
@@ -120,7 +122,21 @@ def give_back(device: torch.device) -> None:
 
 def peak_bytes(device: torch.device) -> int:
     """The peak so far, for ``resume``; 0 for a CPU."""
-    return max(torch.cuda.max_memory_allocated(device), _before.get(device, 0)) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    held = torch.cuda.memory_allocated(device) + _kept_for_graphs(device)
+    _before[device] = max(_before.get(device, 0), torch.cuda.max_memory_allocated(device), held)
+    return _before[device]
+
+
+def _kept_for_graphs(device: torch.device) -> int:
+    """Bytes that CUDA graphs' memory pools keep: a replay uses them, and allocates nothing that a peak would show."""
+    reserved = torch.cuda.memory_reserved(device)
+    if _pools.get(device, (0, 0))[0] != reserved:  # the pools can only differ when this does
+        segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
+        here = [each for each in segments if each["device"] == (device.index or 0)]
+        _pools[device] = (reserved, sum(each["total_size"] - each["allocated_size"] for each in here))
+    return _pools[device][1]
 
 
 def resume(device: torch.device, peak: int) -> None:
@@ -131,7 +147,7 @@ def resume(device: torch.device, peak: int) -> None:
 
 
 def peak_device_gib(device: torch.device) -> float | None:
-    """Highest memory held by tensors on ``device`` since ``reset_peaks``, in GiB; None for a CPU."""
+    """Highest memory held by tensors and CUDA graphs on ``device`` since ``reset_peaks``, in GiB; None for a CPU."""
     return peak_bytes(device) / GIB if device.type == "cuda" else None
 
 
