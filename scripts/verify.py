@@ -219,12 +219,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = made.add_argument
     add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish and --same")
     add("--list", action="store_true", help="show the rows, run nothing")
-    add("--smoke", action="store_true", help="run does it work here? Compares the loss with eager's")
+    add("--smoke", action="store_true", help="train its arm on a small model; compare the loss with eager's")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
     add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
     add("--tables", action="store_true", help="make tables and pictures of the pages anew from their records")
-    add("--same", action="store_true", help="an arm as two: how often does compare call a difference?")
+    add("--same", action="store_true", help="one arm as two: how often is a difference called?")
     add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
     return made.parse_args(arguments)
 

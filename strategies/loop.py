@@ -245,7 +245,7 @@ class Loop(Protocol):
         """Forward and backward; returns the loss, detached, divided by ``micro_batches``.
 
         ``together=False`` leaves the gradients of the processes apart, so that one of them may fail alone. Under manual
-        optimization it is a whole step, whose parts cannot be told apart. Raises SkippedStep.
+        optimization it is a whole step, whose parts cannot be separated. Raises SkippedStep.
         """
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:

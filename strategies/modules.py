@@ -90,8 +90,8 @@ class Regional(ModuleOptions):
 class Dynamic(Strategy):
     """Leave batches as they are and let the compiled code take any length; ``buckets`` is the alternative.
 
-    Batches keep examples and order; each one is only padded up to a ``multiple``, because attention kernels guard on
-    alignment: without it, lengths of either kind need graphs of their own, or none can be compiled for all of them.
+    Batches keep examples and order. Each one is only padded up to a ``multiple``, because attention kernels guard on
+    alignment: without it, aligned lengths and others need a graph each, or none can be compiled for all.
     """
 
     name: ClassVar[str] = "dynamic"

@@ -185,8 +185,8 @@ class Marks:
     """Marks the batch's ragged tensors, and every input of a region that is as long as the batch.
 
     A region deep in the network is handed tensors that the module made, to which no mark on the batch carries over.
-    Which of their dimensions are positions is known by size, and no longer of one that kept its size when the length
-    changed: a width may happen to be as large as a batch is long. ``maybe_mark_dynamic`` is used and not
+    Which of their dimensions are positions is known by size, until one keeps its size when the length changes: a width
+    may happen to be as large as a batch is long. ``maybe_mark_dynamic`` is used and not
     ``mark_dynamic``: that one raises ConstraintViolationError where such a dimension turns out to be a constant.
     """
 

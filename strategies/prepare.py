@@ -1,7 +1,7 @@
 """Get Inductor ready in the background while data and model are being built.
 
 A cold compile otherwise begins by importing Inductor and starting its pool of compile workers, several seconds in
-which the device waits (on torch 2.11 a CPU run first probes the vector instructions, which takes longer still).
+which the device waits. (On torch 2.11 a CPU run first probes the vector instructions, which takes longer still.)
 """
 
 from __future__ import annotations

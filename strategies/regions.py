@@ -260,8 +260,8 @@ def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) ->
     """Kinds of blocks at ``paths`` because of which regions are to be compiled with ``dynamic=False``: those of which a
     weight has one shape in one block and another in the next.
 
-    Torch takes the second size of a kind for one that changes from batch to batch, and makes symbolic code for all
-    further ones (automatic dynamic shapes): most of the stages of a ResNet. Empty where the sizes are the user's or
+    Torch takes the second size of a kind for one that changes from batch to batch, and makes symbolic code for further
+    ones (automatic dynamic shapes), such as most stages of a ResNet. Empty where the sizes are the user's or
     another strategy's choice, and where lengths do change.
     """
     if dynamic is not None or program.dynamic is not None or program.ragged:

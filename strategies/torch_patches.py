@@ -50,9 +50,8 @@ def _capturing() -> bool:
 def embeddings_as_in_eager() -> Iterator[None]:
     """Until the block ends, compiled graphs call eager's own kernel for the gradient of an embedding.
 
-    Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive: two
-    runs of the same compiled captioner ended at different losses, cold and warm, where two of eager's do not. All
-    versions of torch so far:
+    Inductor's own adds the rows of a token that occurs more than once with atomics, in whatever order they arrive. Two
+    runs of the same compiled captioner ended at different losses; two of eager's do not. All versions of torch so far:
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/decomposition.py (embedding_dense_backward).
 
     Where Inductor is not imported yet, there is nothing to do.
@@ -287,8 +286,8 @@ def _groups(state: Any) -> Iterator[Any]:
 
 
 class UnreducedGradients:
-    """Gradients of ``module`` that FSDP2 holds whole until the last micro-batch of a step, in the same tensors in every
-    step: a replay brings numbers, and no Python that would know of them.
+    """Gradients of ``module`` that FSDP2 holds whole until the last micro-batch of a step. They are the same tensors in
+    every step: a replay brings numbers, and no Python that would know of others.
 
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py
     """
@@ -360,8 +359,8 @@ def tuning_in(directory: Path) -> Iterator[None]:
 
     Torch keeps the choice of a kernel's configuration beside the file of the generated kernel. A kernel that comes out
     of the cache still names the file of the run that compiled it. In any other directory torch does not find the
-    choice, times all configurations again, and perhaps chooses another one, which rounds differently: a warm start
-    would be slower than it need be and not equal to the cold one.
+    choice, times all configurations again, and perhaps chooses another one, which rounds differently. A warm start
+    would then be slow, and not equal to the cold one.
 
     A directory named by the fingerprint does not do instead: the folder above it differs between users and machines,
     and a cold start in it would not be cold. Torch 2.11 moreover forgets the configurations that it makes while tuning,

@@ -112,7 +112,7 @@ class TrainedTask(Task):
     backward costs twice forward."""
 
     learning_rate: float | None = None
-    """Highest learning rate of AdamW, reached after the warm-up. None: the task's own rule."""
+    """Highest learning rate of AdamW, reached after the warm-up; null = the task's own rule."""
     weight_decay: float = 0.05
     """AdamW's decoupled decay of weights; biases and norms have none."""
     warmup_steps: int = 50
@@ -198,7 +198,7 @@ class Loading:
     batch_size: int = 16
     """Examples a batch on each device."""
     num_workers: int | None = None
-    """Loader processes a device; None: one less than this process' cores, at most 8."""
+    """Loader processes a device; null = one less than this process' cores, at most 8."""
 
     def __post_init__(self) -> None:
         require_fields("task.data", self, batch_size=1, num_workers=0)

@@ -64,7 +64,7 @@ class ScoredModule(L.LightningModule):
             materialise(self.net, self._task.build_net, device=self.trainer.strategy.root_device, seed=self._seed)
 
     def cpu(self) -> Self:
-        """Stay as it is where the weights are not drawn yet: Lightning tidies up by this call when ``setup`` has
+        """Stay as it is where the weights are not drawn yet. Lightning tidies up by this call when ``setup`` has
         refused to train, and torch's error would take the place of the refusal."""
         return self if is_on_meta(self.net) else super().cpu()
 

@@ -1,4 +1,4 @@
-"""Build the parts that Lightning runs: the Compile callback told what the task declares, and the Trainer itself."""
+"""Build the parts that Lightning runs: the Compile callback with what the task declares, and the Trainer itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MACHINE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 
 
 def compile_callback(config: Config, record: RunRecord) -> Compile:
-    """The callback that applies the strategies and measures a training, told what the task declares."""
+    """The callback that applies the strategies and measures a training, with what the task declares."""
     declared = config.task.declare()
     return Compile(
         config.compile.values(),

@@ -50,9 +50,8 @@ class Compile(CompiledTraining, L.Callback):
         verbose: Whether the progress of compiling, and at the end that record's table and verdict are printed.
         profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
             ``<default_root_dir>/profile``; they are left out of the steady figures.
-        parity, on_compile_error, on_slower, on_difference: What to do when the compiled program is not eager's before
-            the first step, does not compile, is slower than eager or is not eager's later on, see
-            ``trainer.settings.Config``.
+        parity, on_compile_error, on_slower, on_difference: What is compared with eager, and what follows where a
+            program does not compile, is slower, or differs later on; see ``trainer.settings.Config``.
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.

@@ -280,7 +280,7 @@ def _parity(record: RunRecord) -> str:
     if means := (facts.get("draws") or {}).get("loss"):  # what draws other random numbers than eager
         compiled, eager, limit = (number(means[name]) for name in ("compiled", "eager", "tolerance"))
         return f"{facts['verdict']} (mean loss of several draws {compiled}, eager {eager}, tolerance {limit})"
-    # A step by hand may show no loss; published records hold the verdict alone.
+    # A step under manual optimization may show no loss; published records hold the verdict alone.
     seen = next((name for name in ("outputs", "loss", "gradient_norm") if name in facts), None)
     if seen is None:
         return str(facts["verdict"])

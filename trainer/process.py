@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(BaseException):
-    """The run was told to stop at once. Not an Exception, so that nothing swallows it on the way out."""
+    """The run was asked to stop at once. Not an Exception, so that nothing swallows it on the way out."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -131,7 +131,7 @@ def signal_at_end_of_parent(signum: int) -> None:
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:
     """Inside, nothing is raised when a data worker dies: torch does that from a signal handler, wherever the main
-    thread is. For what must be written at the end of a run whose whole process group was told to stop."""
+    thread is. For what must be written at the end of a run whose whole process group was asked to stop."""
     return handled({signal.SIGCHLD: signal.SIG_DFL})
 
 
@@ -317,9 +317,6 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
 
 
 # ---- processes that start early --------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from trainer.settings import TrainerConfig
 
 # Further processes of a run on one host's devices, started while the first one still has torch to import. Lightning
 # starts them when everything is built, and their imports come on top: 6 s on a quiet machine. Those started here import

@@ -104,7 +104,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     except Exception as error:
         cause = job.cause(error)
         stopped = job.stopping or getattr(cause, "signum", None)
-        # What breaks while everything is being told to stop is part of stopping; a loss is not.
+        # What breaks while everything stops is part of stopping; a loss is not.
         if stopped and not isinstance(error, NonFiniteLoss):
             record.status, record.signal, record.reason = "interrupted", stopped, one_line(cause)
         else:

@@ -106,8 +106,8 @@ class TrainerConfig:
     matmul_precision: str = "high"
     """One of ``MATMUL_PRECISIONS``: precision of float32 matrix products, as ``torch.set_float32_matmul_precision``."""
     measure_peak: bool | None = None
-    """Whether a large product of matrices is timed when the run begins (a third of a second on a GPU), as the peak that
-    utilisation is a share of, beside the datasheet's; null = on a CUDA device only."""
+    """Whether a large product of matrices is timed first (a third of a second on a GPU), as the peak for utilisation
+    beside the datasheet's; null = on a CUDA device only."""
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
@@ -206,13 +206,11 @@ class Config:
     they are, and in a sweep what ``hydra.launcher.caches`` says: empty ones of its own."""
 
     parity: str = "on"
-    """One of ``PARITY``: before the first step, one step of eager and of the compiled program on the first batch must
-    agree in loss, gradient norm and updated weights, within what eager differs from itself. ``strict`` = half that
-    tolerance and every gradient too; ``off`` = not compared. After that, steps of the training are audited: see
-    docs/guards.md."""
+    """One of ``PARITY``: before the first step, a compiled step must agree with eager's within what eager differs from
+    itself. ``strict`` = half that tolerance, ``off`` = not compared. Later steps are audited: see docs/guards.md."""
     on_difference: str = "fail"
-    """One of ``ON_DIFFERENCE``: an audited step that is not eager's ends the run before another checkpoint is written,
-    or the run goes back to eager and continues, with a warning."""
+    """One of ``ON_DIFFERENCE``: an audited step that is not eager's ends the run before it saves again, or the run
+    continues in eager, with a warning."""
     on_compile_error: str = "fail"
     """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or continues in eager with a warning."""
     on_slower: str = "warn"
@@ -223,8 +221,8 @@ class Config:
     finite checkpoint stays; or the run continues, with a warning, and saves as before."""
 
     profile: str = "off"
-    """``off`` or ``on``: torch's profiler records a few steady steps: a trace for Perfetto, the share of the time in
-    which the GPU is idle, the kernels or operators that take most of it."""
+    """``off`` or ``on``: torch's profiler records a few steady steps: a trace, the GPU's idle share, and the kernels
+    or operators that take longest."""
     profile_steps: int = 5
     """Optimizer steps that it records; they are no part of the steady figures."""
 

@@ -20,14 +20,14 @@ class PlannedBatch(list[int]):
 class BucketBatchSampler(Sampler[list[int]]):
     """Batches of one bucket each, by seed and epoch alone, so that every rank plans the same.
 
-    Each epoch shuffles the examples within their buckets, cuts them into batches for all ranks together, longest
-    bucket first, and fills the last batch of a bucket with examples of the next shorter one. So every batch of an
+    Each epoch shuffles the examples within their buckets and cuts them into batches for all ranks together, longest
+    bucket first. The last batch of a bucket is filled with examples of the next shorter one. So every batch of an
     edge has the same rows. Fewer examples than the smallest batch remain. Without ``drop_last`` they are one smaller
     batch at the end, of the shortest ones; ranks share it evenly, and repeat some where it does not divide, as
-    ``torch.utils.data.DistributedSampler`` does. With ``drop_last`` as many are left out (``left_out``): each epoch the
-    next ones of a random order of all examples, so that none is left out twice before every other one was.
+    ``torch.utils.data.DistributedSampler`` does. With ``drop_last`` as many are left out (``left_out``), each epoch the
+    next ones of a random order of all examples. None is left out twice before every other one was.
 
-    Batches of a bucket are spread evenly over the epoch, each at a random place within its stretch: after any number
+    Batches of a bucket are spread evenly over the epoch, each at a random place within its stretch. So after any number
     of steps, each of K buckets has had its share of them to within K + 1 batches. Which examples share a batch, and
     in what order they come, is random.
     """

@@ -27,8 +27,8 @@ class Cached(Strategy):
     checked (SHA-256, signature) before torch sees them; see ``store``. A store that
     is missing, unreachable, read-only, full, corrupt or not to be trusted costs the run its warm start and no more.
 
-    Torch's tracing of the Python code is not cached: ``caching_precompile`` would, but finds modules compiled in place
-    under one key for all of them (2.11 fails, 2.15 compiles again), and a wrapper would rename the state dict.
+    Torch's tracing of the Python code is not cached. ``caching_precompile`` would, but has one key for all modules that
+    are compiled in place: 2.11 fails, 2.15 compiles again. A wrapper would rename the state dict.
     https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html
     """
 

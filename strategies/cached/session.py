@@ -243,8 +243,8 @@ def _read_counters() -> dict[str, int]:
 def own_directory(notes: list[str]) -> Iterator[Path]:
     """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
 
-    Only so is it known what belongs to a run, and is a cold start cold: what an earlier run left in the usual directory
-    would count as a hit here and be missing on the next machine.
+    Only so is it known what belongs to a run. What an earlier run left in the usual directory would count as a hit here
+    and be missing on the next machine.
 
     Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
     It is removed when the process exits: compiled code may load a library when it runs for the first time, later than

@@ -212,8 +212,8 @@ def signature_of(data: bytes, key: bytes) -> bytes:
 def read_key(option: str, key_file: str | None) -> bytes | None:
     """The key from ``key_file``, else from ``KEY_VARIABLE``; None where neither is given.
 
-    Raises ValueError, naming ``option`` or the variable, for a key that cannot be read, is too short, or that other
-    users can read (whoever knows it signs code that others run) or replace.
+    Raises ValueError, naming ``option`` or the variable, for a key that cannot be read, is too short, or that others
+    can read or replace: whoever knows it signs code that others run.
     """
     if key_file is None:
         given, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").encode()

@@ -1,8 +1,8 @@
 """Step graphs: training steps captured in CUDA graphs, one for each kind of batch, and replayed on its tensors.
 
 What is captured reads its batch from static tensors, which every replay fills first, and leaves its results in static
-tensors, of which every replay returns copies. Before a step is captured it is observed: what it reads on the host is
-part of the graph's key, and compared before each replay while the device still works on the step before.
+tensors, of which every replay returns copies. Before a step is captured it is observed. What it reads on the host is
+part of the graph's key, and is compared before each replay while the device still works on the step before.
 """
 
 from __future__ import annotations

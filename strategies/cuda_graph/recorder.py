@@ -2,8 +2,8 @@
 
 Reads of attributes are seen by a ``__getattribute__`` that classes have while the recorder is on; reads of globals
 and calls into C by ``sys.setprofile``. What is read is followed: containers into their entries, functions into their
-closures and defaults. What the call changes on the host, and what it reads that nothing could compare later (a clock,
-an iterator), is a problem: a graph of that call could not stand for it.
+closures and defaults. What the call changes on the host is a problem, and so is what nothing could compare later (a
+clock, an iterator): a graph of that call could not stand for it.
 """
 
 from __future__ import annotations

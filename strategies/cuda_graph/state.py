@@ -1,4 +1,4 @@
-"""Host state: the Python values that a call has read, by which a captured graph of it is told apart from others.
+"""Host state: the Python values that a call has read, which distinguish a captured graph of it from others.
 
 A CUDA graph calls no Python when it is replayed. Which kernels it holds, and with which numbers, was decided by what
 the call read on the host while it was captured. ``HostState`` holds these values and compares them before each replay;
@@ -80,9 +80,9 @@ class Change(NamedTuple):
 
 
 class HostState:
-    """What a call read on the host, as it was then: attributes and globals (``names``), the entries of containers
-    (compared by identity, plain values by value), tensors (another storage, shape or ``requires_grad`` is another
-    state), and ``values`` that have to be read anew, such as properties, slots and arrays."""
+    """What a call read on the host, as it was then. That is attributes and globals (``names``), the entries of
+    containers (by identity, plain values by value), and ``values`` to be read anew: properties, slots, arrays. Of
+    tensors it is storage, shape and ``requires_grad``."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 One micro-batch is the training step, zeroing of gradients, backward, and at the end of an accumulation clipping and the
 optimizer. All of it is captured where the optimizer can be; otherwise forward and backward are, and the optimizer runs
-after each replay. A replay calls no Python: what a step logs is written again after each replay, what it reads is
-observed before it is captured and compared before each replay, whatever else it does on the host is a reason not to
+after each replay. A replay calls no Python. So what a step logs is written again after each replay; what it reads
+is observed before it is captured, and compared before each replay. Whatever else it does on the host is a reason not to
 capture it.
 """
 

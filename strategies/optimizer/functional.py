@@ -2,8 +2,8 @@
 
 Parameters are cut into chunks, one for each repeated block of the module and a few for the rest. Chunks of the same
 shapes share one compiled function, so that compile time does not grow with the number of blocks. What may change from
-step to step (learning rate, betas, weight decay, count of steps, clipping) is computed on the host in double precision,
-as torch's own uncompiled optimizers do, and read from 0-D device tensors. What may not (shapes, strides, flags) is
+step to step (learning rate, betas, weight decay, count of steps, clipping) is read from 0-D device tensors. The host
+computes it in double precision, as torch's own uncompiled optimizers do. What may not (shapes, strides, flags) is
 compared on the host, which is why the compiled functions need no guards.
 """
 
@@ -141,9 +141,8 @@ _serial = itertools.count()
 def fresh_function(formula: Formula, flags: Group, which: tuple[int, ...], *, name: str) -> Callable[..., None]:
     """What updates the tensors of one kind of chunk, the i-th with the scalars of clock ``which[i]``.
 
-    It has a code object of its own, by which Dynamo keeps compiled code: the kinds of chunks would be recompiles of
-    each other, count against its limit, and guards would part them (``isolate_recompiles`` of torch 2.13 does so
-    for wrappers).
+    It has a code object of its own, by which Dynamo keeps compiled code. Else kinds of chunks would be recompiles of
+    each other, and count against its limit. (``isolate_recompiles`` of torch 2.13 does so for wrappers.)
     """
 
     def update(params: Each, grads: Each, states: list[Each], scalars: list[list[Tensor]], scale: Tensor) -> None:

@@ -53,7 +53,7 @@ class CaptionData(Loading):
     """Base of every source of captioned images."""
 
     pad_to: int | None = None
-    """Text positions of every batch; None: as many as the longest caption of the batch needs. Longer captions are
+    """Text positions of every batch; null = as many as the longest caption of the batch needs. Longer captions are
     left out and counted."""
 
     def __post_init__(self) -> None:

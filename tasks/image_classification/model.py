@@ -165,9 +165,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class ClassifierNet(nn.Module):
     """Score uint8 images with ``model``, loss included, as one graph without breaks.
 
-    ``stem`` and ``tail`` are regions of their own around the model's blocks: the tail holds the loss, and for
-    torchvision's ResNets and Vision Transformers both hold the layers of the model outside its blocks, which would
-    otherwise run eager under ``regional``. They borrow those layers: every weight has the model's own name.
+    ``stem`` and ``tail`` are regions of their own around the model's blocks; the tail holds the loss. In torchvision's
+    ResNets and Vision Transformers both hold the layers outside the blocks, else eager under ``regional``. They borrow
+    those layers: every weight has the model's own name.
     """
 
     def __init__(self, model: nn.Module, *, channels_last: bool | None = None, label_smoothing: float = 0.0) -> None:

@@ -62,7 +62,7 @@ class LabelledShapes(LabelledData):
     distinct: int | None = None
     """Different training images: image ``i`` is image ``i % distinct`` once more. They are drawn once and kept in
     memory (3 bytes a pixel), so that loading does not hold up a GPU; what is learned is then those images.
-    None: all differ, each is drawn whenever it is asked for."""
+    null = all differ, each is drawn whenever it is asked for."""
 
     def __post_init__(self) -> None:
         LabelledData.__post_init__(self)
@@ -157,9 +157,9 @@ class ImageClassification(TrainedTask):
     image_size: int = 64
     """Width and height of an image, pixels."""
     classes: int | None = None
-    """Outputs of the network, at least the classes of the data; None: as many."""
+    """Outputs of the network, at least the classes of the data; null = as many."""
     channels_last: bool | None = None
-    """Memory format of images and convolutions; None: channels last where the network is convolutional."""
+    """Memory format of images and convolutions; null = channels last where the network is convolutional."""
     label_smoothing: float = 0.0
     """Share of each target spread over all classes, in training."""
     data: LabelledData = field(default_factory=LabelledData)

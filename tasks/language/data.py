@@ -187,9 +187,9 @@ class MaskedBatch(NamedTuple):
 class CollateMasked:
     """Make a batch of rows of tokens, masked as BERT was (Devlin et al. 2018, section 3.1).
 
-    What is masked is drawn from the seed and from the rows that came together, in their order: a row is masked anew in
-    each epoch, as it then comes with others, while a resumed run and any number of worker processes mask alike, and
-    every validation as the one before. A row that comes alone (a batch of one) is masked alike every time.
+    What is masked is drawn from the seed and from the rows that came together, in their order. So a row is masked anew
+    in each epoch, as it then comes with others. A resumed run, any number of worker processes and every validation mask
+    alike. A row that comes alone (a batch of one) is masked alike every time.
     """
 
     seed: int

@@ -28,21 +28,21 @@ class TextData(Loading):
     """
 
     num_workers: int | None = 0
-    """Loader processes a device; None: one less than this process' cores, at most 8. A row is a slice of memory, which
+    """Loader processes a device; null = one less than this process' cores, at most 8. A row is a slice of memory, which
     no process makes faster than the training's own."""
     packing: str = "packed"
     """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful;
     ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted; or
     ``packed_documents``: such documents one after the other in one row a batch, each for itself."""
     max_tokens: int | None = None
-    """Positions of a packed row, most positions of a document; None: as many as the network takes."""
+    """Positions of a packed row, most positions of a document; null = as many as the network takes."""
     pad_to: int | None = None
-    """Positions of every batch of ``documents``, at most ``max_tokens``; None: as many as its longest one needs."""
+    """Positions of every batch of ``documents``, at most ``max_tokens``; null = as many as its longest one needs."""
     tokens_per_batch: int | None = None
-    """Positions of every batch of ``packed_documents``; None: those of ``batch_size`` documents of mean length, as a
+    """Positions of every batch of ``packed_documents``; null = those of ``batch_size`` documents of mean length, as a
     multiple of 128."""
     max_documents: int | None = None
-    """Most documents to read, both splits together; None: all. A fixed choice, the same in every run."""
+    """Most documents to read, both splits together; null = all. A fixed choice, the same in every run."""
     val_share: float = 0.02
     """Share of the documents held out for validation, at least one; the same documents in every run. Of a source that
     is one document, its end."""

@@ -114,7 +114,7 @@ class BertNetwork(Dimensions):
     dropout: float = 0.0
     """Share of activations dropped in training."""
     attention_dropout: float | None = None
-    """Share of attention weights dropped in training; None: as of activations."""
+    """Share of attention weights dropped in training; null = as of activations."""
 
     def __post_init__(self) -> None:
         Dimensions.__post_init__(self)
@@ -233,7 +233,7 @@ class LanguageModelling(TextTask):
 
 @dataclass(kw_only=True, slots=True)
 class MaskedLM(TextTask):
-    """BERT's masked tokens, hidden anew in every epoch; see ``tasks/language/data.py``."""
+    """Prediction of hidden tokens of a text, as BERT's; others are hidden in every epoch."""
 
     name: ClassVar[str] = "masked_lm"
     extra: ClassVar[int] = 0

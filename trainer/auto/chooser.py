@@ -40,8 +40,8 @@ SETTLE_STEPS = 5
 TIMED_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = 10, 0.5, 50
 """An arm is timed for as many steps, until they took as many seconds or are the most."""
 AHEAD_STEPS, AHEAD_SHARE = 8, 0.875
-"""The device counts as never waiting for the host where it did not in so many timed steps, and such a share of them:
-one of ten may read its loss for a log."""
+"""The device counts as never waiting for the host where it did not in so many timed steps, and this share of them; one
+of ten may read its loss for a log."""
 MAX_STEPS = 200
 """Steps after which an arm is judged by the steady steps that it had, however few."""
 

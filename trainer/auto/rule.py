@@ -1,10 +1,10 @@
 """The rule of ``compile=auto``: which arm the steps to come can pay for, from what was measured and plain bounds.
 
 An arm is one way to train: modules eager, ``regional`` or ``whole``, steps captured or not. One rule decides what is
-tried: modules are compiled in another way only where the most that this can save of the time left is ``PAYS`` times the
-seconds for which the training has been seen to stand still; what a helper process compiles saves nothing until it is
-ready. Steps are captured only where those seconds are at most ``SHARE`` of the whole run, from the start of the process
-on. No torch in here.
+tried. Modules are compiled in another way only where the most that this can save is ``PAYS`` times the seconds for
+which the training is expected to stand still. What a helper process compiles saves nothing until it is ready. Steps are
+captured only where those seconds are at most ``SHARE`` of the whole run, from the start of the process on. No torch in
+here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ HOMES = {
 }
 """Module that each public name lives in."""
 OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py", "scripts": "compare.py"}
-"""A file of each of our packages, by which it is told from a user's module of the same name."""
+"""A file of each of our packages, which a user's module of the same name lacks."""
 
 __all__ = list(HOMES)
 

@@ -1,8 +1,8 @@
 """Audits: is the step still eager's? Asked again on real steps, while the training continues.
 
-The parity gate compares once, at the first batch and at freshly drawn weights. An audit compares the step under way:
-its loss and buffers with an eager forward on its own batch, weights and random state, and the optimizer's update of a
-few parameters with torch's own step. A difference counts once it is beyond what eager differs from itself on that batch
+The parity gate compares once, at the first batch and at freshly drawn weights. An audit compares the step under way.
+Its loss and buffers are held against an eager forward on its own batch, weights and random state; the update of a few
+parameters against torch's own step. A difference counts once it is beyond what eager differs from itself on that batch
 and shows again when the step is repeated.
 """
 
@@ -155,8 +155,8 @@ class Audits:
 
     @contextlib.contextmanager
     def _paired(self, micro_batch: MicroBatch, *, update: bool = False) -> Iterator[Pair]:
-        """Inside, the step is run, and eager's forward before it: where ``training_step`` is called and Python runs it,
-        else before all of it, because of a captured step nothing else is known to Python."""
+        """Inside, the step is run, and eager's forward before its ``training_step``; where the step is replayed, which
+        calls no Python, before all of it."""
         pair = Pair({})
         update = update and "update" not in self._never
         auditing = self._telemetry.auditing

@@ -1,8 +1,8 @@
 """Compare: loss, gradients and weights of a step with eager's, within a tolerance that eager sets itself.
 
 One step of the compiled program and one of eager run on the same batch from the same state. How far apart they may be
-is calibrated by eager against itself: its parameters changed by one rounding of the run's precision and, where the step
-draws random numbers of which a compiler may draw others, eager under other seeds.
+is calibrated by eager against itself, with parameters changed by one rounding of the run's precision. Where the step
+draws random numbers of which a compiler may draw others, eager runs under other seeds as well.
 """
 
 from __future__ import annotations

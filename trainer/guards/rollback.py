@@ -176,9 +176,8 @@ class Rollback:
             raise error
         if self._loop.world_size > 1:
             raise CompileFailed(
-                f"{region.path} did not compile in step {step + 1}: {one_line(error)}. With several processes only "
-                "what fails before the first step can continue in eager, because all of them must agree: resume with "
-                "this part left out, or warm every shape (compile=buckets)"
+                f"{region.path} did not compile in step {step + 1}: {one_line(error)}. Several processes cannot agree "
+                "on eager after the first step: resume with this part left out, or warm every shape (compile=buckets)"
             ) from error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 

@@ -74,10 +74,10 @@ class Held:
 
 class Snapshot:
     """Taken when it is made: parameters and which of them want gradients, buffers, gradients, optimizers, schedulers,
-    gradient scalers, training flags, progress counters, the batch and the attributes of the modules: numbers, tensors,
-    arrays, random generators, iterators, containers and objects of the user's own classes, however deep they lie, in
-    closures and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks and
-    objects of other libraries. An iterator comes back as another object in the same place.
+    gradient scalers, training flags, progress counters, and the batch. So are the attributes of the modules: numbers,
+    tensors, arrays, random generators, iterators, containers and objects of the user's own classes. They may lie deep,
+    in closures, and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks
+    and objects of other libraries. An iterator comes back as another object in the same place.
 
     Without ``weights``, for a forward, parameters, gradients, optimizers, schedulers and scalers are not kept, and
     ``program``, whose strategies may keep something on the host, is not needed.

@@ -1,7 +1,7 @@
 """Checkpoints as files: never a half, written at once or while training continues; directories are read here too.
 
-A directory holds ``meta.pt``, the checkpoint of one process with a tensor of the meta device in the place of each
-weight and each optimizer state, and those tensors, as ``torch.distributed.checkpoint`` writes them. What is read from
+A directory holds ``meta.pt``, the checkpoint of one process in which weights and optimizer states are tensors of the
+meta device. Beside it are those tensors, as ``torch.distributed.checkpoint`` writes them. What is read from
 one is the checkpoint of one process again, so that any strategy and any number of processes go on from it.
 """
 

@@ -1,8 +1,8 @@
 """FSDP2 (``fully_shard``) for any LightningModule: ``trainer.strategy=fsdp2``, or ``L.Trainer(strategy=FSDP2())``.
 
 Lightning's ``ModelParallelStrategy`` leaves the sharding to the module's ``configure_model``. Here the strategy itself
-shards: each region that a compile strategy made, else each repeated block, is a unit of its own, and the rest is one
-with the steps of the module as its forward. Strategies have recomputed and compiled in place by then, see
+shards. Each region that a compile strategy made, else each repeated block, is a unit of its own. The rest is one, with
+the steps of the module as its forward. Strategies have recomputed and compiled in place by then, see
 https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md for that order.
 """
 
@@ -175,7 +175,7 @@ class FSDP2(ShardedCheckpoints):
         """What is gathered in bfloat16: units of layers that autocast treats so by itself. It stays in force beside,
         and inputs are left as they are: norms, losses and sums compute as on one device.
 
-        A weight that is added or multiplied by hand would in bfloat16 decide the precision of all that follows.
+        A weight that the module itself adds or multiplies would in bfloat16 decide the precision of all that follows.
         """
         low = str(self.precision_plugin.precision) == "bf16-mixed" and self.root_device.type == "cuda" and not is_root
         holders = [one for one in unit.modules() if any(value is not None for value in one._parameters.values())]

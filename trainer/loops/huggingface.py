@@ -1,9 +1,9 @@
 """Hugging Face's ``transformers.Trainer`` behind the protocol ``strategies.loop.Loop``.
 
-The Trainer keeps its own loop. A few of its methods are replaced on this one object while it trains: ``training_step``
-(a batch begins), ``get_batch_samples`` (batches are fetched), ``_prepare_inputs`` (they are on the device), ``log`` and
-its accelerator's ``backward`` (the loss is there). A step that is run apart is made of the Trainer's ``training_step``,
-whatever a subclass made of it. Tried with transformers 5.23 and accelerate 1.15.
+The Trainer keeps its own loop. A few methods are replaced on this one object while it trains. ``training_step`` says
+that a batch begins, ``get_batch_samples`` that batches are fetched, ``_prepare_inputs`` that they are on the device,
+its accelerator's ``backward`` that the loss is there; ``log`` takes figures along. A step that is run apart is made of
+the Trainer's ``training_step``, whatever a subclass made of it. Tried with transformers 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Progress:
 
 
 class Watcher(Protocol):
-    """Who is told of each batch: ``trainer.loops.training.CompiledTraining``, for instance."""
+    """Who hears of each batch: ``trainer.loops.training.CompiledTraining``, for instance."""
 
     def batch_begins(self, batch: Any) -> None: ...
     def batch_ends(self, loss: Tensor | None, batch: Any) -> None: ...

@@ -111,8 +111,8 @@ class SigtermAgreement:
 
 
 class EpochEnds:
-    """Ends each epoch of a training at the same batch in all processes, where one of them has fewer batches than
-    others, or nobody knows how many: else the others would wait for it in a step that it never takes.
+    """Ends each epoch at the same batch in all processes, where one of them has fewer batches than others, or nobody
+    knows how many. Else the others would wait for it in a step that it never takes.
 
     Raises ValueError where a process has none at all.
     """
@@ -334,7 +334,7 @@ class DDP(DDPStrategy):
     SIGTERM is agreed on beside the device.
 
     Args:
-        captures: Whether steps are captured in CUDA graphs with their collectives: the module is wrapped on
+        captures: Whether steps are captured in CUDA graphs with their collectives. The module is then wrapped on
             ``stream``, where the steps before a capture have to run, and NCCL's watch leaves the device alone
             (https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel).
         gradient_as_bucket_view: As in torch's ``DistributedDataParallel``. None: where no code of the user's is called

@@ -4,9 +4,9 @@
 the record and undoes what must not outlive the run. A framework's binding calls its methods at the moments of the
 framework's own loop: ``trainer.callback.Compile`` for Lightning. It imports nothing of Lightning's loop.
 
-A binding calls ``apply_to`` once model and device are known, ``begin`` once optimizers and restored state are there,
-``batch_begins`` and ``batch_ends`` around each micro-batch, ``pause`` before what belongs to no step, ``finish`` or
-``fail`` at the end, then ``close``.
+A binding calls ``apply_to`` once model and device are known, and ``begin`` once optimizers and restored state are
+there. ``batch_begins`` and ``batch_ends`` come around each micro-batch, ``pause`` before what belongs to no step,
+``finish`` or ``fail`` at the end, then ``close``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Watch: a process that fails or dies ends the others of its training within seconds, in one line that names it.
 
 Each process holds a connection to the first one, which passes on what it hears. The system closes it when a process
-ends, however that happens: nobody has to give signs of life, and a process that is slow, or holds Python's lock in a
-long compile, is no fault. Waiting is said, with the line of code at which each process is.
+ends, however that happens, so that nobody has to give signs of life. A process that is slow, or holds Python's lock
+in a long compile, is no fault. Waiting is said, with the line of code at which each process is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEARN_SECONDS = 2.0
 GRACE_SECONDS = 8.0
 """How long a process may stand still once another one has failed, before it is ended where it is."""
 SAVE_SECONDS = 5.0
-"""How long saving may take, and the processes that are told to stop."""
+"""How long saving may take, and the processes that are asked to stop."""
 END_SECONDS = 20.0
 """How long a process that has trained to the end waits for the others to say the same."""
 WAITING_SECONDS = 30.0

@@ -138,8 +138,8 @@ def optimizer_and_schedule(module: L.LightningModule) -> tuple[torch.optim.Optim
 
 
 def captured_steps(loop: PeerLoop) -> RunMicroBatch:
-    """Whole steps as replays of one CUDA graph, as torch's notes on CUDA graphs write them: the first ones on a side
-    stream, where the compiler compiles, then the capture, then each batch copied to where the graph reads it.
+    """Whole steps as replays of one CUDA graph, as torch's notes on CUDA graphs write them. The first ones run, and
+    compile, on a side stream; then comes the capture; then each batch is copied to where the graph reads it.
 
     The optimizer keeps its count and learning rate on the device. https://docs.pytorch.org/docs/stable/notes/cuda.html
     """

@@ -9,8 +9,8 @@ Times are compared by their logarithms, so that a ratio and its inverse are judg
 - absent where a side has one run: its steps do not show what differs from run to run.
 
 A difference is shown where the interval leaves out 1 **and** the ratio is further from 1 than the runs of one arm are
-from each other (their standard deviation, the larger of the two arms'). The second keeps out what an interval cannot
-see: arms of a round run one after the other, so that on a machine that slows down the later one always looks slower.
+from each other (the larger standard deviation of the two). The second rule is for what an interval cannot see: arms of
+a round run one after the other, and on a machine that slows down the later one always looks slower.
 
     total(N) = start + overhead + N x step
 

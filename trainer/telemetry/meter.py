@@ -1,8 +1,8 @@
 """The meter: times optimizer steps, sorts them into warm-up and steady state, and turns the steady ones into rates.
 
 A step is steady when it comes after the first ``warmup_steps``, nothing was compiled or captured during it, and its
-batches have shapes that were there before: libraries plan, and allocators ask for memory, once for each (cuDNN's
-attention takes 0.4 s). Both kinds are kept: the steady ones make the throughput, the others ``warmup_seconds``.
+batches have shapes that were there before. (Libraries plan, and allocators ask for memory, once for each: cuDNN's
+attention takes 0.4 s.) Both kinds are kept: the steady ones make the throughput, the others ``warmup_seconds``.
 
 Clocks never wait for the device while it trains. On CUDA, events bracket each step, so that the time is the device's
 own, idle gaps between launches included; they are read later. Elsewhere the host's monotonic clock serves.
@@ -288,8 +288,8 @@ class StepClock:
 class DataWait:
     """Fetches of batches, each between two points in time of ``clock``: what the device does not do meanwhile is lost.
 
-    On CUDA the host runs ahead, so that it may wait for the loader while the device still has work: marks before and
-    after the fetch are that far apart on the device only when it had nothing else to do. Elsewhere the host's own wait
+    On CUDA the host may wait for the loader while the device still has work. Marks before and after the fetch are apart
+    on the device only by the time in which it had none. Elsewhere the host's own wait
     is lost. Copying a batch to the device is not part of it.
     """
 

@@ -230,8 +230,7 @@ class RunRecord:
     preflight_seconds: float | None = None
     """Passes before the first step that leave no trace: shapes warmed, losses compared with eager's; None without."""
     warmup_seconds: float | None = None
-    """The preflight and all optimizer steps that are not steady: the first ones, those during which something
-    compiled, and those of a batch of a new shape, unless most batches have a new one."""
+    """The preflight and all optimizer steps that are not steady: see ``trainer.telemetry.meter``."""
     warmup_steps: int | None = None
     """Number of those steps."""
     new_shape_steps: int | None = None
