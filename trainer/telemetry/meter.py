@@ -289,8 +289,8 @@ class DataWait:
     """Fetches of batches, each between two points in time of ``clock``: what the device does not do meanwhile is lost.
 
     On CUDA the host may wait for the loader while the device still has work. Marks before and after the fetch are apart
-    on the device only by the time in which it had none. Elsewhere the host's own wait
-    is lost. Copying a batch to the device is not part of it.
+    on the device only by the time in which it had none. Elsewhere the host's own wait is lost. Copying a batch to the
+    device is not part of it.
     """
 
     def __init__(self, clock: StepClock) -> None:

@@ -270,8 +270,7 @@ class RunRecord:
     """Pairs: optimizer steps done by this process, and seconds from its start until then, pauses included; begins with
     the first step's begin. At most 256; empty where several runs share the process."""
     losses: list[list[float]] = field(default_factory=list)
-    """Pairs: an optimizer step, and the mean training loss of the steps from the pair before up to it. At most 256;
-    where there were more, some are left out."""
+    """Pairs: an optimizer step, and the mean training loss of the steps from the pair before up to it. At most 256."""
     steady_steps: int | None = None
     """Optimizer steps that the steady figures are made of."""
     steady_step_seconds_mean: float | None = None
