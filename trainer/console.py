@@ -258,7 +258,7 @@ def _compiled(record: RunRecord) -> dict[str, str]:
     cache = f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
     return {
         "compile": _with("{} s", record.compile_seconds, decimals=1) + cache,
-        "regions compiled": _with("{} of {}", record.regions_compiled, record.regions),
+        "regions compiled": _with("{} of {}", record.regions_compiled, record.regions or None),
         "graphs / breaks / recompiles": graphs
         + (f" ({validating} of them validation's own graphs)" if graphs and validating else ""),
     }
