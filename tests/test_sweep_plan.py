@@ -87,7 +87,9 @@ def test_cells_are_named_by_what_differs() -> None:
     assert len(directory_name(["x" * 500])) == 120
 
 
-@pytest.mark.parametrize("value", ["plain", "with space", "it's", "a,b=[c]{d}", "back\\slash", "end\\"])
+@pytest.mark.parametrize(
+    "value", ["plain", "with space", "it's", 'a "word"', 'a\\"b', "a,b=[c]{d}", "back\\slash", "end\\"]
+)
 def test_quoted_values_survive_hydras_grammar(value: str) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -117,7 +119,7 @@ def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_al
     sweep = tmp_path / "a sweep"
     typed = ["-m", "compile=eager,whole", "--config-dir", "mine", f"sweep={sweep}"]
     passed = expanded(typed)
-    assert passed == ["-m", "compile=eager,whole", "--config-dir", "mine", f"hydra.sweep.dir='{sweep}'"]
+    assert passed == ["-m", "compile=eager,whole", "--config-dir", "mine", f'hydra.sweep.dir="{sweep}"']
     with pytest.raises(ValueError, match=r"no sweep\.json in it, and nothing else to run$"):
         expanded(["-m", f"sweep={sweep}"])
     ledger = Ledger(arguments=passed, working_directory="/work")

@@ -49,7 +49,7 @@ def test_the_published_command_is_run_again_in_rounds(monkeypatch: pytest.Monkey
         f"sweep={records.parent / 'here'}",
         "task=captioning",
         "task.data.batch_size=32",
-        "hydra.launcher.arms=['eager','[regional]']",
+        'hydra.launcher.arms=["eager","[regional]"]',
         "hydra.launcher.rounds=2",
         "hydra.launcher.caches=shared",
     ]
@@ -134,7 +134,7 @@ def test_what_an_arm_sets_beside_its_strategies_is_the_arms(tmp_path: Path) -> N
     base, row = rows_of([Run(tmp_path, eager), Run(tmp_path, other)])
     arguments = verify.sweep_arguments(row, base, rounds=1, smoke=False, out=tmp_path)
     arm = "[whole] compile.whole.mode=reduce-overhead run=peer"
-    assert arguments[2:5] == [*eager.command[:2], f"hydra.launcher.arms=['eager','{arm}']"]
+    assert arguments[2:5] == [*eager.command[:2], f'hydra.launcher.arms=["eager","{arm}"]']
 
 
 def test_an_arm_that_is_faster_than_itself_is_a_fault(

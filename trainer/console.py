@@ -268,7 +268,8 @@ def _fallbacks(record: RunRecord) -> str:
     if record.ended_in_eager:
         return f"all of it: {next(iter(record.eager_parts.values())).splitlines()[0]}"
     fallbacks = [event for event in record.events if event.kind == "fallback"]
-    return f"{len(fallbacks)} times; first: {fallbacks[0].reason.splitlines()[0]}" if fallbacks else ""
+    several = f"{len(fallbacks)} times; first: " if len(fallbacks) > 1 else ""
+    return several + fallbacks[0].reason.splitlines()[0] if fallbacks else ""
 
 
 def _parity(record: RunRecord) -> str:

@@ -49,7 +49,7 @@ def test_nothing_left_is_eager() -> None:
         (None, "null"),
         (True, "true"),
         ([1, "a"], "[1,a]"),
-        ("a b", "'a b'"),
+        ("a b", '"a b"'),
         ({"triton.cudagraphs": False}, "{triton.cudagraphs:false}"),
     ],
 )

@@ -22,7 +22,7 @@ import torch
 from torch import distributed, nn
 
 from strategies.loop import Loop
-from trainer.build import batch_counter, on_cuda, precision_arguments, resolve_precision
+from trainer.build import batch_counter, device_of, on_cuda, precision_arguments, resolve_precision
 from trainer.console import announce
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
@@ -40,6 +40,7 @@ from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import PEER, Config, Peer
 from trainer.telemetry.compiler import CompilerMonitor
+from trainer.telemetry.hardware import device_name
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry, fill_in
 
@@ -90,6 +91,7 @@ class Peering(Job):
         assert isinstance(mode, Peer)
         self._stop = stop
         mark(record, mode, config)
+        record.device, record.precision = device_name(device_of(config.trainer)), resolve_precision(config.trainer)
         announce(self._console, record, self._run_dir)
         telemetry = Telemetry(
             count=batch_counter(config.task),

@@ -117,7 +117,7 @@ class PlannedCell:
 
 def quoted(value: object) -> str:
     """A value in quotes, as Hydra's grammar reads it back: backslashes count only before a quote, and are doubled."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value)) + "'"
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), str(value)) + '"'
 
 
 def with_arms(overrides: Sequence[str], arms: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
