@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer.report.run_verdict import run_verdict, verdict_lines
 from trainer.sweep.plan import with_arms
+from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import Event, RunRecord
 
 
@@ -52,6 +53,8 @@ def test_a_faster_run_says_both_speeds_the_wait_and_after_how_many_steps_it_pays
         "next: python -m trainer task=toy 'compile=[cached,regional]'  # the next start takes its graphs from a store",
     ]
     assert "this run of 2,000 was long enough" in verdict_lines(record(FASTER, steady_steps=1990))[1]
+    busy = MachineFacts(seconds=9.0, processors=2, other_processors=1.5)
+    assert "in 3 pairs; the machine was busy)" in verdict_lines(record(FASTER, machine=busy))[0]
 
 
 def test_a_composite_is_advised_by_its_name() -> None:

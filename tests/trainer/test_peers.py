@@ -165,12 +165,13 @@ def test_peers_are_arms_of_their_own_beside_eager_in_a_comparison(runs: list[Run
     assert "peer" not in compare(runs[:1])[0].verdict
 
 
-def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path) -> None:
+def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.compiler.set_stance("force_eager"):
         record = run(compose(peer("loop_compile", "run.backend=eager")), run_dir=tmp_path, command=[])
     assert record.status == "failed"
     assert record.reason == "NotCompiled: peer loop_compile compiled 0 graphs and none of its 1 regions"
     assert RunRecord.load(tmp_path).reason == record.reason
+    assert f" · peer loop_compile · {record.device} · 32-true · " in capsys.readouterr().out
 
 
 def loss_of_a_loop_of_ones_own(config: Config) -> float:

@@ -231,6 +231,8 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
         figures += "; steps of one side differ by more"
     if verdict.outcome == NOT_SHOWN and record.report.get("slowdown", {}).get("short_of_time"):
         figures += f"; timing more {SHORT}"
+    if record.machine is not None and record.machine.busy:
+        figures += "; the machine was busy"
     said = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
     return f"{said} ({figures})"
 
