@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts.arguments import exit_code, parser, positive
 from trainer.report.page import counted
 from trainer.report.published import (
+    CURVES_ALONE,
     LOSS,
     MAX_SPREAD,
     PACKAGES,
@@ -88,14 +89,15 @@ def work(options: argparse.Namespace) -> int:
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
         speed = mark + range_text(RATIO, row.figures.get(RATIO, ()))
-        what = f"{speed} times eager" if RATIO in row.figures else "what the others are compared with"
+        alone = "no eager beside it" if row.records[0].strategies else "what the others are compared with"
+        what = f"{speed} times eager" if RATIO in row.figures else alone
         print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0
 
 
 def published_rows(records: Path) -> dict[str, PublishedRow]:
     """Every row by its name, ``FILE/ARM``. Raises ValueError where there are no records."""
-    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith(SAME)]
+    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith((SAME, CURVES_ALONE))]
     if not files:
         raise ValueError(f"{records} has no records (*.jsonl): they are in a checkout; --records DIR says where else")
     return {f"{file.stem}/{row.arm}": row for file in files for row in rows_of(find([file]))}

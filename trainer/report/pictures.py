@@ -164,33 +164,45 @@ def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
 
 def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """The training loss of each arm over optimizer steps, the median over its runs in the range of all of them; below,
-    the same less the baseline's median. None where no run keeps its losses."""
-    curves: dict[str, dict[int, list[float]]] = {}
-    seeds = set()
+    each run less the baseline's of its seed, over the baseline's runs less their median: what a seed changes. None
+    where no run keeps its losses."""
+    runs: dict[str, list[tuple[int | None, dict[int, float]]]] = {}
     for row in comparison.rows:
         for record in (run.record for run in row.cell.finished if run.record.losses):
-            seeds.add(record.seed)
-            for step, loss in record.losses:
-                curves.setdefault(row.cell.arm, {}).setdefault(int(step), []).append(loss)
-    arms = list(curves)[:MAX_ARMS]
+            runs.setdefault(row.cell.arm, []).append((record.seed, {int(step): loss for step, loss in record.losses}))
+    arms = list(runs)[:MAX_ARMS]
     if not arms:
         return None
-    base = {step: statistics.median(found) for step, found in curves.get(comparison.baseline, {}).items()}
-    titles = [f"Training loss, median and range over the runs, {len(seeds)} seed{'s' * (len(seeds) > 1)}"]
-    titles += [f"The same less the median of {plain(comparison.baseline, 24)}"] if base and len(arms) > 1 else []
+    base = runs.get(comparison.baseline, [])
+    middles = {step: statistics.median(found) for step, found in _by_step([curve for _, curve in base]).items()}
+    seeds = len({seed for arm in arms for seed, _ in runs[arm]})
+
+    def less(arm: str) -> list[dict[int, float]]:
+        of_seed = dict(base) if arm != comparison.baseline else dict.fromkeys((seed for seed, _ in base), middles)
+        pairs = [(curve, of_seed[seed]) for seed, curve in runs[arm] if seed in of_seed]
+        return [{step: loss - theirs[step] for step, loss in ours.items() if step in theirs} for ours, theirs in pairs]
+
+    titles = [f"Training loss, median and range over the runs, {seeds} seed{'s' * (seeds > 1)}"]
+    titles += [f"Less {plain(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
     with _panels(titles, [(arm, "cold") for arm in arms], palette) as (figure, panels):
-        for axes, less in zip(panels, ({}, base), strict=False):
+        for axes, shown in zip(panels, (lambda arm: [curve for _, curve in runs[arm]], less), strict=False):
             for arm in arms:  # the baseline below the others, and wider: equal curves are both seen
-                points = sorted((step, found) for step, found in curves[arm].items() if not less or step in less)
+                points = sorted(_by_step(shown(arm)).items())
                 steps = [step for step, _ in points]
-                low, middle, high = (
-                    [of(found) - less.get(step, 0.0) for step, found in points] for of in (min, statistics.median, max)
-                )
+                low, middle, high = ([of(found) for _, found in points] for of in (min, statistics.median, max))
                 alpha, width = (0.25, 3.2) if arm == comparison.baseline else (0.08, 1.2)
                 axes.fill_between(steps, low, high, color=palette[arm], alpha=alpha, linewidth=0)
                 axes.plot(steps, middle, color=palette[arm], linewidth=width)
         panels[-1].set_xlabel("optimizer steps")
     return figure
+
+
+def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for curve in curves:
+        for step, loss in curve.items():
+            found.setdefault(step, []).append(loss)
+    return found
 
 
 def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | None:

@@ -3,8 +3,9 @@ makes of them, and whether figures measured elsewhere agree with them. ``crucibl
 
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``. Files ``same-*.jsonl``, of arms beside themselves, begin
-with ``<!-- same: NAME -->`` there. Ratios are taken in each round; the median is given with the least and the largest.
-Of runs under the profiler only the device's own time of a step is taken, and the cold warm-up where no other run was.
+with ``<!-- same: NAME -->`` there; of ``losses-*.jsonl`` a page shows the picture alone. Ratios are taken in each
+round; the median is given with the least and the largest. Of runs under the profiler only the device's own time of a
+step is taken, and the cold warm-up where no other run was.
 Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records.
 """
 
@@ -40,8 +41,8 @@ SOURCE = "Records"
 """Key of a picture's metadata: the digest of the records that it was drawn from."""
 REPORTED = frozenset({"parity", "profile", "cuda_graph"})
 """Strategies and checks whose reports are kept: verdicts and numbers."""
-SAME = "same-"
-"""What the names of files begin with that hold arms beside themselves, and no rows."""
+SAME, CURVES_ALONE = "same-", "losses-"
+"""What the names of files begin with that hold no rows: arms beside themselves, and runs of which the losses count."""
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
 MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
