@@ -59,7 +59,6 @@ WIDTH = 100
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what ``arguments`` say; returns the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if any(OVERRIDE.match(word) and not Path(word).exists() for word in given):
         return train(given)
@@ -103,7 +102,6 @@ def compared(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Command-line options."""
     made = parser("compare", __doc__ or "", ABOUT)
     add = made.add_argument
     runs_help = "records, run folders, folders to search, or globs of these; or overrides to train (default: outputs)"

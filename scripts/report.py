@@ -29,7 +29,6 @@ Exit codes: 0 written, 2 wrong arguments or no runs.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what ``arguments`` say; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given)
     return exit_code(lambda _: report(options, shlex.join(["crucible", "report", *given])), place=options.output)
@@ -54,7 +53,6 @@ def report(options: argparse.Namespace, command: str) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Command-line options."""
     made = parser("report", __doc__ or "", EXAMPLES)
     add, title = made.add_argument, "What compiling costs, and what it gives"
     steps_help = "steps to give total times for (default: 500 2000 20000)"

@@ -63,7 +63,6 @@ MAX_FALSE_CALLS = 0.05
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what ``arguments`` say; returns the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     return exit_code(lambda _: work(options))
 
@@ -128,7 +127,6 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
@@ -216,7 +214,6 @@ def report(
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Command-line options."""
     made = parser("verify", __doc__ or "", MORE)
     add = made.add_argument
     add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish and --same")

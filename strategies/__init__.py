@@ -1,12 +1,11 @@
 """Compile strategies: each one is a dataclass; ``STRATEGIES`` names those that ship."""
 
-from strategies.background import Background
 from strategies.base import Program, Ragged, Region, Stage, Strategy
 from strategies.buckets import Buckets
 from strategies.cached import Cached
 from strategies.cuda_graph import CudaGraph
 from strategies.modular import Modular, Part
-from strategies.modules import Auto, Checkpointing, Dynamic, Regional, Whole
+from strategies.modules import Auto, Background, Checkpointing, Dynamic, Regional, Whole
 from strategies.optimizer import Optimizer
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -383,5 +383,4 @@ def _random_offset(module: nn.Module) -> int | None:
     device = next((parameter.device for parameter in module.parameters()), None)
     if device is None or device.type != "cuda":
         return None
-    offset: int = torch.cuda.default_generators[device.index].get_offset()
-    return offset
+    return torch.cuda.default_generators[device.index].get_offset()

@@ -99,8 +99,7 @@ class Task:
 
     def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
         """Items of the user's data left out so far, by reason; empty when nothing was skipped."""
-        skipped: dict[str, int] = getattr(data, "skipped", {})
-        return skipped
+        return getattr(data, "skipped", {})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +140,6 @@ class TrainedTask(Task):
         raise NotImplementedError
 
     def module_class(self) -> type[ScoredModule]:
-        """The LightningModule around the network."""
         from tasks.module import ScoredModule
 
         return ScoredModule
@@ -206,7 +204,6 @@ class Loading:
             raise ValueError(f"task.data.num_workers={self.num_workers} must be at most {MAX_WORKERS} processes")
 
     def workers(self) -> int:
-        """Loader processes to start."""
         if self.num_workers is not None:
             return self.num_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -232,7 +229,6 @@ def require_share(path: str, value: float, *, below_one: bool = False) -> None:
 
 
 def require_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{path}={value!r} is not one of {choices}")
 

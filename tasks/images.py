@@ -150,7 +150,6 @@ class Scenes:
         return make_scene(f"{self.key}/{index}", max_objects=self.max_objects)
 
     def image(self, index: int) -> Tensor:
-        """Draw scene ``index`` as uint8 [3, H, W]."""
         return to_tensor(self[index].draw(self.image_size))
 
 

@@ -51,7 +51,6 @@ class ResumableSampler(DistributedSampler[int]):
         return iter(order[self.rank : self.total_size : self.num_replicas][batches * self.batch_size :])
 
     def order(self, epoch: int) -> list[Any]:
-        """What all ranks draw in ``epoch``."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(len(self.dataset), generator=generator).tolist()  # type: ignore[arg-type]
 

@@ -70,8 +70,7 @@ class ScoredModule(L.LightningModule):
 
     def scores(self, batch: Any) -> Scores:
         """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
-        scores: Scores = self.net(*(getattr(batch, name) for name in self.inputs), batch.targets)
-        return scores
+        return self.net(*(getattr(batch, name) for name in self.inputs), batch.targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
@@ -328,8 +327,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal,
         )
-        y_BSD: Tensor = self.output(mixed_BHSK.transpose(1, 2).flatten(2))
-        return y_BSD
+        return self.output(mixed_BHSK.transpose(1, 2).flatten(2))
 
 
 class TextEmbedding(nn.Module):
@@ -343,9 +341,7 @@ class TextEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Embed token ids [B, S] as [B, S, D]."""
-        x_BSD: Tensor = self.dropout(self.token(tokens_BS) + self.position[: tokens_BS.shape[1]])
-        return x_BSD
+        return self.dropout(self.token(tokens_BS) + self.position[: tokens_BS.shape[1]])
 
 
 def mlp(width: int, activation: nn.Module) -> nn.Sequential:

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from scripts.doctor import ERROR, OK, WARNING, Finding, installed, requirements
-from scripts.doctor import devices as devices_module
-from scripts.doctor.__main__ import main
-from scripts.doctor.devices import TorchFacts, ask_torch, compiling, devices, reason
+from scripts.doctor import __main__ as devices_module
+from scripts.doctor.__main__ import TorchFacts, ask_torch, compiling, devices, main, reason
 from tests.conftest import ROOT
 
 IMPORTED = {"stage": "torch", "version": "2.15.0", "cuda": "13.2", "hip": None, "path": "here"}

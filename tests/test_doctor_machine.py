@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.doctor import ERROR, OK, WARNING, Finding, limits, place, places, shared_memory, variables
-from scripts.doctor.devices import cpp
+from scripts.doctor.__main__ import cpp
 
 
 def script(file: Path, text: str) -> None:

@@ -275,7 +275,6 @@ def precision_arguments(config: TrainerConfig) -> dict[str, Any]:
 
 
 def on_cuda(config: TrainerConfig) -> bool:
-    """Whether the run's accelerator is a CUDA GPU."""
     return config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 

@@ -98,7 +98,6 @@ class Compile(CompiledTraining, L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is on the device."""
         if self.watch is not None:
             self.watch.check()
         if self._epoch_ends is not None:
@@ -108,14 +107,12 @@ class Compile(CompiledTraining, L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is through."""
         if self._epoch_ends is not None:
             self._epoch_ends.batch_ends()
         # Automatic optimization hands over {"loss": <detached clone divided by the micro-batches of a step>}.
         self.batch_ends(outputs.get("loss") if isinstance(outputs, dict) else outputs, batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """All batches of an epoch are through."""
         if self._epoch_ends is not None:
             self._epoch_ends.epoch_ends()
 
@@ -127,7 +124,6 @@ class Compile(CompiledTraining, L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A batch without a backward begins."""
         if self.watch is not None:
             self.watch.check()
         self.mark_step()
@@ -145,7 +141,6 @@ class Compile(CompiledTraining, L.Callback):
         self.pause("saving")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The training is over."""
         self.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -161,7 +156,6 @@ class Compile(CompiledTraining, L.Callback):
         self.fail(self.failed_by)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give everything back."""
         self.close()
         if self.watch is not None and self._own is not None:  # else its owner says when
             self.watch.end()

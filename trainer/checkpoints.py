@@ -344,7 +344,6 @@ class Resuming(L.Callback):
             rank_zero_warn(f"resume: {line}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, saved with every checkpoint."""
         return {"order": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -135,7 +135,6 @@ def figures_line(telemetry: Telemetry) -> str:
 
 
 def print_summary(console: Console, record: RunRecord) -> None:
-    """Print the summary as a table."""
     title = f"{record.task} · {record.label} · {record.status}"
     table = Table(title=title, show_header=False, title_justify="left", min_width=len(title))  # or it would be wrapped
     table.add_column(style="bold")

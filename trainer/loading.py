@@ -75,7 +75,6 @@ class LoaderPadder:
 
     @property
     def padding(self) -> Padding:
-        """The rule."""
         assert self.program.padding is not None
         return self.program.padding
 

@@ -272,7 +272,6 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether a training step was begun."""
         return self._compile is not None and self._compile.telemetry.phase != "starting"
 
     def cause(self, error: BaseException) -> BaseException:

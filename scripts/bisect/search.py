@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from strategies.base import Stage, Strategy
 from strategies.compose import label
-from trainer.auto.rule import refuse_choice
+from trainer.auto import refuse_choice
 
 OPTIMIZER = "optimizer step"
 """Stands among the module paths of a trial for the compiled optimizer step."""

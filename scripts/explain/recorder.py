@@ -244,7 +244,6 @@ class StepRecorder(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Report which batch it is."""
         self._batch = batch
         self.compiler.read()  # before the first batch, Compile has warmed all shapes where a strategy asks for it
         self.compiler.phase = "training"

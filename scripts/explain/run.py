@@ -25,7 +25,7 @@ from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
 from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
-from trainer.auto.rule import refuse_choice
+from trainer.auto import refuse_choice
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
 from trainer.guards.rollback import throwaway, throwaway_trainer

@@ -170,7 +170,6 @@ class ArtifactStore:
         return distrust_of(self.root) if os.path.isdir(self.root) else None
 
     def path(self, name: str) -> str:
-        """Of a bundle's file."""
         return f"{self.root}/{name}.bundle"
 
     def _refusal(self, name: str, signature: bytes, data: bytes) -> str | None:
@@ -205,7 +204,6 @@ class ArtifactStore:
 
 
 def signature_of(data: bytes, key: bytes) -> bytes:
-    """HMAC-SHA256, in hexadecimal digits."""
     return hmac.new(key, PURPOSE + data, hashlib.sha256).hexdigest().encode()
 
 

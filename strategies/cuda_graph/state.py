@@ -135,7 +135,6 @@ class HostState:
         return next((change.how for change in self.changes()), None)
 
     def changes(self) -> Iterator[Change]:
-        """Everything that is not as it was."""
         for names in self._names:
             for name, then in names.expected.items():
                 if not same(now := names.mapping.get(name, GONE), then):

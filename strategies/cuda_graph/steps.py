@@ -188,8 +188,7 @@ class StepCapture:
             self._module.zero_grad(set_to_none=True)
         self.gradients = kept.gradients if self._graphs.replays > replays else None
         self._loop.write_logs(logged)
-        results: dict[str, Any] = outputs
-        return results
+        return outputs
 
     @contextlib.contextmanager
     def _once(self, evaluated: int = 0) -> Iterator[None]:

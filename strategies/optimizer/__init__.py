@@ -180,7 +180,6 @@ class Optimizer(CompileOptions):
 
 
 def reason_for_eager(optimizer: Any, program: Program) -> str | None:
-    """Why its step is not compiled."""
     import torch
 
     if not isinstance(optimizer, torch.optim.Optimizer):

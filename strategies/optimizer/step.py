@@ -65,11 +65,9 @@ class Update(GraphedStep):
     """Largest norm of all gradients together, in the next step."""
 
     def __call__(self) -> None:
-        """Update parameters and state from the gradients."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Figures for the record."""
         raise NotImplementedError
 
     def uninstall(self) -> None:
@@ -80,7 +78,6 @@ class Update(GraphedStep):
         return 1.0
 
     def take(self) -> Callable[[], None]:
-        """See ``Strategy.take``."""
         return lambda: None
 
 
@@ -208,7 +205,6 @@ class GenericUpdate(Update):
         self._compiled: Callable[[], None] = compiler(self._step)
 
     def __call__(self) -> None:
-        """One step."""
         if self.form == "generic":
             try:
                 self._attempt()

@@ -50,8 +50,7 @@ class CaptionNet(nn.Module):
         image_BNE = self.encoder(images_BCHW)
         # Contiguous, so that no compiled region sees strides that depend on the length of the batch's longest caption.
         x_BSD = self.decoder(tokens_BS[:, :-1].contiguous(), image_BNE)
-        scores: Scores = self.tail(x_BSD, tokens_BS[:, 1:].contiguous())
-        return scores
+        return self.tail(x_BSD, tokens_BS[:, 1:].contiguous())
 
 
 class PatchEmbedding(nn.Module):
@@ -101,8 +100,7 @@ class ImageEncoder(nn.Module):
             # One layout for all blocks keeps them on one compiled graph; in eager the copy replaces the one that the
             # next block's layer norm would make of a strided input.
             x_BNE = block(x_BNE).contiguous()
-        image_BNE: Tensor = self.norm(x_BNE)
-        return image_BNE
+        return self.norm(x_BNE)
 
 
 class DecoderBlock(nn.Module):
@@ -179,5 +177,4 @@ class Captioner(ScoredModule):
 
     def scores(self, batch: CaptionBatch) -> Scores:
         """Loss in nats a target; the network takes the targets from the tokens."""
-        scores: Scores = self.net(batch.images, batch.tokens)
-        return scores
+        return self.net(batch.images, batch.tokens)

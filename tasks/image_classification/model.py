@@ -80,8 +80,7 @@ def _timm_model(name: str, *, classes: int, image_size: int) -> nn.Module:
     # Networks for any size take no such argument.
     published = timm.get_pretrained_cfg(name)
     size: dict[str, Any] = {"img_size": image_size} if published is not None and published.fixed_input_size else {}
-    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, **size)
-    return model
+    return timm.create_model(name, pretrained=False, num_classes=classes, **size)
 
 
 def _require_known(name: str) -> None:
@@ -154,7 +153,6 @@ def is_convolutional(model: nn.Module) -> bool:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether activations are normalised over the batch."""
     return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
@@ -199,8 +197,7 @@ class ClassifierNet(nn.Module):
                 x = block(x).contiguous()
         else:
             x = model(x)
-        scores: Tensor | Scores = self.tail(x, targets_B)
-        return scores
+        return self.tail(x, targets_B)
 
 
 class Stem(nn.Module):
@@ -224,8 +221,7 @@ class Stem(nn.Module):
         x_BCHW = x_BCHW.contiguous(memory_format=self.memory_format)
         (model,) = self._borrowed
         if isinstance(model, ResNet):
-            pooled_BCHW: Tensor = model.maxpool(model.relu(model.bn1(model.conv1(x_BCHW))))
-            return pooled_BCHW
+            return model.maxpool(model.relu(model.bn1(model.conv1(x_BCHW))))
         if isinstance(model, VisionTransformer):
             patches_BNE = model._process_input(x_BCHW)
             # The convolution may have made a lower precision than the class token's.

@@ -206,7 +206,6 @@ class CollateMasked:
     """Whether rows may be padded: the batch then says where."""
 
     def __call__(self, rows: Sequence[Tensor]) -> Any:
-        """Make a ``MaskedBatch``."""
         lengths, tokens_T, targets_T = self.hide(rows)
         width = int(lengths.max()) if self.pad_to is None else self.pad_to
         mask_BS = np.arange(width) < lengths[:, None]
@@ -275,7 +274,6 @@ class TextDataModule(ResumableDataModule):
         return data.place()
 
     def collation(self) -> Callable[[list[Any]], Any]:
-        """Makes a batch of rows."""
         return partial(collate_text, pad_to=self._task.data.pad_to)
 
 
@@ -286,7 +284,6 @@ class MaskedDataModule(TextDataModule):
         return CollateMasked(**self.masking())
 
     def masking(self) -> dict[str, Any]:
-        """Fields of ``CollateMasked``."""
         task: Any = self._task
         return {
             "seed": self.seed,

@@ -77,8 +77,7 @@ class NextTokenTail(nn.Module):
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
         """Map hidden states to the scores of ``targets_BS``; without targets to logits [B, S, V]."""
         if targets_BS is None:
-            logits_BSV: Tensor = self.head(self.norm(x_BSD))
-            return logits_BSV
+            return self.head(self.norm(x_BSD))
         x_TD, targets_T = x_BSD.flatten(0, 1), targets_BS.flatten()
         if self.loss_chunks == 1 or not self.training:
             return score(self.head(self.norm(x_TD)), targets_T, training=self.training)
@@ -106,8 +105,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        y_BSD: Tensor = self.output(attend(self.query_key_value(x_BSD), self.heads, causal=True, dropout=dropout))
-        return y_BSD
+        return self.output(attend(self.query_key_value(x_BSD), self.heads, causal=True, dropout=dropout))
 
 
 class Gpt2Block(nn.Module):
@@ -149,8 +147,7 @@ class Gpt2(nn.Module):
         x_BSD: Tensor = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD)
-        result: Tensor | Scores = self.tail(x_BSD, targets_BS)
-        return result
+        return self.tail(x_BSD, targets_BS)
 
 
 class Rotary(nn.Module):
@@ -206,8 +203,7 @@ class GroupedAttention(nn.Module):
             is_causal=True,
             enable_gqa=self.grouped,
         )
-        y_BSD: Tensor = self.output(mixed_BHSK.transpose(1, 2).flatten(2))
-        return y_BSD
+        return self.output(mixed_BHSK.transpose(1, 2).flatten(2))
 
 
 class SwiGlu(nn.Module):
@@ -220,9 +216,7 @@ class SwiGlu(nn.Module):
         self.down = nn.Linear(hidden_width, width, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
-        y_BSD: Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
-        return y_BSD
+        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
 
 
 class LlamaBlock(nn.Module):
@@ -269,8 +263,7 @@ class Llama(nn.Module):
         cos_1SK, sin_1SK = self.rotary(tokens_BS.shape[1])
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_1SK, sin_1SK)
-        result: Tensor | Scores = self.tail(x_BSD, targets_BS)
-        return result
+        return self.tail(x_BSD, targets_BS)
 
 
 class BertEmbedding(nn.Module):
@@ -290,8 +283,7 @@ class BertEmbedding(nn.Module):
         if positions_BS is not None:
             position_SD = F.embedding(positions_BS, self.position)
         x_BSD = self.token(tokens_BS) + (position_SD + self.token_type[0])
-        embedded_BSD: Tensor = self.dropout(self.norm(x_BSD))
-        return embedded_BSD
+        return self.dropout(self.norm(x_BSD))
 
 
 class BertBlock(nn.Module):
@@ -316,8 +308,7 @@ class BertBlock(nn.Module):
     def mix(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
         """What follows attention, whose heads' results are ``mixed_BSD``."""
         x_BSD = self.attention_norm(x_BSD + self.dropout(self.output(mixed_BSD)))
-        y_BSD: Tensor = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
-        return y_BSD
+        return self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
 
 
 class BertTail(nn.Module):
@@ -372,8 +363,7 @@ class Bert(nn.Module):
         x_BSD: Tensor = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD, mask_B11S)
-        scores: Tensor | Scores = self.tail(x_BSD, targets_BS)
-        return scores
+        return self.tail(x_BSD, targets_BS)
 
 
 class LanguageModel(ScoredModule):

@@ -196,8 +196,7 @@ def fits_kernel(query_key_value: Tensor, heads: int) -> bool:
     """Whether torch's variable-length attention takes these: in half precision, on a device that has it."""
     if not query_key_value.is_cuda or query_key_value.dtype not in (torch.bfloat16, torch.float16):
         return False
-    fits: bool = has_kernel(query_key_value.device.index, query_key_value.shape[-1] // 3 // heads)
-    return fits
+    return has_kernel(query_key_value.device.index, query_key_value.shape[-1] // 3 // heads)
 
 
 def attend_packed(query_key_value_1TE: Tensor, heads: int, offsets_N: Tensor, *, longest: int) -> Tensor:
@@ -256,8 +255,7 @@ class PackedBert(Bert):
         x_1TD: Tensor = self.embed(tokens_1T, positions_1T)
         for block in self.blocks:
             x_1TD = block(x_1TD, offsets_N)
-        scores: Tensor | Scores = self.tail(x_1TD, targets_1T)
-        return scores
+        return self.tail(x_1TD, targets_1T)
 
 
 class PackedModule(MaskedModule):

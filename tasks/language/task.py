@@ -124,7 +124,6 @@ class BertNetwork(Dimensions):
 
     @property
     def dropped_attention(self) -> float:
-        """Share of attention weights dropped in training."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property

@@ -43,8 +43,7 @@ class MicroNet(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | Scores:
         """Scores of a batch of inputs; with int64 targets the loss, see ``ClassTail``."""
-        scores: Tensor | Scores = self.tail(self.features(x), targets)
-        return scores
+        return self.tail(self.features(x), targets)
 
 
 class SimpleLinear(MicroNet):
@@ -56,8 +55,7 @@ class SimpleLinear(MicroNet):
         self.tail = ClassTail(size.width, classes)
 
     def features(self, x_BD: Tensor) -> Tensor:
-        hidden_BD: Tensor = self.hidden(x_BD).relu()
-        return hidden_BD
+        return self.hidden(x_BD).relu()
 
 
 class GraphBreaker(MicroNet):
@@ -74,8 +72,7 @@ class GraphBreaker(MicroNet):
         x_BD = self.first(x_BD)
         print(end="")  # prints nothing, so that a run stays readable; to the compiler it is a print like any other
         x_BD = x_BD.relu() if x_BD.mean() > 0 else x_BD.tanh()
-        scores: Tensor | Scores = self.tail(self.second(x_BD).relu(), targets_B)
-        return scores
+        return self.tail(self.second(x_BD).relu(), targets_B)
 
 
 class ConvNet(MicroNet):
@@ -93,8 +90,7 @@ class ConvNet(MicroNet):
         self.tail = ClassTail(4 * width, classes)
 
     def features(self, x_BCHW: Tensor) -> Tensor:
-        pooled_BD: Tensor = self.layers(x_BCHW).mean(dim=(2, 3))
-        return pooled_BD
+        return self.layers(x_BCHW).mean(dim=(2, 3))
 
 
 class TransformerBlock(nn.Module):
@@ -109,10 +105,8 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
         x_BSD = self.attention_norm(x_BSD + self.attention(x_BSD, x_BSD))
-        y_BSD: Tensor = self.mlp_norm(x_BSD + self.mlp(x_BSD))
-        return y_BSD
+        return self.mlp_norm(x_BSD + self.mlp(x_BSD))
 
 
 class SingleBlock(MicroNet):
@@ -124,8 +118,7 @@ class SingleBlock(MicroNet):
         self.tail = ClassTail(size.width, classes)
 
     def features(self, x_BSD: Tensor) -> Tensor:
-        y_BSD: Tensor = self.block(x_BSD)
-        return y_BSD
+        return self.block(x_BSD)
 
 
 class RaggedLabeller(MicroNet):

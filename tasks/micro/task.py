@@ -123,7 +123,6 @@ class Micro(TrainedTask):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Examples of each split."""
         batch_size = self.size.batch_size
         return {"train": self.train_examples or 16 * batch_size, "val": self.val_examples or 2 * batch_size}
 

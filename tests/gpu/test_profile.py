@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.doctor import ERROR, OK
-from scripts.doctor.devices import ask_torch, compiling, devices
+from scripts.doctor.__main__ import ask_torch, compiling, devices
 from tests.trainer.runs import train
 from trainer.console import summary
 from trainer.telemetry.record import RunRecord

@@ -24,7 +24,8 @@ from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.test_auto_ahead import POINTS, Device
 from tests.trainer.test_background import put_helper
-from trainer.auto import ahead, candidates, chooser
+from trainer import auto as ahead
+from trainer.auto import candidates, chooser
 from trainer.auto.remembered import program_facts
 from trainer.background import Background
 from trainer.background.wire import Request

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.trainer.test_plain_loop import Net, batches
-from trainer.auto import ahead
-from trainer.auto.ahead import Ahead
+from trainer import auto as ahead
+from trainer.auto import Ahead
 from trainer.loops.plain import PlainLoop
 
 POINTS = 6

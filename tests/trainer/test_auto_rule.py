@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.auto import EAGER, SETUP_SECONDS, SHARE, Arm, Knowledge
 from trainer.auto.remembered import MACHINE, Remembered, directory
-from trainer.auto.rule import EAGER, SETUP_SECONDS, SHARE, Arm, Knowledge
 
 MARGIN = 0.02
 STARTED = 12.0

@@ -231,7 +231,7 @@ def test_tensors_are_sent_without_their_values() -> None:
 
 
 def test_few_cores_compile_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.background.usable_cores", lambda: 3)
+    monkeypatch.setattr("strategies.modules.usable_cores", lambda: 3)
     callback, _ = train(tmp_path, regional(), Background(), steps=2)
     assert any("3 cores are too few" in note for note in callback.record.notes)
     assert callback.record.regions_compiled == 3

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from strategies import Program, Strategy
-from strategies.background import TOGETHER
-from strategies.background import Background as Options
 from strategies.base import Region
 from strategies.compose import compiler_settings
 from strategies.loop import Loop
+from strategies.modules import TOGETHER
+from strategies.modules import Background as Options
 from strategies.prepare import Preparation, is_prepared
 from strategies.regions import outermost, switch_off, switch_on
-from trainer.auto.rule import Knowledge
+from trainer.auto import Knowledge
 from trainer.background import Background
 from trainer.background.trial import Trial
 

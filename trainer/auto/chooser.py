@@ -18,10 +18,9 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.modules import Auto
 from strategies.regions import uncompile
-from trainer.auto.ahead import Ahead
+from trainer.auto import EAGER, NEVER_WAITED, Ahead, Arm, Choice, Knowledge
 from trainer.auto.candidates import Candidate, Candidates
 from trainer.auto.remembered import Remembered, directory, program_facts
-from trainer.auto.rule import EAGER, NEVER_WAITED, Arm, Choice, Knowledge
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
@@ -200,7 +199,6 @@ class Chooser:
             self._look_for_next()
 
     def _put_on(self, arm: Arm) -> None:
-        """Let ``arm`` train from the step that begins."""
         program = self._program
         uncompile(program)
         if arm.module != EAGER:
@@ -299,7 +297,6 @@ class Chooser:
         return True
 
     def _measured(self, arm: Arm, median: float, by_shape: dict[Any, float]) -> tuple[float, dict[Any, float]]:
-        """What real steps of ``arm`` took."""
         return median, by_shape
 
     # ---- the decision --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 from strategies import Program
 from strategies.options import cache_directories
 from tasks.base import cache_folder
-from trainer.auto.rule import HELPER, TAKING_OVER, Knowledge
+from trainer.auto import HELPER, TAKING_OVER, Knowledge
 from trainer.telemetry.files import finite, written_whole
 
 FORMAT = 4

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.background import Background as Options
 from strategies.base import Program, Region
 from strategies.errors import one_line
+from strategies.modules import Background as Options
 from strategies.prepare import INDUCTOR, import_beside
 from strategies.regions import outermost, switch_off
 from trainer.background.wire import Call, Request, call_of

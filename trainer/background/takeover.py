@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from strategies.background import Background as Options
 from strategies.base import Program, Region
 from strategies.compose import compiler_settings
 from strategies.errors import one_line
 from strategies.loop import Loop
+from strategies.modules import Background as Options
 from strategies.optimizer import Optimizer
 from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
 from trainer.background import Background, Key
@@ -201,7 +201,6 @@ class Takeover:
 
     @property
     def _waits(self) -> bool:
-        """Whether something is still to take over."""
         return bool(self._pending) or (self._update is not None and not self._update.over)
 
     def _has_all_shapes(self) -> bool:
@@ -265,7 +264,6 @@ class Takeover:
         return [one for one in self._program.regions if one.path.startswith(f"{region.path}.")]
 
     def _leave(self, region: Region, reason: str) -> None:
-        """Let ``region`` run eager for the rest of the run."""
         if region in self._pending:
             self._pending.remove(region)
         self._switched.pop(region.path, None)

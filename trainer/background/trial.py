@@ -48,7 +48,6 @@ class Trial:
 
     @property
     def over(self) -> bool:
-        """Whether the region has been called."""
         return self.passed or self.failed is not None
 
     @property

@@ -173,7 +173,6 @@ class UpdateTakeover:
         self.over = True
 
     def leave(self, reason: str) -> None:
-        """Let the optimizer run eager for the rest of the run."""
         if not self.over:
             self.over, self._pieces = True, None
             while self._hooks:

@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(rest)
         return 0  # it exits with its own
     script = importlib.import_module(f"scripts.{name}{'.__main__' * (name in PACKAGES)}")
-    code: int = script.main(rest)
-    return code
+    return script.main(rest)
 
 
 def train(arguments: list[str]) -> None:

@@ -419,7 +419,6 @@ class Schedule:
         return len(self._shapes) > max(1, before)
 
     def stop(self) -> None:
-        """No further step is due."""
         self._next, self._shapes = math.inf, {str(number) for number in range(SHAPES)}
 
     def next(self, spent: float) -> None:

@@ -133,12 +133,10 @@ class EagerForward:
 
 
 def floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Floating-point buffers by name."""
     return {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies by name."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

@@ -225,7 +225,6 @@ class Preflight:
         return snapshot.lost or "a step may use up what another process keeps, which cannot be put back"
 
     def skip(self, reason: str) -> None:
-        """Report why there is no preflight."""
         self._program.notes.append(f"no preflight, so that nothing was compared with eager or warmed: {reason}")
         self._report_parity("skipped", reason)
 
@@ -331,6 +330,5 @@ class Findings:
 
 
 def shapes_of(batch: Any) -> str:
-    """Types and shapes of the tensors of a batch, in order."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return " ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)

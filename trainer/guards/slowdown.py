@@ -53,12 +53,10 @@ class Sample:
 
     @property
     def eager_median(self) -> float:
-        """Seconds of a step of eager."""
         return statistics.median(self.eager_seconds)
 
     @property
     def compiled_median(self) -> float:
-        """Seconds of a compiled step."""
         return statistics.median(self.compiled_seconds)
 
     @property
@@ -79,7 +77,6 @@ class Sample:
         return T_QUANTILE * statistics.stdev(logarithms) <= NARROW * math.sqrt(len(logarithms))
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
         medians = {"eager_step_seconds": self.eager_median, "compiled_step_seconds": self.compiled_median}
         return {**medians, **asdict(self)}
 
@@ -207,5 +204,4 @@ class Slowdown:
         return {"steady_step_seconds": self.steady_seconds(), "on_later_batches": later, "slower": slower, **micro}
 
     def steady_seconds(self) -> float:
-        """Median of the steady steps so far."""
         return self._telemetry.meter.median_seconds or 0.0

@@ -373,7 +373,6 @@ def _bound(value: Any) -> list[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """By name, those in slots too."""
     slots: Iterable[str] = itertools.chain.from_iterable(
         (own,) if isinstance(own := vars(base).get("__slots__", ()), str) else own for base in type(value).__mro__
     )
@@ -441,7 +440,6 @@ def drew_random_numbers(before: tuple[Any, ...]) -> bool:
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
-    """Put a ``random_state()`` back in force."""
     python, array, host, cuda = state
     random.setstate(python)
     numpy.random.set_state(array)

@@ -167,7 +167,6 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def grouped() -> bool:
-    """Whether this process is one of a group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -115,7 +115,6 @@ class FSDP2(ShardedCheckpoints):
         self.setup_precision_plugin()
 
     def on_train_end(self) -> None:
-        """The training is over."""
         super().on_train_end()
         if self._sigterm is not None:
             self._sigterm.settle()
@@ -244,7 +243,6 @@ class FSDP2(ShardedCheckpoints):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients add up on each process."""
         for one in self._sharded():
             one.set_requires_gradient_sync(False, recurse=False)
         try:

@@ -87,7 +87,6 @@ class HuggingFaceLoop(OneProcess):
         self._take_backward = replace(self._accelerator, "backward", self._backward)
 
     def release(self) -> None:
-        """Give the Trainer its own methods back."""
         self._audited.pop_all()
         self._replaced.close()
 
@@ -123,7 +122,6 @@ class HuggingFaceLoop(OneProcess):
         self._batches = round(epoch % 1 * len(loader)) if epoch % 1 and hasattr(loader, "__len__") else 0
 
     def saved(self) -> None:
-        """The Trainer has written a checkpoint."""
         for saved in self._saving:
             saved(f"{self.directory}/checkpoint-{self.steps_done}")
 

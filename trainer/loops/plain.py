@@ -115,7 +115,6 @@ class PlainLoop(OneProcess):
     # ---- what a loop of one's own may do otherwise -----------------------------------------------------------------
 
     def to_device(self, batch: Any) -> Any:
-        """``batch`` where the module is."""
         return batch
 
     def backward(self, loss: Tensor) -> None:

@@ -353,13 +353,11 @@ class DDP(DDPStrategy):
         self._sigterm: SigtermAgreement | None = None
 
     def setup_distributed(self) -> None:
-        """Make the process group."""
         if self.captures:
             os.environ[ERROR_HANDLING] = "0"
         super().setup_distributed()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Wrap the module and make the optimizers."""
         super().setup(trainer)
         if trainer.state.fn == "fit" and trainer.world_size > 1:
             self._sigterm = SigtermAgreement(trainer)
@@ -384,7 +382,6 @@ class DDP(DDPStrategy):
             return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def on_train_end(self) -> None:
-        """The training is over."""
         super().on_train_end()
         if self._sigterm is not None:
             self._sigterm.settle()

@@ -267,7 +267,7 @@ class CompiledTraining:
 
         if program.step is not None:
             if self._guarding.parity != "off":
-                from trainer.guards.replay import ReplayParity
+                from trainer.guards.guards import ReplayParity
 
                 program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
             self._capture = program.step.take_over(loop, program)

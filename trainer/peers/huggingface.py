@@ -115,7 +115,6 @@ class TaskTrainer(transformers.Trainer):
     measured: TrainerLoop
 
     def get_train_dataloader(self) -> Any:
-        """The task's, in its order."""
         return self.batches
 
 

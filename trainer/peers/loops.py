@@ -52,7 +52,6 @@ class Work:
         return self.config.trainer.strategy == "fsdp2"
 
     def blocks(self) -> list[str]:
-        """Paths of the blocks that repeat."""
         containers = self.config.task.declare().blocks or [one.path for one in find_containers(self.module)]
         return expand_blocks(self.module, containers)
 
@@ -212,8 +211,7 @@ class TrainingStep(nn.Module):
         self.module = module
 
     def forward(self, batch: Any) -> Tensor:
-        loss: Any = self.module.training_step(batch, 0)
-        return loss
+        return self.module.training_step(batch, 0)  # type: ignore[return-value]
 
 
 class AcceleratedLoop(PeerLoop):

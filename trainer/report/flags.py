@@ -32,7 +32,6 @@ THIN = "thin"
 
 
 def step_seconds(record: RunRecord) -> float | None:
-    """Mean seconds of a steady step."""
     return 1 / record.steady_steps_per_second if record.steady_steps_per_second else None
 
 

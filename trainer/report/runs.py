@@ -72,7 +72,6 @@ class Cell:
 
     @property
     def runs(self) -> list[Run]:
-        """All runs."""
         return [*self.finished, *self.failed]
 
     @property
@@ -87,7 +86,6 @@ class Cell:
 
     @property
     def command(self) -> str:
-        """The command of the first run."""
         record = self.runs[0].record
         if record.script is not None:
             return shlex.join(["python", record.script, *record.command])

@@ -46,7 +46,6 @@ class OwnFolder(Callback):
                     config.hydra.run.dir = "."  # Hydra makes it: on this host, or by this clock, there need be none
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Claim the sweep's folder."""
         _claim_time(config.hydra.sweep, "")
         OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
 

@@ -87,7 +87,6 @@ class ModelComparison:
         return out.getvalue()
 
     def show(self, console: Console) -> None:
-        """Print what ``table`` is."""
         tables.show([self.comparison], console)
         for note in self.notes:
             console.print(f"note: {note}", markup=False)

@@ -84,8 +84,7 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
         raise ValueError(f"{file}: not {what} ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not {what} (the whole is {_name(values)}, not an object)")
-    checked: dict[str, Any] = printable(values)
-    return checked
+    return printable(values)
 
 
 def build(kind: type[Made], values: Any, path: str = "") -> Made:

@@ -119,7 +119,6 @@ class EnergyMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all windows."""
         self._window: tuple[float, float] | None = None
         self._window_samples = self._samples = 0
         self._joules = self._seconds = 0.0

@@ -39,7 +39,6 @@ class Line:
 
 
 def line(file: str, number: int, function: str | None = None) -> Line:
-    """The line with its text."""
     if function is not None and (resumed := RESUMED.match(function)):
         function = resumed["function"]
     code = linecache.getline(file, number).strip()

@@ -149,7 +149,6 @@ class Telemetry:
             hardware.reset_peaks(self._device)  # an eager pass for comparison is not the run's own memory
 
     def batch_start(self) -> None:
-        """A batch is on the device and its step begins."""
         if self._paused:
             self._paused = False
             age = hardware.process_age_seconds()
