@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture, Program
+from strategies.base import CannotCapture, Program, Verifier
 from strategies.cuda_graph.state import HostState
 from strategies.errors import first_line
 from strategies.loop import Loop
@@ -84,22 +84,6 @@ class CudaEngine:
             self._generator.graphsafe_set_state(fresh)
             raise
         return graph.replay, results
-
-
-class Verifier(Protocol):
-    """Compares the first replay of a graph with the step that it was captured from."""
-
-    facts: dict[str, Any]
-    """Verdict and figures, for the record."""
-
-    def wants(self, name: str) -> bool:
-        """Whether the graph about to be captured is to be compared."""
-
-    def reference(self, run: Callable[[], Any], batch: Any) -> None:
-        """Run the step without a graph, keep what it did, and take all of it back."""
-
-    def compare(self, results: Any) -> None:
-        """Compare the replay that has just happened. Raises what should end the run."""
 
 
 MAX_CHANGES = 6

@@ -49,7 +49,8 @@ class Kept:
 
 
 class StepCapture:
-    """Runs the micro-batches of ``loop`` through ``graphs`` until ``release``; what it cannot capture runs as it is."""
+    """Runs the micro-batches of ``loop`` through ``graphs`` until ``release``; what it cannot capture runs as it is. See
+    ``strategies.base.Capture``."""
 
     def __init__(self, loop: Loop, program: Program, graphs: StepGraphs) -> None:
         self._loop, self._program, self._graphs = loop, program, graphs
@@ -59,9 +60,7 @@ class StepCapture:
         self._unreduced = UnreducedGradients(self._module) if program.sharded and loop.micro_batches > 1 else None
         self._constants: set[Hashable] = set()
         self.sample: Sequence[nn.Parameter] = ()
-        """Parameters whose clipped gradients every captured whole step keeps."""
         self.gradients: list[Tensor] | None = None
-        """Those of the last step, valid until the next one; None where it was not replayed whole."""
         self._called = False
         self._index = self._reported = 0
         self._optimizer: GraphedStep | None = None

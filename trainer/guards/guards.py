@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
+from strategies.base import Steps
 from strategies.compose import eager
 from strategies.errors import is_compile_error, one_line
 from strategies.loop import Loop, MicroBatch
@@ -112,7 +113,7 @@ class Guards:
         return self._timing_replays(slowdown, graphs, micro_batch)
 
     @contextlib.contextmanager
-    def _timing_replays(self, slowdown: Slowdown, graphs: Any, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
+    def _timing_replays(self, slowdown: Slowdown, graphs: Steps, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
         replays = graphs.replays
         yield {}
         if graphs.given_up or not (micro_batch.begins and micro_batch.ends):

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Program, Ragged, Stage, Strategy
+from strategies.base import Capture
 from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop
 from strategies.prepare import Preparation
@@ -121,7 +122,7 @@ class CompiledTraining:
         self._guards: Guards | None = None
         self._chooser: Chooser | None = None
         self._step_begins = True
-        self._capture: Any = None
+        self._capture: Capture | None = None
         self._audits: Audits | None = None
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
