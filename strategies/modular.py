@@ -117,7 +117,7 @@ def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, list[str
         if how == "off":
             continue
         regions = _called(program, targets[name], name) if how == "whole" else _blocks(program, targets[name], name)
-        spared = {path: owner for path in regions for outer, owner in off.items() if _holds(outer, path)}
+        spared = {path: owner for path in regions for outer, owner in off.items() if holds(outer, path)}
         if len(spared) == len(regions):
             because = ", ".join(map(repr, dict.fromkeys(spared.values())))
             raise ValueError(f"{KEY}: all of {name!r} is off because of {because}; drop one of them")
@@ -137,7 +137,7 @@ def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, list[str
     }
     covered = [*owners, *off]
     declared = (*program.blocks, *program.parts)
-    return planned, [p for p in declared if not any(_holds(outer, p) or _holds(p, outer) for outer in covered)]
+    return planned, [p for p in declared if not any(holds(outer, p) or holds(p, outer) for outer in covered)]
 
 
 def _resolve(program: Program, key: str) -> list[str]:
@@ -187,7 +187,7 @@ def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
 
     module, regions = program.module, []
     for path in paths:
-        containers = [block for block in program.blocks if _holds(path, block)]
+        containers = [block for block in program.blocks if holds(path, block)]
         if not containers:
             containers = [f"{path}.{found.path}".rstrip(".") for found in find_containers(module.get_submodule(path))]
             if not containers:
@@ -196,8 +196,8 @@ def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
                 )
             program.notes.append(f"modular: {name}: found repeated blocks in {', '.join(containers)}")
         blocks = expand_blocks(module, containers)
-        beside = [part for part in program.parts if _holds(path, part)]
-        regions += [*blocks, *(part for part in beside if not any(_holds(block, part) for block in blocks))]
+        beside = [part for part in program.parts if holds(path, part)]
+        regions += [*blocks, *(part for part in beside if not any(holds(block, part) for block in blocks))]
     return regions
 
 
@@ -215,5 +215,6 @@ def _called(program: Program, paths: list[str], name: str) -> list[str]:
     return paths
 
 
-def _holds(outer: str, path: str) -> bool:
+def holds(outer: str, path: str) -> bool:
+    """Whether ``path`` is ``outer`` or lies in it."""
     return path == outer or path.startswith(f"{outer}.")

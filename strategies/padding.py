@@ -163,11 +163,11 @@ def _resize(value: Any, before: int, rows: int) -> Any:
         if value.ndim == 0 or value.shape[0] != before:
             return value
         return value.index_select(0, torch.arange(rows, device=value.device) % before)
-    parts = _parts(value)
+    parts = parts_of(value)
     return _replaced(value, {name: _resize(part, before, rows) for name, part in parts.items()}) if parts else value
 
 
-def _parts(value: Any) -> dict[str, Any]:
+def parts_of(value: Any) -> dict[str, Any]:
     """What ``value`` is made of, by the names that ``_replaced`` takes; empty for what is taken as it is."""
     if isinstance(value, Mapping):
         return dict(value)

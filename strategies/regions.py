@@ -204,7 +204,9 @@ def find_containers(module: nn.Module) -> list[Container]:
     """
     found: list[Container] = []
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, CONTAINERS) or any(_lies_in(path, outer.path) for outer in found):
+        if not isinstance(candidate, CONTAINERS) or any(
+            not outer.path or path.startswith(f"{outer.path}.") for outer in found
+        ):
             continue
         children = list(candidate.children())
         nested = bool(children) and all(map(never_called, children))
@@ -232,10 +234,6 @@ def _held(container: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
         inner = f"{path}.{name}".lstrip(".")
         held.extend(_held(child, inner) if never_called(child) else [(inner, child)])
     return held
-
-
-def _lies_in(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
 
 
 def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:

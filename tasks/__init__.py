@@ -10,20 +10,12 @@ from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, Lla
 from tasks.micro.task import Micro
 
 TASKS: dict[str, type[Task]] = {
-    "captioning": Captioning,
-    "image_classification": ImageClassification,
-    "language_modelling": LanguageModelling,
-    "masked_lm": MaskedLM,
-    "micro": Micro,
+    task.name: task for task in (Captioning, ImageClassification, LanguageModelling, MaskedLM, Micro)
 }
 """Tasks by their name on the command line."""
 
 SCHEMAS: dict[str, type] = {
-    "task/captioning": Captioning,
-    "task/image_classification": ImageClassification,
-    "task/language_modelling": LanguageModelling,
-    "task/masked_lm": MaskedLM,
-    "task/micro": Micro,
+    **{f"task/{name}": task for name, task in TASKS.items()},
     "task/size/captioner": CaptionerSize,
     "task/data/shapes": Shapes,
     "task/data/lognormal": Lognormal,

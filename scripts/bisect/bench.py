@@ -17,13 +17,13 @@ import lightning as L
 import torch
 from torch import nn
 
-from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, holds, searched
+from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, searched
 from scripts.explain.recorder import copied, kind_of, wrap_training_loader
 from scripts.explain.run import ONE_DEVICE, several_devices, training
 from strategies import Modular, Program, Stage, Strategy
 from strategies.compose import aside
 from strategies.errors import one_line
-from strategies.modular import Part
+from strategies.modular import Part, holds
 from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.callback import Compile
@@ -96,7 +96,7 @@ class Bench:
                 try:
                     facts = ParityGate("on", self._passes, self._program, self._snapshot).run(batch)
                 except ParityError as error:
-                    return Outcome(differs=True, reason=beyond_tolerance(error.facts), batch=kind)
+                    return Outcome(differs=True, reason=error.facts["reason"], batch=kind)
                 except Exception as error:
                     if "CUDA error" in str(error):  # nothing works in this process any more
                         raise
@@ -233,21 +233,3 @@ class BenchCallback(L.Callback):
             self._notes.append(f"{len(seen)} shapes of batch were seen, {len(self._chosen)} of them tried")
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
         return [copied(batch) for batch in list(self._chosen.values())[:1] * 2]
-
-
-def beyond_tolerance(facts: dict[str, Any]) -> str:
-    """What a failed comparison found, in words: the first figure beyond its tolerance, and a tensor by name."""
-    beyond = []
-    for name, label in (
-        ("loss", "loss"),
-        ("gradient_norm", "norm of the gradients"),
-        ("weights", "update of {}"),
-        ("gradients", "gradient of {}"),
-        ("optimizer_state", "optimizer state {}"),
-        ("buffers", "buffer {}"),
-    ):
-        figures = facts.get(name)
-        if figures and not figures["difference"] <= figures["tolerance"]:
-            what = label.format(figures.get("worst"))
-            beyond.append(f"{what} {figures['difference']:.2g} of eager's away, tolerance {figures['tolerance']:.2g}")
-    return "; ".join([*beyond[:1], *beyond[1:][-1:]]) or facts["reason"]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from strategies.base import Stage, Strategy
 from strategies.compose import label
+from strategies.modular import holds
 from trainer.auto import refuse_choice
 
 OPTIMIZER = "optimizer step"
@@ -256,11 +257,6 @@ class Search:
 def named(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(paths[:3]) + more
-
-
-def holds(outer: str, path: str) -> bool:
-    """Whether ``path`` is ``outer`` or lies in it."""
-    return path == outer or path.startswith(f"{outer}.")
 
 
 def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]:

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from scripts.explain import Finding, Graphs, read_break, read_recompile
 from strategies import Program
 from strategies.compose import eager
+from strategies.padding import parts_of
 from strategies.regions import RegionCall, region_calls
 from trainer.callback import Compile
 from trainer.loops.lightning import LightningLoop
@@ -333,24 +334,15 @@ def copied(batch: Any) -> Any:
 
 def kind_of(batch: Any) -> str:
     """Dtypes and shapes of everything in a batch that is a tensor, and the types of the rest, with names."""
-    return ", ".join(_parts("", batch)) or "empty"
+    return ", ".join(_described("", batch)) or "empty"
 
 
-def _parts(name: str, value: Any) -> Iterator[str]:
-    items: Iterable[tuple[Any, Any]]
+def _described(name: str, value: Any) -> Iterator[str]:
+    parts = {} if isinstance(value, Tensor) else parts_of(value)
     if isinstance(value, Tensor):
         shape = " x ".join(map(str, value.shape)) or "scalar"
         yield f"{name} {str(value.dtype).removeprefix('torch.')} {shape}".strip()
-        return
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(option.name, getattr(value, option.name)) for option in dataclasses.fields(value)]
-    else:
-        if value is not None:
-            yield f"{name} {type(value).__name__}".strip()
-        return
-    for key, item in items:
-        yield from _parts(f"{name}.{key}" if name else str(key), item)
+    elif not parts and value is not None:
+        yield f"{name} {type(value).__name__}".strip()
+    for key, part in parts.items():
+        yield from _described(f"{name}.{key}" if name else key, part)

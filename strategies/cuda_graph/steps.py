@@ -49,8 +49,7 @@ class Kept:
 
 
 class StepCapture:
-    """Runs the micro-batches of ``loop`` through ``graphs`` until ``release``; what it cannot capture runs as it is. See
-    ``strategies.base.Capture``."""
+    """Runs the micro-batches of ``loop`` through ``graphs``; what it cannot capture runs as it is. See ``Capture``."""
 
     def __init__(self, loop: Loop, program: Program, graphs: StepGraphs) -> None:
         self._loop, self._program, self._graphs = loop, program, graphs

@@ -31,11 +31,6 @@ OF_THE_UPDATE = 1e-3
 """Share of what the step changes, that it may be off beside."""
 
 
-def path_of(number: int) -> str:
-    """Under which the helper knows an optimizer."""
-    return f"<optimizer {number}>"
-
-
 def describe(strategy: Optimizer, optimizer: torch.optim.Optimizer, places: Mapping[Tensor, str]) -> bytes:
     """The optimizer with one place of each kind, for ``Shadow``; its gradients are there."""
     kinds: dict[str, list[Any]] = defaultdict(list)
@@ -109,7 +104,8 @@ class UpdateTakeover:
 
     def __init__(self, strategy: Optimizer, program: Program, keep: Callable[[Call], None], *, compares: bool) -> None:
         self._strategy, self._program, self._keep, self._compares = strategy, program, keep, compares
-        self._paths = {path_of(number): one for number, one in enumerate(program.optimizers)}
+        self._paths = {f"<optimizer {number}>": one for number, one in enumerate(program.optimizers)}
+        """Under which the helper knows them."""
         self._calls: dict[str, Call] = {}
         self._hooks: dict[str, Any] = {}
         self._shadows: dict[str, Shadow] = {}

@@ -81,7 +81,7 @@ class Draws:
         found: list[str] = []
         figures: dict[str, Any] = {"steps": len(eager)}
         if all(map(math.isfinite, [*eager, *compiled])):
-            spread = _standard_error(eager, compiled)
+            spread = math.sqrt((statistics.variance(eager) + statistics.variance(compiled)) / len(eager))
             mean, other = statistics.fmean(eager), statistics.fmean(compiled)
             allowed = limit * spread + max(16 * self.unit, loss) * abs(mean)
             figures["loss"] = {"eager": mean, "compiled": other, "tolerance": allowed / (abs(mean) or 1.0)}
@@ -106,10 +106,6 @@ class Draws:
             what = ("length", "direction", "spread")[int(beyond[worst].argmax())]
             found.append(f"{what} of the gradient or the change of {self.names[worst]!r} is not eager's under any seed")
         return found, figures
-
-
-def _standard_error(one: list[float], other: list[float]) -> float:
-    return math.sqrt((statistics.variance(one) + statistics.variance(other)) / len(one))
 
 
 def _ratio(one: list[float], other: list[float]) -> float:

@@ -329,8 +329,8 @@ class UpdateSample:
         moved = [_copied(held) for held in before]
         given = [None if gradient is None else gradient.clone() for gradient in gradients]
         for held in moved:
-            tensors = [value for name, value in held.items() if _is_floating(value) and name != "step"]
-            perturb(tensors, self._unit(held["weight"]), SEED + seed)
+            tensors = [value for name, value in held.items() if isinstance(value, Tensor) and name != "step"]
+            perturb([one for one in tensors if one.is_floating_point()], self._unit(held["weight"]), SEED + seed)
         for gradient in given:
             if gradient is not None:
                 perturb([gradient], max(self._unit(gradient), self._own_unit), SEED + 50 + seed)
@@ -377,7 +377,3 @@ def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 def _copied(state: Mapping[str, Any]) -> State:
     return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
