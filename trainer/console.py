@@ -266,7 +266,8 @@ def _compiled(record: RunRecord) -> dict[str, str]:
 def _fallbacks(record: RunRecord) -> str:
     if record.ended_in_eager:
         return f"all of it: {next(iter(record.eager_parts.values())).splitlines()[0]}"
-    fallbacks = [event for event in record.events if event.kind == "fallback"]
+    ended = record.status == "failed" and not record.steps  # by what did not compile, perhaps
+    fallbacks = [event for event in record.events if event.kind == "fallback" and not ended]
     several = f"{len(fallbacks)} times; first: " if len(fallbacks) > 1 else ""
     return several + fallbacks[0].reason.splitlines()[0] if fallbacks else ""
 

@@ -290,14 +290,24 @@ LIGHTNING_LOGGERS = {
 died before ``trainer.loops.watch`` begins."""
 
 
+PACKAGES = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("strategies", "tasks", "trainer"))
+"""Folders of our code."""
+
+
 @contextlib.contextmanager
 def process_settings(config: TrainerConfig) -> Iterator[None]:
-    """Matrix precision for fp32 (TF32 on GPUs that have it), and quiet libraries, for the length of a run."""
+    """Matrix precision for fp32 (TF32 on GPUs that have it), quiet libraries, and our warnings as a line without their
+    place in our code, for the length of a run."""
     import torch
     from lightning.fabric.utilities.warnings import PossibleUserWarning
 
     matmul = torch.get_float32_matmul_precision()
     levels = {name: logging.getLogger(name).level for name in LIGHTNING_LOGGERS}
+    formatted = warnings.formatwarning
+
+    def short(message: Any, category: Any, file: str, *place: Any) -> str:
+        return f"warning: {message}\n" if file.startswith(PACKAGES) else formatted(message, category, file, *place)
+
     torch.set_float32_matmul_precision(config.matmul_precision)
     for name, level in LIGHTNING_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
@@ -309,8 +319,10 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="The dirpath has changed")
             # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could fix.
             warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
+            warnings.formatwarning = short
             yield
     finally:
+        warnings.formatwarning = formatted
         torch.set_float32_matmul_precision(matmul)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import trainer.console
 from trainer.console import ProgressView, print_end, summary
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Event, RunRecord
 
 COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
 
@@ -69,6 +69,12 @@ def test_the_rows_of_a_compiled_run_say_what_it_cost() -> None:
     assert rows["graphs / breaks / recompiles"].startswith("5 / 0 / 2")
     assert rows["skipped items"] == "4 caption is longer than pad_to"
     assert rows["val/loss"] == "1.5000"
+    record.regions, record.events = 0, [Event(kind="fallback", reason="no formula")]
+    rows = summary(record)
+    assert "regions compiled" not in rows
+    assert rows["ran eager instead"] == "no formula"
+    record.status = "failed"
+    assert "ran eager instead" not in summary(record)
 
 
 def test_parity_of_what_draws_numbers_of_its_own_is_that_of_mean_losses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,9 @@ from strategies import Regional, Whole
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.console import ProgressView
+from trainer.process import process_settings
+from trainer.settings import TrainerConfig
+from trainer.telemetry import compiler
 from trainer.telemetry.compiler import MAX_LINES, EventReporter, line_about
 from trainer.telemetry.record import Event
 
@@ -89,7 +93,7 @@ def test_what_is_told_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines(capsys) == ["compile: compiled again in step 9 at model.py:3 forward: 0/1: size"]
     reporter.recompiles = False
     reporter.events([recompile(location="fourth.py:1 f"), Event(kind="fallback", reason="limit\nmore")], warm=True)
-    assert lines(capsys) == ["compile: runs eager: limit"]
+    assert lines(capsys) == ["compile: not compiled: limit"]
     EventReporter(enabled=False).events([Event(kind="fallback", reason="limit")], warm=True)
     assert lines(capsys) == []
 
@@ -108,6 +112,14 @@ def test_a_line_about_code_that_cannot_be_read_leaves_it_out() -> None:
     event.location = "<string>:2 torch_dynamo_resume_in_f_at_1"
     event.reason = "Failed to trace builtin operator\n  Explanation: Dynamo does not know print.\n  Hint: none"
     assert line_about(event) == "compile: graph break at <string>:2 f: Dynamo does not know print."
+
+
+def test_a_warning_of_ours_is_one_line_and_those_of_others_say_where() -> None:
+    before = warnings.formatwarning
+    with process_settings(TrainerConfig()):
+        assert warnings.formatwarning("slow", UserWarning, str(compiler.__file__), 1) == "warning: slow\n"
+        assert "UserWarning: slow" in warnings.formatwarning("slow", UserWarning, __file__, 1)
+    assert warnings.formatwarning is before
 
 
 def test_a_live_display_lets_the_line_through() -> None:

@@ -33,7 +33,7 @@ MAX_REASON = 160
 MAX_CODE = 80
 LOCATION = re.compile(r"(?P<file>.+):(?P<number>\d+)(?: (?P<function>.+))?$")
 """As in ``Event``."""
-KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback": "runs eager"}
+KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback": "not compiled"}
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
 
