@@ -183,7 +183,7 @@ def shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-OWN_ROWS = ("parity", "profile", "slowdown")
+OWN_ROWS = ("parity", "profile", "rollback", "slowdown")
 """Parts of the report that are shown in a row of their own wording, or in the verdict."""
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
