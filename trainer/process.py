@@ -319,7 +319,7 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="The dirpath has changed")
             # Lightning 2.6 asks torch 2.15's pytree in a way that the newer one deprecates; nothing a user could fix.
             warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
-            warnings.formatwarning = short
+            warnings.formatwarning = short  # type: ignore[assignment]
             yield
     finally:
         warnings.formatwarning = formatted

@@ -177,6 +177,9 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     middles = {step: statistics.median(found) for step, found in _by_step([curve for _, curve in base]).items()}
     seeds = len({seed for arm in arms for seed, _ in runs[arm]})
 
+    def own(arm: str) -> list[dict[int, float]]:
+        return [curve for _, curve in runs[arm]]
+
     def less(arm: str) -> list[dict[int, float]]:
         of_seed = dict(base) if arm != comparison.baseline else dict.fromkeys((seed for seed, _ in base), middles)
         pairs = [(curve, of_seed[seed]) for seed, curve in runs[arm] if seed in of_seed]
@@ -185,7 +188,7 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     titles = [f"Training loss, median and range over the runs, {seeds} seed{'s' * (seeds > 1)}"]
     titles += [f"Less {plain(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
     with _panels(titles, [(arm, "cold") for arm in arms], palette) as (figure, panels):
-        for axes, shown in zip(panels, (lambda arm: [curve for _, curve in runs[arm]], less), strict=False):
+        for axes, shown in zip(panels, (own, less), strict=False):
             for arm in arms:  # the baseline below the others, and wider: equal curves are both seen
                 points = sorted(_by_step(shown(arm)).items())
                 steps = [step for step, _ in points]
