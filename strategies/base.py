@@ -55,7 +55,9 @@ class Region:
     """One submodule that was handed to the compiler."""
 
     path: str
-    """Path of the submodule, as in ``module.get_submodule(path)``."""
+    """Path that the submodule had when it was handed over, as in ``module.get_submodule(path)``."""
+    module: nn.Module
+    """The submodule. A training may put another into its place, or drop it."""
     kind: str
     """Class name of the submodule; regions of one kind share their compiled code."""
     strict: bool = False
@@ -64,6 +66,8 @@ class Region:
     """Whether the region has been called since it was handed to the compiler."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """``torch.compile``'s keyword arguments for it."""
+    resting: Callable[..., Any] | None = None
+    """What is to run it once the loop begins, see ``regions.rest``."""
     compiled: Callable[..., Any] | None = None
     """Its compiled call once it has been handed to the compiler, see ``regions.switch_on``."""
 

@@ -170,21 +170,21 @@ class Checkpointing(Strategy):
             except ValueError as error:
                 raise ValueError(f"compile.checkpointing: {path}: {error}") from error
         program.report[self.name] = {"blocks": sum(map(len, found)), "computed_again": len(chosen), "paths": chosen}
+        program.kept[self.name] = [program.module.get_submodule(path) for path in chosen]
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose blocks were given back."""
         from strategies.regions import recompute, recomputes
 
-        for path in program.report[self.name]["paths"]:
-            block = program.module.get_submodule(path)
+        for block in program.kept[self.name]:
             if not recomputes(block):
                 recompute(block)
 
     def end(self, program: Program) -> None:
         from strategies.regions import keep_activations
 
-        for path in program.report.get(self.name, {}).get("paths", ()):
-            keep_activations(program.module.get_submodule(path))
+        for block in program.kept.get(self.name, ()):
+            keep_activations(block)
 
 
 # ---- auto ------------------------------------------------------------------------------------------------------------

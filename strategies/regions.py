@@ -35,11 +35,11 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     """
     module = program.module.get_submodule(path)
     for other in program.regions:
-        if program.module.get_submodule(other.path) is module:
+        if other.module is module:
             return other
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
-    region = Region(path=path, kind=type(module).__name__, strict=strict, arguments=arguments)
+    region = Region(path=path, module=module, kind=type(module).__name__, strict=strict, arguments=arguments)
     if not program.outlined:
         switch_on(program, region)
     program.regions.append(region)
@@ -68,17 +68,33 @@ def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[st
 
 def switch_on(program: Program, region: Region) -> None:
     """Run ``region`` compiled from its next call on; the first time, it is handed to the compiler."""
-    module = program.module.get_submodule(region.path)
     if region.compiled is None:
-        _hand_over(program, module, dict(region.arguments))
-        _guard(program, region, module)
-        region.compiled = module._compiled_call_impl
-    module._compiled_call_impl = region.compiled
+        _hand_over(program, region.module, dict(region.arguments))
+        _guard(program, region)
+        region.compiled = region.module._compiled_call_impl
+    region.module._compiled_call_impl = region.compiled
 
 
 def switch_off(program: Program, region: Region, call: Callable[..., Any] | None = None) -> None:
     """Run ``region`` eager from its next call on, or let ``call`` run it; what was compiled is not lost."""
-    program.module.get_submodule(region.path)._compiled_call_impl = call
+    region.module._compiled_call_impl = call
+
+
+def rest(program: Program | None) -> None:
+    """Run regions eager until ``wake``: outside of a loop's steps and evaluations a summary counts operations, a logger
+    draws a graph, a script exports the module, and compiled code can do none of it."""
+    for region in () if program is None else program.regions:
+        region.resting = region.resting or region.module._compiled_call_impl
+        region.module.__dict__.pop(
+            "_compiled_call_impl", None
+        )  # torch.jit.script looks at what a module has of its own
+
+
+def wake(program: Program | None) -> None:
+    """Steps or evaluations begin."""
+    for region in () if program is None else program.regions:
+        if region.resting is not None:
+            region.module._compiled_call_impl, region.resting = region.resting, None
 
 
 def uncompile(program: Program, regions: Collection[Region] | None = None) -> None:
@@ -98,7 +114,7 @@ def give_up(program: Program, regions: Collection[Region], reason: str) -> None:
 @contextlib.contextmanager
 def compiled_only(program: Program, regions: Collection[Region]) -> Iterator[None]:
     """Inside, only ``regions`` run compiled and the others eager; nothing is lost or compiled again by it."""
-    modules = [program.module.get_submodule(region.path) for region in program.regions if region not in regions]
+    modules = [region.module for region in program.regions if region not in regions]
     calls = [module._compiled_call_impl for module in modules]
     try:
         for module in modules:
@@ -115,11 +131,11 @@ class RegionCall:
     ``failed(region, error)`` decides: it returns after it has rolled back what must be, or raises. None: all raise.
     """
 
-    def __init__(self, region: Region, module: nn.Module) -> None:
-        assert module._compiled_call_impl is not None
-        self.compiled: Callable[..., Any] = module._compiled_call_impl
+    def __init__(self, region: Region) -> None:
+        assert region.module._compiled_call_impl is not None
+        self.compiled: Callable[..., Any] = region.module._compiled_call_impl
         self.failed: Callable[[Region, Exception], None] | None = None
-        self._region, self._module = region, module
+        self._region = region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled code, or what the module is without it."""
@@ -130,7 +146,7 @@ class RegionCall:
             if self.failed is None or not is_compile_error(error):
                 raise
             self.failed(self._region, error)
-        return self._module._call_impl(*args, **kwargs)
+        return self._region.module._call_impl(*args, **kwargs)
 
 
 def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -> None:
@@ -142,7 +158,7 @@ def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -
 def region_calls(program: Program) -> Iterator[tuple[Region, RegionCall]]:
     """The regions that are called as such, with their calls; not those within others, which an outer one calls."""
     for region in program.regions:
-        call = program.module.get_submodule(region.path)._compiled_call_impl
+        call = region.module._compiled_call_impl
         if isinstance(call, RegionCall):
             yield region, call
 
@@ -153,15 +169,15 @@ def outermost(program: Program) -> list[Region]:
     return [one for one in program.regions if not any(one.path.startswith(f"{path}.") for path in paths)]
 
 
-def _guard(program: Program, region: Region, module: nn.Module) -> None:
+def _guard(program: Program, region: Region) -> None:
     """Only around regions that lie in no other: where an outer one has a graph break, the compiler would trace it."""
     if any(region.path.startswith(f"{other.path}.") for other in program.regions):
         return
     for other in program.regions:
-        inner = program.module.get_submodule(other.path)
-        if other.path.startswith(f"{region.path}.") and isinstance(inner._compiled_call_impl, RegionCall):
-            inner._compiled_call_impl = inner._compiled_call_impl.compiled
-    module._compiled_call_impl = RegionCall(region, module)
+        call = other.module._compiled_call_impl
+        if other.path.startswith(f"{region.path}.") and isinstance(call, RegionCall):
+            other.module._compiled_call_impl = call.compiled
+    region.module._compiled_call_impl = RegionCall(region)
 
 
 def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -> None:

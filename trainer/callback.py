@@ -8,6 +8,7 @@ about 10 microseconds a step on every further one, used or not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
+from strategies.regions import rest, wake
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.private import replaced
 from trainer.loops.training import CompiledTraining, Logs
 from trainer.telemetry.files import flat
 from trainer.telemetry.record import FILE_NAME
@@ -64,26 +67,39 @@ class Compile(CompiledTraining, L.Callback):
     """What ended the training; what is behind an error, where that is another process."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Apply the strategies, once; their settings hold until ``teardown``."""
+        """Apply the strategies once the module's own ``setup`` and ``configure_model`` have built what is compiled."""
         if sum(isinstance(one, Compile) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
                 "a Trainer takes one Compile callback: give it all strategies, Compile([Regional(), Cached()])"
             )
         if trainer.world_size > 1:
             self._watch_over_processes(trainer, pl_module)
+        # Before weights are sharded or wrapped, Lightning has no hook of a callback that comes after those two.
+        undo = self._settings.enter_context(contextlib.ExitStack())
+
+        def set_up(given: L.Trainer) -> None:
+            undo.close()
+            self._apply(trainer, pl_module, trains=stage == "fit")
+            trainer.strategy.setup(given)
+
+        undo.enter_context(replaced(trainer.strategy, "setup", set_up))
+
+    def _apply(self, trainer: L.Trainer, module: L.LightningModule, *, trains: bool) -> None:
+        """Apply the strategies, once; their settings hold until ``teardown``."""
         bar = trainer.progress_bar_callback
         program = self.apply_to(
-            pl_module,
+            module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
             sharded=isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy),
-            trains=stage == "fit",
+            trains=trains,
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:
             from trainer.loading import pad_loaders
 
             pad_loaders(trainer, program)
+        rest(self.program)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
@@ -92,6 +108,7 @@ class Compile(CompiledTraining, L.Callback):
 
             self._epoch_ends = epoch_ends(trainer)
         self._keep_record(trainer)
+        wake(self.program)
         self.begin(LightningLoop(trainer), logs_of(trainer))
         self._keep_record(trainer)  # in a script it has a place only now
 
@@ -120,6 +137,14 @@ class Compile(CompiledTraining, L.Callback):
         """Validation is not part of any step."""
         if trainer.state.fn == "fit":
             self.pause("validating")
+        else:
+            wake(self.program)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What was compiled serves again."""
+        wake(self.program)
+
+    on_predict_start = on_test_start
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -154,9 +179,11 @@ class Compile(CompiledTraining, L.Callback):
         else:
             self.failed_by = exception
         self.fail(self.failed_by)
+        rest(self.program)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.close()
+        rest(self.program)
         if self.watch is not None and self._own is not None:  # else its owner says when
             self.watch.end()
 

@@ -219,12 +219,9 @@ class StepRecorder(L.Callback):
         self._batch: Any = None
         self._calls: list[tuple[RegionCall, Callable[..., Any]]] = []
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Strategies are applied: record their regions, and stand between the training loader and the loop."""
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Strategies are applied: stand between the training loader and the loop."""
         self.compiler.start()
-        program = self._compile.program
-        assert program is not None
-        self._record_regions(program)
 
         def chosen(loader: Any) -> ChosenBatches:
             self.chosen = ChosenBatches(
@@ -238,7 +235,9 @@ class StepRecorder(L.Callback):
         wrap_training_loader(trainer, chosen)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What a run logs line by line is reported here at the end."""
+        """Record the regions; what a run logs line by line is reported here at the end."""
+        assert self._compile.program is not None
+        self._record_regions(self._compile.program)
         self._compile.telemetry.reporter = EventReporter(enabled=False)
         self._options.before_steps()
 

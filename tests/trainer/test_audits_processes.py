@@ -49,7 +49,7 @@ for name, given in (
     facts[name] = {
         "error": error, "steps": trainer.global_step, "audited": audits and audits.steps,
         "verdict": audits and audits.verdict, "left out": audits and audits.not_compared,
-        "compiled": sum(part._compiled_call_impl is not None for part in module.modules()),
+        "compiled": len(compile_.program.regions),
         "weights": [float(tensor.double().sum()) for tensor in module.state_dict().values()],
     }
 (folder / f"{rank}.json").write_text(json.dumps(facts))

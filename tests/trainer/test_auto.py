@@ -144,7 +144,8 @@ def test_eager_that_wins_is_left_as_it_was(tmp_path: Path, clock: Callable[..., 
     assert record.report["auto"]["chosen"] == "eager"
     assert tried(compile_) == ["eager", "regional", "whole"]
     assert record.report["auto"]["gained_seconds"] < 0
-    assert all(child._compiled_call_impl is None for child in module.modules())
+    assert compile_.program is not None
+    assert compile_.program.regions == []
     assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **TRIED), rel=1e-4)
     assert (record.chosen_strategies, record.regions) == ([], 0)
 
@@ -394,11 +395,9 @@ def test_another_fit_goes_on_with_what_was_chosen(tmp_path: Path, clock: Callabl
     clock(eager=1.0, regional=0.5, whole=0.8)
     module, compile_ = Blocks(), auto()
     fit(module, tmp_path, [compile_], **TRIED)
-    guards = compile_._guards
     plain = Blocks()
     fit(plain, tmp_path, [], **TRIED)
     losses = fit(module, tmp_path, [compile_])
-    assert compile_._guards is not guards, "of the new trainer"
     assert [strategy.name for strategy in compile_.strategies] == ["regional"]
     assert losses == pytest.approx(fit(plain, tmp_path, []), rel=1e-4)
 
@@ -412,7 +411,8 @@ def test_a_run_that_ends_in_the_middle_of_a_trial_keeps_what_was_best(
     choice = compile_.record.report["auto"]
     assert (choice["chosen"], choice["decided_at_step"]) == ("eager", None)
     assert choice["table"]["regional"]["switched_at_step"] == 3
-    assert all(child._compiled_call_impl is None for child in module.modules())
+    assert compile_.program is not None
+    assert compile_.program.regions == []
     assert any("the run ended before the choice" in note for note in compile_.record.notes)
 
 
@@ -583,7 +583,8 @@ def test_a_run_that_ends_while_a_helper_compiles_says_so_and_leaves_none(
     losses = fit(module, tmp_path, [compile_], max_steps=12)
     assert any("ended while a helper compiled regional" in note for note in compile_.record.notes)
     assert losses == fit(Blocks(), tmp_path, [], max_steps=12)
-    assert all(child._compiled_call_impl is None for child in module.modules())
+    assert compile_.program is not None
+    assert compile_.program.regions == []
 
 
 def test_what_no_helper_can_be_told_of_compiles_in_the_foreground(tmp_path: Path, clock: Callable[..., None]) -> None:

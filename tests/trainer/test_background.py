@@ -357,9 +357,17 @@ def test_a_script_without_a_guard_is_never_run_again(tmp_path: Path, monkeypatch
     assert engine.main_script() == str(script)
 
 
+def test_a_second_training_is_taken_over_too(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+    callback = Compile([regional(), Background(force=True, at_step=3)], verbose=False, save=False, warmup_steps=1)
+    for _ in range(2):
+        fit(Blocks(), tmp_path, [callback], max_steps=6)
+        assert facts(callback)["switched_at_step"] == {"layers.0": 3, "layers.1": 4, "layers.2": 5}
+
+
 def test_the_helper_ends_with_the_training(tmp_path: Path) -> None:
     program = Program(module=nn.Linear(2, 2))
-    program.regions.append(Region(path="", kind="Linear"))
+    program.regions.append(Region(path="", module=program.module, kind="Linear"))
     helper = engine.Background(Background(force=True), program)
     helper.start()
     process = helper._process

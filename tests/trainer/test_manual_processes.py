@@ -55,7 +55,7 @@ for name, kind, modes in (
             "error": error,
             "steps": trainer.global_step,
             "report": compile_.record.report,
-            "compiled": sum(part._compiled_call_impl is not None for part in module.modules()),
+            "compiled": len(compile_.program.regions),
             "weights": [float(parameter.detach().double().sum()) for parameter in module.parameters()],
         }
 (folder / f"{rank}.json").write_text(json.dumps(facts))

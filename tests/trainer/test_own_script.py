@@ -11,10 +11,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from scripts import compare
-from strategies import Regional
-from tests.trainer.lightning_modules import Blocks
+from strategies import Checkpointing, Regional
+from tests.strategies.modules import Block
+from tests.trainer.conftest import FLOOR
+from tests.trainer.lightning_modules import Blocks, fit
 from trainer import console
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord
@@ -38,10 +41,10 @@ def data(batch_size: int = 4) -> torch.utils.data.DataLoader[Any]:
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    options = {"logger": False, "max_steps": 4, "enable_checkpointing": False, **options}
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {**off, "max_steps": 4, **options}
     return L.Trainer(
-        accelerator="cpu", callbacks=[*callbacks], default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, **options,
+        accelerator="cpu", callbacks=[*callbacks], default_root_dir=folder, **options,
     )  # fmt: skip
 
 
@@ -134,10 +137,85 @@ def test_a_fit_that_ends_early_is_recorded_so(error: BaseException, status: str,
 
 def test_a_fit_that_never_begins_leaves_no_record(tmp_path: Path) -> None:
     compile_ = regional(blocks=["layerz"])
-    with pytest.raises(ValueError, match="layerz"):
-        trainer(tmp_path, compile_).fit(Blocks(), data())
+    module = Blocks()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layerz"):
+            trainer(tmp_path, compile_).fit(module, data())
     assert compile_.record.status == "failed"
     assert not [*tmp_path.rglob("record.json")]
+
+
+class Late(Blocks):
+    """Builds its network once Lightning asks for it."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+
+    def build(self, stage: str = "") -> None:
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+
+class InSetup(Late):
+    setup = Late.build
+
+
+class InConfigureModel(Late):
+    configure_model = Late.build
+
+
+class Drops(Blocks):
+    """Loses a block in the middle of the training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            self.layers = self.layers[:2]
+
+
+class Iterates(Blocks):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
+
+    def log(self, *given: Any, **named: Any) -> None:
+        super().log(*given, **named, batch_size=4)
+
+
+@pytest.mark.parametrize("kind", [InSetup, InConfigureModel, Drops, Iterates])
+def test_modules_that_build_change_or_iterate_by_themselves_train_compiled(
+    kind: type[Blocks], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    eager = fit(kind(), tmp_path, [], max_steps=12)
+    compile_ = Compile([Checkpointing(), Regional(backend="aot_eager")])
+    assert fit(kind(), tmp_path, [compile_], max_steps=12) == pytest.approx(eager, rel=FLOOR)
+    assert compile_.record.regions_compiled == 3
+    assert any("layers.2: no longer in the module" in str(one.message) for one in recwarn) is (kind is Drops)
+
+
+class Summarised(Blocks):
+    example_input_array = torch.ones(2, 8)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(self.stem, *self.layers, self.head)(x_BD)
+
+
+def test_before_and_after_its_steps_a_module_can_do_what_eager_can(tmp_path: Path) -> None:
+    compile_, module = regional(), Summarised()
+    trainer(tmp_path, compile_, enable_model_summary=True, log_every_n_steps=0).fit(module, data())
+    assert compile_.record.regions_compiled == 3
+    x_BD = torch.ones(1, 8, requires_grad=True)
+    (slope_BD,) = torch.autograd.grad(module(x_BD).square().sum(), x_BD, create_graph=True)
+    torch.autograd.grad(slope_BD.sum(), x_BD)
+
+
+def test_blocks_that_are_replaced_between_two_fits_are_compiled(tmp_path: Path) -> None:
+    compile_, module = regional(), Blocks()
+    trainer(tmp_path, compile_).fit(module, data())
+    module.layers = nn.ModuleList(Block() for _ in range(2))
+    trainer(tmp_path, compile_).fit(module, data())
+    assert (compile_.record.regions, compile_.record.regions_compiled) == (2, 2)
 
 
 def test_a_trial_of_the_trainer_saves_nothing(tmp_path: Path) -> None:

@@ -98,7 +98,6 @@ def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
     assert (record.ended_in_eager, list(record.eager_parts)) == (True, ["layers.0", "layers.1", "layers.2"])
     assert any(event.kind == "fallback" and "self.steps" in event.reason for event in record.events)
     assert any("self.steps" in note for note in record.notes)
-    assert all(layer._compiled_call_impl is None for layer in module.layers)
 
 
 def test_the_limit_within_a_region_whose_own_frame_is_left_out_is_that_regions(
@@ -358,6 +357,18 @@ def test_what_auto_tries_and_is_not_eagers_model_is_left_out(tmp_path: Path, mon
         assert fit(Blocks(), tmp_path, [compile_], max_steps=12) == eager
     assert "planted difference" in compile_.record.report["auto"]["table"]["regional"]["failed"]
     assert compile_.record.report["auto"]["chosen"] == "eager"
+
+
+def test_what_auto_chose_for_one_module_is_no_choice_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_trial(monkeypatch)
+    compile_ = Compile([Auto(planned_steps=10**9, remember=False, background=False)])
+    fit(Blocks(), tmp_path, [compile_], max_steps=12)
+    assert compile_.record.report["auto"]["chosen"] == "regional"
+    eager = fit(WithNet(nn.Linear(8, 8)), tmp_path, [], max_steps=12)
+    assert fit(WithNet(nn.Linear(8, 8)), tmp_path, [compile_], max_steps=12) == pytest.approx(eager, rel=FLOOR)
+    assert compile_.record.report["auto"]["chosen"] == "whole"
 
 
 class Nested(Blocks):

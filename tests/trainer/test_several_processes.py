@@ -99,7 +99,7 @@ for mode in ("eager", "right", "warm", "optimizer", "auto", "rollback", "wrong",
         "steps": compile_.record.steps,
         "report": compile_.record.report,
         "ended_in_eager": compile_.record.ended_in_eager,
-        "compiled": [layer._compiled_call_impl is not None for layer in module.layers],
+        "compiled": [any(one.module is layer for one in compile_.program.regions) for layer in module.layers],
         "weights": [float(parameter.detach().sum()) for parameter in module.parameters()],
     }
     if mode == "right":

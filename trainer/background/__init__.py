@@ -94,7 +94,7 @@ class Background:
     def record(self) -> None:
         """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
         for region in self._outer:
-            module = self._program.module.get_submodule(region.path)
+            module = region.module
             self._before[region.path] = module._compiled_call_impl
             if self.by_shape:
                 self.gates[region.path] = gate = Gate(module, functools.partial(self._keep, region))
@@ -157,7 +157,7 @@ class Background:
         return process
 
     def _recorder(self, region: Region) -> Callable[..., Any]:
-        module, before = self._program.module.get_submodule(region.path), self._before[region.path]
+        module, before = region.module, self._before[region.path]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if region.path in self._missing and module.training:
@@ -175,7 +175,7 @@ class Background:
 
     def _keep(self, region: Region, number: int, args: Any, kwargs: Any) -> None:
         """Keep a call under way, the first one with inputs of these shapes."""
-        module = self._program.module.get_submodule(region.path)
+        module = region.module
         own, module._compiled_call_impl = module._compiled_call_impl, None
         try:
             call = call_of(region.path, module, region.arguments, args, kwargs, number)

@@ -57,7 +57,7 @@ class Trial:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Eager's own call; before it, the trial, at the first one that trains."""
-        module = self.program.module.get_submodule(self.region.path)
+        module = self.region.module
         if not self.over and module.training and torch.is_grad_enabled():
             before, began = module._compiled_call_impl, time.perf_counter()
             try:
@@ -77,7 +77,7 @@ class Trial:
         if self.gate is not None and isinstance(call, RegionCall):
             if call.compiled is not self.gate:
                 self.gate.compiled, call.compiled = call.compiled, self.gate
-            self.program.module.get_submodule(self.region.path)._compiled_call_impl = self.gate.compiled
+            self.region.module._compiled_call_impl = self.gate.compiled
 
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         unit = rounding_unit(self.program.precision, next(module.parameters(), torch.empty(0)).device)

@@ -197,7 +197,7 @@ class WeightsKept(TorchDispatchMode):
 @contextlib.contextmanager
 def region_draws(program: Program) -> Iterator[list[str]]:
     """Inside, which has to be eager, the paths of the regions that drew in a forward are added to the list."""
-    regions = {id(program.module.get_submodule(region.path)): region.path for region in program.regions}
+    regions = {id(region.module): region.path for region in program.regions}
     drawn: list[str] = []
     before: list[tuple[int, tuple[Any, ...]]] = []
 

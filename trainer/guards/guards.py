@@ -171,6 +171,9 @@ class Guards:
         self._rollback.check()
         if self._slowdown is not None and self._slowdown.short_of_time:
             self._program.report.setdefault("slowdown", {})["short_of_time"] = True
+        there = dict(self._program.module.named_modules(remove_duplicate=False))
+        if gone := [one.path for one in self._program.regions if there.get(one.path) is not one.module]:
+            self._warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
         missing = self._not_compiled()
         self._program.eager_parts.update(missing)
         if missing and not self._verified:
@@ -268,7 +271,7 @@ class Guards:
         compiler, program = self._telemetry.compiler, self._program
         missing: dict[str, str] = {}
         for outer in outermost(program):
-            if outer.called and compiler.compiled(program.module.get_submodule(outer.path)):
+            if outer.called and compiler.compiled(outer.module):
                 continue
             inside = [one.path for one in program.regions if f"{one.path}.".startswith(f"{outer.path}.")]
             missing.update(dict.fromkeys(inside, CALLED_IN_VAIN if outer.called else NEVER_CALLED))

@@ -99,12 +99,9 @@ class Rollback:
 
     def _beyond_limit(self, kind: type[nn.Module], *, step: int | None) -> None:
         guard = self._watch.beyond_limit.pop(kind, "")
-        regions = [one for one in self._program.regions if self._class(one) is kind and not one.strict]
+        regions = [one for one in self._program.regions if type(one.module) is kind and not one.strict]
         if regions:
             self.give_up(regions, _beyond_limit(guard), step=step, because="on_recompile_limit=eager")
-
-    def _class(self, region: Region) -> type[nn.Module]:
-        return type(self._program.module.get_submodule(region.path))
 
     def _limit_is_eager(self, error: BaseException | None) -> bool:
         return error is not None and is_recompile_limit(error) and not any(one.strict for one in self._program.regions)
@@ -169,7 +166,7 @@ class Rollback:
         if is_recompile_limit(error):
             self._watch.collect()
             if not region.strict:
-                self._beyond_limit(self._class(region), step=step + 1)
+                self._beyond_limit(type(region.module), step=step + 1)
                 return
             self._explain_limit(error)
         if self._mode == "fail":

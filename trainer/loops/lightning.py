@@ -111,7 +111,7 @@ class LightningLoop(Processes):
 
     @property
     def log_every_n_steps(self) -> int:
-        return self._trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self._trainer.log_every_n_steps or 50  # type: ignore[attr-defined]  # 0: Lightning logs nothing
 
     @property
     def metrics(self) -> Mapping[str, Tensor]:
@@ -145,6 +145,8 @@ class LightningLoop(Processes):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
         if lost := missing(trainer):
             return gone(lost)
+        if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
+            return "training_step takes its batches from the loader itself (dataloader_iter)"
         if not self.manual:
             return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
         if isinstance(trainer.strategy, ModelParallelStrategy):

@@ -27,7 +27,7 @@ from strategies.base import Capture
 from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop
 from strategies.prepare import Preparation
-from strategies.regions import give_up
+from strategies.regions import give_up, uncompile
 from trainer.guards import Guarding
 from trainer.telemetry import hardware, profile_complaints
 from trainer.telemetry.record import Event, RunRecord
@@ -91,6 +91,7 @@ class CompiledTraining:
         self.strategies = ordered(strategies)
         check(self.strategies)
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
+        self._given = self.strategies, self._choosing
         self._taking_over = next((one for one in self.strategies if one.takes_over_later), None)
         needed = self._taking_over is None and any(strategy.needs_inductor for strategy in self.strategies)
         self._preparation = Preparation() if needed else None
@@ -126,6 +127,7 @@ class CompiledTraining:
         self._audits: Audits | None = None
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
+        self._built: dict[str, nn.Module] = {}
         self.telemetry = Telemetry(**self._measured)
 
     # ---- before training -------------------------------------------------------------------------------------------
@@ -151,10 +153,14 @@ class CompiledTraining:
             print_line: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
+        if new := self._built != (built := dict(module.named_modules())):
+            if self.program is not None and self.program.module is module:
+                uncompile(self.program)
+            self.strategies, self._choosing = self._given  # auto has chosen for other blocks
         if trains and self._own is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
             self._own.prepare(print_line, lambda: self.telemetry)
-        if self.program is None or self.program.module is not module:
+        if new or self.program is None:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
             self.program = Program(
@@ -167,6 +173,7 @@ class CompiledTraining:
                 **self._declared,
             )
             apply(self.strategies, self.program)
+            self._built = built
             self._notes_logged = 0
             self._log_notes(self.program)
             if self._preparation is not None:
@@ -420,6 +427,7 @@ class CompiledTraining:
                     end(self.strategies, self.program)
                 finally:
                     self._log_notes(self.program)
+        self._guards = self._loop = None  # another training has its own
         self.telemetry.compiler.stop()
         if self._own is not None:
             self._own.end(self.record, self.close_pages)
