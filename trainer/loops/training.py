@@ -173,8 +173,7 @@ class CompiledTraining:
                 **self._declared,
             )
             apply(self.strategies, self.program)
-            self._built = built
-            self._notes_logged = 0
+            self._built, self._notes_logged = built, 0
             self._log_notes(self.program)
             if self._preparation is not None:
                 self._preparation.wait()
