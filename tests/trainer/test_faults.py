@@ -20,12 +20,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Regional
 from tasks.captioning.model import Captioner
+from tasks.micro.task import Micro
 from tests.conftest import ROOT
-from tests.processes import Pair, RanksFailed
+from tests.processes import Pair, RanksFailed, command_on_a_rank
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.runs import train
@@ -334,44 +336,54 @@ def test_where_the_first_process_is_dead_the_next_writes_the_record(pair: Pair, 
     assert re.search(r"rank 0 \(.+\): ended without a word" + AND_SO, record.reason or "")
 
 
-KILLED = """
-import os, signal
-from trainer import process
-from trainer.cli import main
-victim, moment = os.environ["KILLED"].split()
-settings = process.process_settings
-def planted(config):  # torch is imported, nothing is built
-    from lightning.pytorch.strategies import DDPStrategy
-    from tasks.micro.task import Micro
-    place = {"data": (Micro, "build_data"), "group": (DDPStrategy, "setup_distributed")}[moment]
-    setattr(*place, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-    return settings(config)
-if os.environ.get("LOCAL_RANK", "0") == victim:
-    process.process_settings = planted
-main()
-"""
-"""The command line, which kills the process of one rank before there is a process group."""
-
-
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("victim", "moment", "launcher", "how"),
-    [
-        ("0", "data", [], "ended without a word"),
-        ("1", "group", [], "killed by SIGKILL" + AND_SO),
-        ("1", "data", ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"], "ended without a word"),
-    ],
-)
-def test_the_record_of_a_run_that_is_killed_before_it_trains_says_so(
-    victim: str, moment: str, launcher: list[str], how: str, tmp_path: Path
-) -> None:
+def test_the_record_of_a_run_whose_started_process_is_killed_before_it_trains_says_so(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
-    devices = [] if launcher else ["trainer.devices=2"]
-    options = ["task=micro", "compile=eager", "trainer.accelerator=cpu", "trainer.strategy=ddp", *devices]
-    command = [sys.executable, *launcher, str(tmp_path / "killed.py"), *options, f"hydra.run.dir={tmp_path / 'run'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KILLED": f"{victim} {moment}"}
+    options = ["task=micro", "compile=eager", "trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"]
+    command = [sys.executable, str(tmp_path / "killed.py"), *options, f"hydra.run.dir={tmp_path / 'run'}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode
     record = RunRecord.load(tmp_path / "run")  # the sentinel, too, has ended: it holds the same stderr
     assert record.status == "failed", done.stderr
-    assert re.search(rf"^rank {victim} \(.+, pid \d+\): {how}", record.reason or "")
+    assert re.search(rf"^{RANK_1}killed by SIGKILL{AND_SO}", record.reason or "")
+
+
+KILLED = """
+import os, signal
+from trainer import process
+from trainer.cli import main
+settings = process.process_settings
+def planted(config):  # torch is imported, nothing is built
+    from lightning.pytorch.strategies import DDPStrategy
+    DDPStrategy.setup_distributed = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    return settings(config)
+if os.environ.get("LOCAL_RANK") == "1":
+    process.process_settings = planted
+main()
+"""
+"""The command line, which kills the process that it has started before there is a process group."""
+
+
+def killed_before_its_data(victim: str, folder: Path) -> None:
+    """As ``torchrun`` starts them: the other process waits for the record's last word, then ends."""
+
+    def last_word(*_: Any, **__: Any) -> None:
+        while not (folder / "run" / "record.json").exists() or RunRecord.load(folder / "run").status == "running":
+            time.sleep(0.05)
+        os._exit(0)
+
+    if os.environ["RANK"] == victim:
+        Micro.build_data = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    DDPStrategy.setup_distributed = last_word  # type: ignore[method-assign]
+    options = ["task=micro", "compile=eager", "trainer.accelerator=cpu", "trainer.strategy=ddp"]
+    command_on_a_rank([*options, "trainer.devices=2", f"hydra.run.dir={folder / 'run'}"], folder, folder / "said")
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_the_record_of_a_run_that_is_killed_before_its_data_says_so(victim: str, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        pair(killed_before_its_data, victim, tmp_path)
+    record = RunRecord.load(tmp_path / "run")
+    assert record.status == "failed"
+    assert re.search(rf"^rank {victim} \(.+, pid \d+\): ended without a word", record.reason or "")

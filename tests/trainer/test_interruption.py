@@ -19,29 +19,20 @@ from torch._dynamo import register_backend
 
 from tasks.captioning.model import Captioner
 from tests.conftest import ROOT
-from tests.processes import RanksFailed, on_ranks, torchrun
+from tests.processes import RanksFailed, command_alone, on_ranks, torchrun
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
+from tests.trainer.test_early_start import alive
 from tests.trainer.test_resume_exactness import send_in_step
+from tests.trainer.two_processes import run_script
 from trainer.telemetry.record import RunRecord
+
+pytestmark = pytest.mark.xdist_group("two_processes")
 
 Start = Callable[..., "subprocess.Popen[str]"]
 ENDLESS = (
-    *("trainer=debug", *SMALLEST["captioning"], "compile=eager", "trainer.max_steps=100000"),
+    *("trainer=debug", *SMALLEST["captioning"], "compile=eager", "trainer.max_steps=100000", "task.data.num_workers=1"),
     *("trainer.log_every_n_steps=5", "trainer.val_every_n_steps=0", "trainer.checkpoint_every_n_steps=5"),
 )
-
-
-def started(start_trainer: Start, cwd: Path, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
-    """An endless run that has written its first checkpoint, and its directory."""
-    run_dir = cwd / "run"
-    process = start_trainer([*ENDLESS, *overrides, f"hydra.run.dir={run_dir}"], cwd=cwd, stand_in=False)
-    deadline = time.monotonic() + 200
-    while not (run_dir / "checkpoints" / "last.ckpt").exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"no checkpoint was written\n{process.communicate()}")
-        time.sleep(0.05)
-    return process, run_dir
 
 
 def arguments_to_go_on(said: str, *, max_steps: int) -> list[str]:
@@ -56,7 +47,11 @@ def arguments_to_go_on(said: str, *, max_steps: int) -> list[str]:
 def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_go_on(
     start_trainer: Start, command_line: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    process, run_dir = started(start_trainer, tmp_path, "task.data.num_workers=1")
+    run_dir = tmp_path / "run"
+    process = start_trainer([*ENDLESS, f"hydra.run.dir={run_dir}"], cwd=tmp_path, stand_in=False)
+    while not (run_dir / "checkpoints" / "last.ckpt").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
     assert os.getpgid(process.pid) == process.pid, "the run must not share the tests' own group"
     os.killpg(process.pid, signal.SIGINT)  # reaches the data workers too, as in a terminal
     said, errors = process.communicate(timeout=200)
@@ -85,7 +80,6 @@ def killed(run_dir: Path) -> None:
         train(run_dir, "trainer.max_steps=100", "trainer.checkpoint_every_n_steps=5")
 
 
-@pytest.mark.xdist_group("two_processes")
 def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(RanksFailed, match="rank 0 died"):
@@ -158,13 +152,23 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 # ---- as schedulers send them: to the whole group ---------------------------------------------------------------------
 
 
-def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(
-    start_trainer: Start, tmp_path: Path
-) -> None:
-    process, run_dir = started(start_trainer, tmp_path, "task.data.num_workers=1")
-    os.killpg(process.pid, signal.SIGTERM)
-    said, errors = process.communicate(timeout=200)
-    assert process.returncode == 143, errors
+def terminated(folder: Path) -> int:
+    """Be ``python -m trainer`` with a data worker, and get SIGTERM with it after a checkpoint."""
+
+    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+        if (folder / "run" / "checkpoints" / "last.ckpt").exists():
+            os.killpg(0, signal.SIGTERM)
+
+    Captioner.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
+    with (folder / "errors").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    return command_alone([*ENDLESS, f"hydra.run.dir={folder / 'run'}"], folder, folder / "said")
+
+
+def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(tmp_path: Path) -> None:
+    (code,) = on_ranks(terminated, tmp_path, ranks=1)
+    run_dir, said, errors = tmp_path / "run", *((tmp_path / name).read_text() for name in ("said", "errors"))
+    assert code == 143, errors
     # Torch raises wherever Python is when a worker has ended, within a call of the garbage collector's, too.
     assert "Traceback" not in re.sub(r"Exception ignored in: .*\nTraceback", "", errors)
     record = RunRecord.load(run_dir)
@@ -180,7 +184,6 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from tasks.captioning.model import Captioner
-from tests.processes import RanksFailed, on_ranks, torchrun
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ.get("LOCAL_RANK", 0))
@@ -200,13 +203,19 @@ sys.exit(record.exit_code)
 """
 
 
+def alone(folder: Path) -> Any:
+    """Be the script, and wait for the end of the process that it has started."""
+    for name in ("RANK", "LOCAL_RANK", *torchrun(1)):
+        del os.environ[name]
+    with pytest.raises(SystemExit) as ended:
+        run_script(folder)
+    while alive(int((folder / "1.pid").read_text())):
+        time.sleep(0.05)
+    return ended.value.code
+
+
 def test_a_process_that_stops_in_its_first_step_takes_those_with_it_that_it_has_started(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ALONE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 143, ended.stderr[-3000:]
+    assert on_ranks(alone, tmp_path, ranks=1, environment={"PYTHONPATH": str(ROOT)}) == [143]
     assert json.loads((tmp_path / "0.json").read_text()) == ["interrupted", signal.SIGTERM, 0]
     assert RunRecord.load(tmp_path / "run").status == "interrupted"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "1.pid").read_text()), 0)

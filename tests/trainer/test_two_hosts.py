@@ -4,21 +4,17 @@ the run is started again and continues from its last checkpoint, in the same fol
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.conftest import ROOT
-from tests.processes import free_port
+from tests.processes import Pair, command_on_a_rank, free_port
 from trainer.telemetry.record import RunRecord
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("two_processes")
 
-PATIENCE_SECONDS = 280
 COMMAND = (
     "experiment=micro_transformer_block_smoke",
     "compile=regional",
@@ -54,44 +50,31 @@ Micro.build_module = build_module
 """Kills one process, once, after a checkpoint."""
 
 
-def test_two_hosts_train_as_one_and_go_on_after_a_process_was_killed(tmp_path: Path) -> None:
-    port = free_port()
+def host(folder: Path, port: int) -> None:
+    """An agent of torchrun's, whose processes are forks of it: it has imported all that they need."""
+    there = {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}", "local_addr": "127.0.0.1", "run_id": "test"}
+    config = LaunchConfig(2, 2, 1, **there, max_restarts=2, start_method="fork")  # type: ignore[arg-type]
+    elastic_launch(config, of_a_host)(folder, os.environ["RANK"])
+
+
+def of_a_host(folder: Path, number: str) -> None:
+    rank_zero_only.rank = int(os.environ["RANK"])  # which of them is rank 0, the agents draw
+    own = folder / number
+    own.mkdir(exist_ok=True)
+    assert command_on_a_rank(["--config-dir", str(folder), *COMMAND], own, folder / f"{number}.log") == 0
+
+
+def test_two_hosts_train_as_one_and_go_on_after_a_process_was_killed(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    agents = []
-    for host in (0, 1):
-        folder = tmp_path / str(host)
-        folder.mkdir()
-        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
-        meet = ["--local-addr=127.0.0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-        with (tmp_path / f"{host}.log").open("w") as log:
-            agents.append(
-                subprocess.Popen(
-                    [*agent, *meet, "-m", "trainer", "--config-dir", str(tmp_path), *COMMAND],
-                    cwd=folder,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    try:
-        codes = [agent.wait(max(1.0, deadline - time.monotonic())) for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGTERM)
-                agent.wait(60)
-    said = [(tmp_path / f"{host}.log").read_text() for host in (0, 1)]
-    assert codes == [0, 0], "\n".join(said)
+    pair(host, tmp_path, free_port(), timeout_seconds=280)
+    said = [(tmp_path / f"{number}.log").read_text() for number in (0, 1)]
     (file,) = tmp_path.rglob("record.json")
     record = RunRecord.load(file.parent)
     assert (record.status, record.world_size, record.num_nodes, record.restarts) == ("finished", 2, 2, 1)
     assert record.launched_by == "torchrun"
     assert record.resumed_from == str(file.parent / "checkpoints" / "last.ckpt")
     assert record.ended_in_eager is False
-    first = int(file.is_relative_to(tmp_path / "1"))  # which of them is rank 0, the agents draw
+    first = int(file.is_relative_to(tmp_path / "1"))
     assert "restarted by torchrun: from step 5" in said[first]
     assert "verdict:" in said[first]
     assert "verdict:" not in said[1 - first]
