@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Pair, measure_no_guards, on_ranks
+from tests.processes import Pair, compile_quickly, on_ranks
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, each with threads for all cores, would be in its own way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what has been imported by now: it would look through half a million objects again
     and again, for a tenth of the time that a compile takes."""
-    measure_no_guards()
+    compile_quickly()
     gc.collect()
     gc.freeze()
 

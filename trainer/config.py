@@ -108,12 +108,12 @@ def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:
     ``overrides`` are those of the command line: of options in one list, the last wins in Hydra, which nobody should
     have to know.
     """
-    complaints = [*_disagreements(overrides), *_made_up(cfg, "")]
+    complaints, unset = [*_disagreements(overrides), *_made_up(cfg, "")], sorted(OmegaConf.missing_keys(cfg))
     parts: dict[str, Any] = {}
     for option in dataclasses.fields(Config):
         if option.name != "compile":
-            parts[option.name] = _build(cfg, option.name, complaints)
-    parts["compile"] = {str(name): _build(cfg, f"compile.{name}", complaints) for name in cfg.compile}
+            parts[option.name] = _build(cfg, option.name, unset, complaints)
+    parts["compile"] = {str(name): _build(cfg, f"compile.{name}", unset, complaints) for name in cfg.compile}
     try:
         config = Config(**parts)
     except ValueError as error:
@@ -142,9 +142,8 @@ def _disagreements(overrides: Iterable[str]) -> Iterator[str]:
                         )
 
 
-def _build(cfg: DictConfig, path: str, complaints: list[str]) -> Any:
+def _build(cfg: DictConfig, path: str, unset: Sequence[str], complaints: list[str]) -> Any:
     """Build the dataclass (or take the value) at ``path``; what is wrong with it goes to ``complaints``."""
-    unset = sorted(OmegaConf.missing_keys(cfg))
     mine = [key for key in unset if key == path or key.startswith(f"{path}.")]
     if mine:
         complaints.extend(f"{key} is not set: add {key}=<value>" for key in mine)

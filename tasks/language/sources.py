@@ -7,6 +7,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -173,14 +174,16 @@ class Stdlib(TextData):
     def _documents(self) -> Iterator[tuple[str, str]]:
         """Documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""
         folder = Path(sysconfig.get_path("stdlib"))
-        relative = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
-        names = [name for name in relative if not LEFT_OUT.intersection(name.split("/")[:-1])]
+        names: list[str] = []
+        for place, below, files in os.walk(folder):
+            below[:] = set(below) - LEFT_OUT  # what is installed there is not looked through
+            names += [Path(place, name).relative_to(folder).as_posix() for name in files if name.endswith(".py")]
         if not names:
             raise ValueError(f"{folder} holds no Python sources; take task/data=text")
         names.sort(key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
         for name in names:
             with contextlib.suppress(ValueError):  # a few are not UTF-8
-                for number, part in enumerate(definitions(read_text(relative[name]))):
+                for number, part in enumerate(definitions(read_text(folder / name))):
                     yield f"{name}:{number}", part
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from strategies import Strategy
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord
 
@@ -92,17 +93,8 @@ def train(
     torch._dynamo.reset()
     compile_ = Compile(list(strategies), parity=parity, measure_peak=False, **(compile_options or {}))
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=False,
-            callbacks=[compile_, *callbacks],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            default_root_dir=folder,
-            **options,
+        trainer = quiet_trainer(
+            max_epochs=1, callbacks=[compile_, *callbacks], num_sanity_val_steps=0, default_root_dir=folder, **options
         )
         loader: Any = DataLoader(list(data), batch_size=None)
         try:

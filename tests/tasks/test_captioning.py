@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Shapes
+from tests.trainer.lightning_modules import quiet_trainer
 
 
 def test_importing_the_tasks_does_not_import_torch() -> None:
@@ -29,14 +29,7 @@ def test_the_plain_base_stands_for_the_embedded_data() -> None:
 def test_validation_writes_the_exact_mean(size: CaptionerSize, tmp_path: Path) -> None:
     task = Captioning(size=size, data=Shapes(batch_size=8, train_images=16, val_images=13, num_workers=0))
     data, module = task.build_data(seed=0), task.build_module(max_steps=2)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=2,
-        logger=TensorBoardLogger(tmp_path, name="", version=""),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_steps=2, logger=TensorBoardLogger(tmp_path, name="", version=""))
     trainer.fit(module, datamodule=data)
     module.eval()
     with torch.no_grad():
@@ -75,15 +68,7 @@ def test_it_learns_the_embedded_data_within_a_few_steps(size: CaptionerSize) -> 
     data = Shapes(batch_size=8, train_images=320, val_images=32, num_workers=0, max_objects=2)
     task = Captioning(size=size, data=data, learning_rate=5e-3, warmup_steps=5)
     loader, module = task.build_data(seed=0), task.build_module(max_steps=40)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=40,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(max_steps=40, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=loader)
     (result,) = trainer.validate(module, datamodule=loader, verbose=False)
     assert result["val/loss"] < 2.0, "the logarithm of the vocabulary is 5.9"

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from tasks.image_classification.task import ImageClassification, LabelledData, LabelledShapes
+from tests.trainer.lightning_modules import quiet_trainer
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
 
@@ -17,15 +18,7 @@ EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
 def fit(task: ImageClassification, steps: int) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
     torch.manual_seed(0)
     data, module = task.build_data(seed=0), task.build_module(max_steps=steps)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(max_steps=steps, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=data)
     return trainer, module, data
 

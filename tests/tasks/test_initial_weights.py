@@ -17,6 +17,7 @@ from tasks.image_classification.task import LabelledShapes
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 from tasks.module import is_on_meta, on_meta, start
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.peers import placed
 
@@ -77,10 +78,7 @@ class Watch(L.Callback):
 
 def fit(task: Task, module: L.LightningModule, *callbacks: L.Callback) -> Watch:
     watch = Watch()
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=3, max_epochs=-1, logger=False, callbacks=[watch, *callbacks],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=3, max_epochs=-1, callbacks=[watch, *callbacks], limit_val_batches=0)
     trainer.fit(module, datamodule=task.build_data(seed=0))
     return watch
 

@@ -12,6 +12,7 @@ from tasks.language.data import TextBatch
 from tasks.language.model import LanguageModel
 from tasks.language.sources import Stdlib, TextData
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
+from tests.trainer.lightning_modules import quiet_trainer
 
 LLAMA = LlamaNetwork(
     layers=2, width=16, heads=2, key_value_heads=1, hidden_width=32, vocabulary_size=300, max_tokens=16
@@ -38,17 +39,8 @@ def fit(task: LanguageModelling, *callbacks: L.Callback, steps: int) -> tuple[La
     L.seed_everything(0, verbose=False)
     module, data = task.build_module(max_steps=steps), task.build_data(seed=0)
     losses = Losses()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        callbacks=[losses, *callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=2,
+    trainer = quiet_trainer(
+        max_steps=steps, max_epochs=-1, callbacks=[losses, *callbacks], num_sanity_val_steps=0, limit_val_batches=2
     )
     trainer.fit(module, datamodule=data)
     assert isinstance(module, LanguageModel)

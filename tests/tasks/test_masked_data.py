@@ -15,6 +15,7 @@ from tasks.language.data import CollateMasked
 from tasks.language.sources import TextFiles
 from tasks.language.task import BertNetwork, MaskedLM
 from tasks.loading import BEGIN, END, PAD
+from tests.trainer.lightning_modules import quiet_trainer
 
 MASK, TOKENS = 999, 900
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "left", "right", "above", "below", "and", "or")
@@ -128,14 +129,11 @@ def train(task: MaskedLM, checkpoints: Path, *, resume: Path | None = None) -> R
     """Train 12 steps, 5 to an epoch, with a checkpoint after the seventh."""
     torch.manual_seed(0)
     recorder = Recorder()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         max_steps=12,
         max_epochs=-1,
-        logger=False,
         callbacks=[recorder, ModelCheckpoint(checkpoints, filename="{step}", every_n_train_steps=7, save_top_k=-1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=1,
     )

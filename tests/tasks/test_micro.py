@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
 from tasks.micro.model import TransformerBlock
 from tasks.micro.task import DEFAULTS, Micro
+from tests.trainer.lightning_modules import quiet_trainer
 
 SMALL: dict[str, dict[str, int]] = {
     "convnet": {"width": 4, "image_size": 16},
@@ -82,7 +82,7 @@ def test_a_model_learns_its_data_within_a_few_steps(model: str) -> None:
 def test_validation_is_the_exact_mean_over_targets() -> None:
     task = small("ragged", val_examples=13)
     module, data = task.build_module(max_steps=1), task.build_data(seed=0)
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = quiet_trainer()
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     module.eval()
     with torch.no_grad():
@@ -96,9 +96,7 @@ def test_validation_is_the_exact_mean_over_targets() -> None:
 def test_inputs_have_the_precision_of_the_weights() -> None:
     task = small("convnet")
     module, data = task.build_module(max_steps=1), task.build_data(seed=0)
-    trainer = L.Trainer(
-        accelerator="cpu", precision="64-true", logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
+    trainer = quiet_trainer(precision="64-true")
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     assert metrics["val/loss"] > 0
 

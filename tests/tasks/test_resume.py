@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tasks.loading import ResumableSampler
+from tests.trainer.lightning_modules import quiet_trainer
 
 
 class Recorder(L.Callback):
@@ -38,14 +39,11 @@ def train(
     data = Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers)
     task = Captioning(size=size, data=data, initialise=initialise)
     recorder = Recorder()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         max_steps=12,
         max_epochs=-1,
-        logger=False,
         callbacks=[recorder, ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=1,
         limit_train_batches=limit,

@@ -1,7 +1,8 @@
-"""Fixtures of the trainer's tests: a private cache, a clean compiler, eager's own losses and their noise."""
+"""Fixtures of the trainer's tests: a private cache, a clean compiler, eager's own losses."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ import torch
 
 from tests.strategies import backends
 from tests.trainer.clock import CLOCK, Clock, stop_time
-from tests.trainer.runs import curve, last_checkpoint, relative_differences, train
-from trainer.telemetry.record import RunRecord
+from tests.trainer.runs import curve, last_checkpoint, train
 
 FLOOR = 1e-5
 """Least relative tolerance on losses: eager repeats itself to the last bit on one CPU, a compiler rounds elsewhere."""
@@ -48,32 +48,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """One task trained eager, twice."""
+    """One task trained eager."""
 
-    record: RunRecord
     losses: dict[int, float]
     state_dict_keys: list[str]
-    tolerance: float
-    """Relative difference of losses that is noise: ten times eager's own, at least ``FLOOR``."""
 
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> Callable[..., Baseline]:
     """Train a task eager, once a session for each task, or for each task in the ``order`` that a strategy gives it."""
-    made: dict[tuple[str, str], Baseline] = {}
 
+    @functools.cache
     def make(task: str, order: str = "eager") -> Baseline:
-        if (task, order) not in made:
-            folders = [tmp_path_factory.mktemp(f"{order}-{task}") for _ in range(2)]
-            records = [train(folder, task=task, strategy=order) for folder in folders]
-            first, second = (curve(folder) for folder in folders)
-            noise = max(relative_differences(first, second))
-            made[task, order] = Baseline(
-                record=records[0],
-                losses=first,
-                state_dict_keys=list(last_checkpoint(folders[0])["state_dict"]),
-                tolerance=max(10 * noise, FLOOR),
-            )
-        return made[task, order]
+        folder = tmp_path_factory.mktemp(f"{order}-{task}")
+        train(folder, task=task, strategy=order)
+        return Baseline(losses=curve(folder), state_dict_keys=list(last_checkpoint(folder)["state_dict"]))
 
     return make

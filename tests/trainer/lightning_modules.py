@@ -57,6 +57,12 @@ class StopsWhen(L.Callback):
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(self._over(), all=True)
 
 
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """A Trainer on the CPU that leaves no files and prints nothing, but for what ``options`` say."""
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(**{"accelerator": "cpu", **silent, **options})
+
+
 def fit(module: L.LightningModule, folder: Path, callbacks: Sequence[L.Callback], **options: Any) -> list[float]:
     """Seed, train six steps and return their losses."""
     L.seed_everything(0, verbose=False)
@@ -66,14 +72,6 @@ def fit(module: L.LightningModule, folder: Path, callbacks: Sequence[L.Callback]
     data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
     losses = Losses()
     options = {"logger": False, "enable_checkpointing": False, "max_steps": 6, **options}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        callbacks=[losses, *callbacks],
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=2,
-        **options,
-    )
+    trainer = quiet_trainer(callbacks=[losses, *callbacks], default_root_dir=folder, log_every_n_steps=2, **options)
     trainer.fit(module, DataLoader(data, batch_size=4))
     return losses.values

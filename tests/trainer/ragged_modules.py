@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from tests.strategies.modules import Block
+from tests.trainer.lightning_modules import quiet_trainer
 
 IGNORED = -100
 
@@ -109,13 +110,6 @@ def fit(
     L.seed_everything(0, verbose=False)
     module = module or TextModel()
     options = {"max_steps": 10, "num_sanity_val_steps": 0, "enable_checkpointing": False, "devices": 1, **options}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = quiet_trainer(callbacks=list(callbacks), **options)
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     return module

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from strategies import Regional, Strategy, Whole
 from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
-from tests.trainer.lightning_modules import Blocks, Losses, fit
+from tests.trainer.lightning_modules import Blocks, Losses, fit, quiet_trainer
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
@@ -113,10 +113,7 @@ def test_lightnings_own_demo_is_compiled_whole() -> None:
     def train(callbacks: list[L.Callback]) -> list[float]:
         losses = Losses()
         L.seed_everything(0, verbose=False)
-        trainer = L.Trainer(
-            max_steps=4, limit_val_batches=2, accelerator="cpu", logger=False, callbacks=[losses, *callbacks],
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(max_steps=4, limit_val_batches=2, callbacks=[losses, *callbacks])
         trainer.fit(BoringModel())
         return losses.values
 

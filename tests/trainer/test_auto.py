@@ -116,24 +116,13 @@ def test_the_faster_candidate_takes_over_and_what_loses_steps_back(tmp_path: Pat
     assert any(note.startswith("auto: regional from step 4 on") for note in record.notes)
     assert any(note.startswith("auto tried ") and "stays" in note for note in record.notes)
     assert record.steady_steps == 24 - 13 - 5, "of what was chosen alone, after a warm-up of its own"
-
-
-def test_what_was_compiled_once_is_not_compiled_again_when_it_comes_back(
-    tmp_path: Path, clock: Callable[..., None]
-) -> None:
-    clock(eager=1.0, regional=0.9, whole=0.95)
-    compile_ = auto()
-    fit(Blocks(), tmp_path, [compile_], **TRIED)
-    graphs = compile_.record.graphs
-    torch._dynamo.reset()
     fixed = []
-    for name in ("regional", "whole"):
-        one = Compile([STRATEGIES[name](backend="aot_eager")])  # type: ignore[call-arg]
-        fit(Blocks(), tmp_path, [one])
-        fixed.append(one.record.graphs or 0)
+    for strategy in (Regional(backend="aot_eager"), Whole(backend="aot_eager")):
         torch._dynamo.reset()
-    assert graphs is not None
-    assert graphs <= sum(fixed)
+        fit(Blocks(), tmp_path, [one := Compile([strategy])])
+        fixed.append(one.record.graphs or 0)
+    assert record.graphs is not None
+    assert record.graphs <= sum(fixed), "what was compiled once is not compiled again when it comes back"
 
 
 def test_eager_that_wins_is_left_as_it_was(tmp_path: Path, clock: Callable[..., None]) -> None:

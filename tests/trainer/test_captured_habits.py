@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer import habits
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.test_step_capture import Recorded
 from trainer.callback import Compile
 
@@ -34,11 +35,15 @@ def losses(name: str, folder: Path, compile_: Compile, *, accelerator: str = "cp
     data = DataLoader(TensorDataset(torch.randn(48, 8), torch.randn(48, 1)), batch_size=2)
     watch = Losses()
     callbacks = [watch, *([habits.CALLBACKS[name]()] if name in habits.CALLBACKS else []), compile_]
-    trainer = L.Trainer(
-        callbacks=callbacks, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, logger=CSVLogger(folder) if name == "LogsToTheLogger" else False,
-        accelerator=accelerator, devices=1, max_steps=STEPS if reason is None else STEPS_UNTIL_REFUSED, max_epochs=-1,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        callbacks=callbacks,
+        default_root_dir=folder,
+        logger=CSVLogger(folder) if name == "LogsToTheLogger" else False,
+        accelerator=accelerator,
+        devices=1,
+        max_steps=STEPS if reason is None else STEPS_UNTIL_REFUSED,
+        max_epochs=-1,
+    )
     trainer.fit(kind(), data)
     return watch.seen
 

@@ -18,7 +18,7 @@ from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
 from strategies.cuda_graph.steps import Unused, Used
 from tests.processes import Pair
-from tests.trainer.lightning_modules import Losses
+from tests.trainer.lightning_modules import Losses, quiet_trainer
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
 from trainer.loops.fsdp2 import FSDP2
@@ -86,10 +86,7 @@ def train(strategies: list[Any], habit: str = "", **options: Any) -> tuple[list[
     if options.get("strategy") == "fsdp2":
         options["strategy"] = FSDP2()
     compile_ = Compile(strategies, parity="strict", measure_peak=False, save=False, verbose=False)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=STEPS, max_epochs=-1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[compile_, losses], **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=STEPS, max_epochs=-1, callbacks=[compile_, losses], **options)
     shapes: Any = DataLoader(Shapes(), batch_size=None)
     trainer.fit(module, shapes if habit else DataLoader(data, batch_size=8 // world))
     facts = compile_.record.report.get("recorded", {})

@@ -13,6 +13,7 @@ from strategies import Regional, Strategy
 from strategies.torch_patches import as_capturing
 from tests.strangers import cases, loader, make
 from tests.trainer.conftest import FLOOR
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.test_step_capture import Recorded, Watch
 from trainer.callback import Compile
@@ -24,10 +25,7 @@ def train(name: str, mask: bool, *strategies: Strategy) -> tuple[list[float], Co
     """Losses of some seeded steps, and the callback."""
     L.seed_everything(0, verbose=False)
     watch, compile_ = Watch(), Compile(strategies, warmup_steps=1, save=False)
-    trainer = L.Trainer(
-        max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[watch, compile_], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=STEPS, callbacks=[watch, compile_])
     trainer.fit(make(name, tiny=True), loader(name, tiny=True, steps=STEPS, mask=mask))
     return watch.losses, compile_
 

@@ -19,7 +19,7 @@ from strategies import STRATEGIES
 from strategies.compose import label
 from tasks import TASKS
 from tests.conftest import ROOT
-from tests.trainer.conftest import Baseline
+from tests.trainer.conftest import FLOOR, Baseline
 from tests.trainer.runs import (
     MODULE_STRATEGIES,
     STEPS,
@@ -136,7 +136,7 @@ def losses_are_eagers_at_every_step(run_dir: Path, record: RunRecord, eager: Bas
     losses = curve(run_dir)
     assert list(losses) == list(range(1, STEPS + 1))
     assert len(set(losses.values())) == STEPS, "the model learns"
-    assert max(relative_differences(losses, eager.losses)) <= eager.tolerance
+    assert max(relative_differences(losses, eager.losses)) <= FLOOR
     assert record.final_loss == pytest.approx(losses[STEPS])
     assert dict(record.losses) == pytest.approx(losses)  # type: ignore[arg-type]
 

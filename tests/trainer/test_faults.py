@@ -29,7 +29,7 @@ from tasks.micro.task import Micro
 from tests.conftest import ROOT
 from tests.processes import Pair, RanksFailed, command_on_a_rank
 from tests.strategies import backends
-from tests.trainer.lightning_modules import Blocks
+from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.loops import sentinel, watch
@@ -151,14 +151,11 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     if fault == "callback":
         callbacks = [Breaks()]
     compiled = Compile(**compile_, verbose=False)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         **{"max_steps": STEPS, **options},
-        accelerator="cpu",
         devices=2,
         strategy="ddp",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
         callbacks=[compiled, *callbacks],
         default_root_dir=folder,
         val_check_interval=1.0 if "max_epochs" in options else 2,

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Regional
 from tests.processes import Pair
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.loops.fsdp2 import FSDP2
 
@@ -81,15 +82,11 @@ def train(module: L.LightningModule, ranks: int, strategies: list[Any] | None = 
     ids = ids[int(os.environ.get("RANK", "0")) :: ranks]  # so that both ranks' rows of a step are those of one process
     data = DataLoader(TensorDataset(ids, (ids * 3 + 1) % VOCABULARY), batch_size=ROWS // ranks)
     options = {"enable_checkpointing": False, "gradient_clip_val": 0.5, "max_steps": STEPS, **options}
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=ranks,
         strategy=options.pop("strategy", FSDP2() if ranks > 1 else "auto"),
         callbacks=[] if strategies is None else [Compile(strategies, save=False, verbose=False)],
         use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     trainer.fit(module, data, data if options.get("limit_val_batches") else None)

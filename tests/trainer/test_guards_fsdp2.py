@@ -17,6 +17,7 @@ from tests.strategies import backends
 from tests.trainer import guarded
 from tests.trainer.audited import FaultFrom, late_backend
 from tests.trainer.guarded import Traceable
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.loops.fsdp2 import FSDP2
 
@@ -30,17 +31,12 @@ def trained(backend: str, **options: Any) -> dict[str, Any]:
     module = Traceable()
     data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
     compile_ = Compile([Regional(backend=backend)], verbose=False, save=False, **options)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=FSDP2(),
         max_steps=9,
         max_epochs=-1,
         gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[FaultFrom(3), compile_],
     )
     error = None

@@ -16,6 +16,7 @@ from strategies import Buckets, Optimizer, Regional
 from tests.strategies import backends
 from tests.trainer import guarded, ragged_modules
 from tests.trainer.clock import CLOCK
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.build import Mixed
 from trainer.callback import Compile
@@ -39,13 +40,9 @@ def trained(module: L.LightningModule, folder: Path, compile_: Compile | None, *
             layer.reset_parameters()
     data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
     end = End()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         callbacks=[end, *([compile_] if compile_ is not None else [])],
         default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         log_every_n_steps=1,
         **{"logger": False, "max_epochs": 1, **options},
     )

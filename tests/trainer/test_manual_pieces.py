@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strategies import Program, Whole
 from strategies.loop import Span
-from tests.trainer.lightning_modules import Blocks
+from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
 from trainer.guards.compare import Comparison, StepRecorder, around_steps, displaced
@@ -45,10 +45,7 @@ class OnFirstBatch(L.Callback):
 def on_first_batch(module: L.LightningModule, folder: Path, look: Any) -> None:
     callback = OnFirstBatch(look)
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, limit_train_batches=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback], default_root_dir=folder,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=1, callbacks=[callback], default_root_dir=folder)
     data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 1))
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
     assert callback.looked
@@ -226,10 +223,7 @@ def test_a_module_with_no_optimizer_that_anyone_knows_trains_and_says_why_it_is_
     module = OnItsOwn()
     before = module.layer.weight.detach().clone()
     callback = Compile([Whole(backend="eager")], whole=["layer"], measure_peak=False)
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[callback], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=1, callbacks=[callback], default_root_dir=tmp_path)
     data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 1))
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
     assert not torch.equal(module.layer.weight, before)

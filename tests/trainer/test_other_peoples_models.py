@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Modular, Part, Regional, Strategy, Whole
 from tests.trainer.conftest import FLOOR
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord
 
@@ -92,10 +93,7 @@ def train(
 
     L.seed_everything(0, verbose=False)
     module, compile_ = make(), Compile(strategies, warmup_steps=1, save=False)
-    trainer = L.Trainer(
-        max_steps=4, accelerator="cpu", logger=False, callbacks=[Losses(), compile_], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=4, callbacks=[Losses(), compile_])
     trainer.fit(module, data())
     return losses, list(module.state_dict()), compile_.record
 

@@ -12,6 +12,7 @@ import torch
 from strategies import Regional
 from tasks.language.task import BertNetwork
 from tests.tasks.test_packed_documents import task_of
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import STEPS, curve, train
 from tests.trainer.test_step_capture import Recorded, Watch
 from trainer.callback import Compile
@@ -58,10 +59,9 @@ def captured(strategies: list[Any], folder: Path) -> tuple[Watch, Any]:
         layers=2, width=16, heads=2, vocabulary_size=320, max_tokens=48, dropout=0.1, attention_dropout=0.0
     )
     watch, compile_ = Watch(), Compile(strategies, blocks=["net.blocks"], parts=["net.embed", "net.tail"], save=False)
-    trainer = L.Trainer(
-        callbacks=[watch, compile_], default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, logger=False, accelerator="cpu", max_steps=8, max_epochs=-1, limit_val_batches=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        callbacks=[watch, compile_], default_root_dir=folder, max_steps=8, max_epochs=-1, limit_val_batches=0
+    )
     module = task.build_module(max_steps=8)
     trainer.fit(module, datamodule=task.build_data(seed=0))
     return watch, compile_.record.report.get("recorded")

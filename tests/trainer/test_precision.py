@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Optimizer, Strategy
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import curve, relative_differences, train
 from tests.trainer.test_step_capture import Recorded
 from trainer.build import Mixed
@@ -45,17 +46,12 @@ def weights_of(module: Fused, plugin: MixedPrecision, folder: Path, *strategies:
     torch.manual_seed(0)
     for layer in (module.net[0], module.net[2]):
         layer.reset_parameters()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         plugins=[plugin],
         callbacks=[Compile(strategies, parity="off", record=module.record)],
         max_steps=6,
         gradient_clip_val=0.1,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(24, 8), torch.randn(24, 1)), batch_size=4))
     return [*module.weights, module.net[0].weight.detach().clone()]

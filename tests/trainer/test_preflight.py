@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strategies import Optimizer, Regional
 from tests.trainer.guarded import Traceable
-from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.config import compose
@@ -78,20 +78,14 @@ def test_a_resumed_training_goes_on_from_its_optimizer_state(tmp_path: Path) -> 
         fit(Traceable(), folder, [], enable_checkpointing=False, max_steps=3)
         module = Traceable()
         L.seed_everything(0, verbose=False)
-        trainer = L.Trainer(
-            accelerator="cpu", max_steps=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=folder, enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(max_steps=3, default_root_dir=folder)
         data = torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1)), batch_size=4
         )
         trainer.fit(module, data)
         trainer.save_checkpoint(folder / "three.ckpt")
         callback = Compile([Regional(backend="aot_eager")], parity=parity)
-        further = L.Trainer(
-            accelerator="cpu", max_steps=6, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=folder, enable_checkpointing=False, callbacks=[callback],
-        )  # fmt: skip
+        further = quiet_trainer(max_steps=6, default_root_dir=folder, callbacks=[callback])
         again = Traceable()
         further.fit(again, data, ckpt_path=folder / "three.ckpt")
         assert further.global_step == 6

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 
 from strategies import Regional, torch_patches
 from tests.conftest import ROOT
+from tests.processes import on_ranks
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 from trainer.loops import private
@@ -45,16 +46,25 @@ def test_this_lightning_has_all_private_names_that_are_used(tmp_path: Path) -> N
     assert looks.found == []
 
 
+def renamed() -> None:
+    """Import our own anew, as if Lightning had renamed some classes."""
+    from lightning.fabric.utilities import exceptions
+    from lightning.pytorch import trainer
+    from lightning.pytorch.loggers import logger
+
+    del exceptions.MisconfigurationException, logger.DummyLogger, trainer.call
+    sys.modules["lightning.pytorch.trainer.call"] = None  # type: ignore[assignment]
+    ours = [name for name in sys.modules if name.partition(".")[0] in ("trainer", "strategies", "tasks")]
+    for name in ours:
+        del sys.modules[name]
+    for name in ("trainer.callback", "trainer.loops.lightning"):
+        importlib.import_module(name)
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("two_processes")
 def test_renamed_private_classes_do_not_break_the_import() -> None:
-    code = """
-import sys
-import lightning.fabric.utilities.exceptions as exceptions, lightning.pytorch.loggers.logger as loggers
-del exceptions.MisconfigurationException, loggers.DummyLogger
-sys.modules["lightning.pytorch.trainer.call"] = None
-import trainer.callback, trainer.loops.lightning
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    on_ranks(renamed, ranks=1)
 
 
 def test_a_training_without_a_private_name_goes_on_and_names_what_is_left_out(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from tests.processes import Pair, on_ranks
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
 from trainer.loops import checkpoint_io
@@ -108,8 +109,8 @@ def fit(
     torch.manual_seed(0)
     seen = Seen()
     strategy: Any = {"one": "auto", "ddp": "ddp", "directory": FSDP2()}.get(kind)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         devices=int(os.environ.get("WORLD_SIZE", "1")),
         strategy=strategy or FSDP2(save_distributed_checkpoint=False),
         max_steps=steps,
@@ -118,9 +119,6 @@ def fit(
             *callbacks,
             ModelCheckpoint(folder, name, every_n_train_steps=1, save_top_k=1, enable_version_counter=False),
         ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         plugins=[AtomicCheckpointIO(**io)],
     )
     data: Any = torch.randn(64, 6)

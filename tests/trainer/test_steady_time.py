@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tasks.captioning.model import Captioner
 from tests.trainer.clock import CLOCK, Clock
-from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.runs import train
 from trainer.callback import Compile
 
@@ -58,10 +58,7 @@ def test_eager_is_not_measured_by_the_lengths_that_it_meets_for_the_first_time(t
     lengths = [3, 5, 3, 4, 6, 3, 4, 9, 5, 7, 3, 4, 8, 6, 9, 2, 9]
     loader = [(torch.randn(length, 8), torch.randn(length, 1)) for length in lengths]
     compile_ = Compile(warmup_steps=2)
-    trainer = L.Trainer(
-        accelerator="cpu", callbacks=[compile_], default_root_dir=tmp_path, logger=False, max_epochs=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=3,
-    )  # fmt: skip
+    trainer = quiet_trainer(callbacks=[compile_], default_root_dir=tmp_path, max_epochs=1, log_every_n_steps=3)
     trainer.fit(PlansForEachLength(), DataLoader(loader, batch_size=None))
     record = compile_.record
     assert (record.steady_steps, record.new_shape_steps, record.warmup_steps) == (9, 6, 8)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import Program, Strategy
 from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
 
@@ -144,11 +145,12 @@ def fit(
     given: dict[str, Any] = {"batch_size": 4} if batches is None else {"batch_sampler": batches}
     data = DataLoader(TensorDataset(torch.randn(rows, 8), torch.randn(rows, 1)), **given)
     watch = Watch()
-    trainer = L.Trainer(
-        callbacks=[watch, compile_], default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, logger=False, log_every_n_steps=1,
+    trainer = quiet_trainer(
+        callbacks=[watch, compile_],
+        default_root_dir=folder,
+        log_every_n_steps=1,
         **{"accelerator": "cpu", "max_steps": 20, "max_epochs": -1, **options},
-    )  # fmt: skip
+    )
     trainer.fit(module, data if loader else None)
     watch.final = {name: float(value) for name, value in trainer.callback_metrics.items()}  # type: ignore[attr-defined]
     watch.state = {name: value.clone() for name, value in module.state_dict().items()}  # type: ignore[attr-defined]

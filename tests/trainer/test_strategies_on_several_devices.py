@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from tests.conftest import ROOT
 from tests.processes import Pair
 from tests.strategies.modules import Block
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.ragged_modules import RAGGED, TextsWithLengths, collate
 
 pytestmark = pytest.mark.xdist_group("two_processes")
@@ -149,17 +150,12 @@ def trained(arm: str, strategies: list[Any], name: str) -> dict[str, Any]:
     torch._dynamo.reset()
     module = new_module()
     compile_ = Compile(copy.deepcopy(strategies), whole=["net"], ragged=RAGGED, verbose=False, save=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=lightning_strategy(name),
         max_steps=STEPS,
         max_epochs=-1,
         gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[compile_],
     )
     ragged = arm in ("dynamic", "buckets", "full_stack")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from strategies import Buckets, Regional
 from tests.trainer.guarded import Noisy
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.guards.preflight import RecompileError
 
@@ -74,11 +75,15 @@ def trained(folder: Path, callback: Compile, *, surprise: bool = False, lengths:
     L.seed_everything(0, verbose=False)
     module = Tagger(surprise=surprise)
     texts = [(torch.randint(1, 11, (length,)),) for length in lengths]
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=6, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, enable_checkpointing=False, callbacks=[callback], log_every_n_steps=2,
-        val_check_interval=3, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        max_steps=6,
+        default_root_dir=folder,
+        callbacks=[callback],
+        log_every_n_steps=2,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+    )
     train = DataLoader(texts, batch_size=4, shuffle=True, collate_fn=together)  # type: ignore[arg-type]
     trainer.fit(module, train, DataLoader(texts[:6], batch_size=4, collate_fn=together))  # type: ignore[arg-type]
     return module
