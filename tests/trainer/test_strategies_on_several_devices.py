@@ -187,8 +187,10 @@ def trained(arm: str, strategies: list[Any], name: str) -> dict[str, Any]:
 def under_each(arms: dict[str, list[Any]], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Each arm under each strategy of Lightning."""
     from strategies import STRATEGIES, Regional
+    from tests.trainer.test_background import ANSWERS, put_helper
     from trainer.auto import chooser
 
+    put_helper(pytest.MonkeyPatch(), ANSWERS.replace("layers.", "net.layers."))
     os.environ["XDG_CACHE_HOME"] = str(folder / os.environ["RANK"])
     chooser.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="eager")}  # type: ignore[dict-item]
     return {(arm, name): trained(arm, strategies, name) for arm, strategies in arms.items() for name in DEVICES}
