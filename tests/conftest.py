@@ -58,18 +58,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFileOrGroup(config, log)
 
 
+FROZEN_MODULES = [0]
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what has been imported by now: it would look through half a million objects again
     and again, for a tenth of the time that a compile takes."""
     compile_quickly()
     gc.collect()
     gc.freeze()
+    FROZEN_MODULES[0] = len(sys.modules)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The same of what a file's tests have imported: each preflight of the next ones collects twice."""
-    if nextitem is not None and nextitem.path != item.path:
+def pytest_runtest_teardown() -> None:
+    """The same of what a test has imported: each preflight of the next ones collects twice."""
+    if len(sys.modules) > FROZEN_MODULES[0] + 100:
         pytest_collection_finish()
 
 
@@ -85,10 +89,13 @@ def hydra_put_back() -> Iterator[None]:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.plugins import Plugins
 
+    from trainer.config import register
+
     def copied(group: dict[str, Any]) -> dict[str, Any]:
         return {name: copied(part) if isinstance(part, dict) else part for name, part in group.items()}
 
     Plugins.instance()  # registers Hydra's own configurations on first use: before the copy that is put back
+    register()  # ours, too: once is enough
     store = ConfigStore.instance()
     repository = copied(store.repo)
     yield

@@ -74,9 +74,7 @@ def test_a_second_run_is_warm(tmp_path: Path) -> None:
 
 
 def test_the_default_store_is_in_the_users_cache_folder(tmp_path: Path) -> None:
-    report = run(Cached(), compiled="a")
-    assert report["url"] == str(tmp_path / "home" / "crucible" / "compiled")
-    assert run(Cached(), hits="a")["state"] == "warm"
+    assert run(Cached(), compiled="a")["url"] == str(tmp_path / "home" / "crucible" / "compiled")
 
 
 def test_a_memory_store_is_signed_with_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +108,6 @@ def test_nothing_is_compiled_where_others_can_write(tmp_path: Path) -> None:
     strategy.apply(program)
     assert not Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
     assert f"because other users may write {tmp_path / 'inductor'}" in " ".join(program.notes)
-    strategy.end(program)
-    (tmp_path / "inductor").chmod(0o755)
-    program = new_program(strategy := Cached(url=str(tmp_path / "store")), Regional())
-    strategy.apply(program)
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path / "inductor"
     strategy.end(program)
 
 

@@ -154,9 +154,11 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def terminated(folder: Path) -> int:
     """Be ``python -m trainer`` with a data worker, and get SIGTERM with it after a checkpoint."""
+    sent: list[bool] = []
 
     def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
-        if (folder / "run" / "checkpoints" / "last.ckpt").exists():
+        if not sent and (folder / "run" / "checkpoints" / "last.ckpt").exists():
+            sent.append(True)
             os.killpg(0, signal.SIGTERM)
 
     Captioner.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
