@@ -365,13 +365,18 @@ main()
 def killed_before_its_data(victim: str, folder: Path) -> None:
     """As ``torchrun`` starts them: the other process waits for the record's last word, then ends."""
 
+    def die(*_: Any, **__: Any) -> None:
+        wait_for(folder / "waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def last_word(*_: Any, **__: Any) -> None:
-        while not (folder / "run" / "record.json").exists() or RunRecord.load(folder / "run").status == "running":
+        (folder / "waits").touch()
+        while RunRecord.load(folder / "run").status == "running":
             time.sleep(0.05)
         os._exit(0)
 
     if os.environ["RANK"] == victim:
-        Micro.build_data = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        Micro.build_data = die  # type: ignore[assignment,method-assign]
     DDPStrategy.setup_distributed = last_word  # type: ignore[method-assign]
     options = ["task=micro", "compile=eager", "trainer.accelerator=cpu", "trainer.strategy=ddp"]
     command_on_a_rank([*options, "trainer.devices=2", f"hydra.run.dir={folder / 'run'}"], folder, folder / "said")
