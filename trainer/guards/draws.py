@@ -3,8 +3,8 @@ mode, where no dropout hides a wrong one.
 
 What the training step draws outside of it (the noise that a generator begins with, the time steps of a diffusion) is
 the same in eager and compiled: both begin from the same state of the generators. So it makes no comparison less sharp.
-Where regions draw, a compiler may draw other numbers: steps of both arms under several seeds
-are then compared as samples. Their means may differ by what the spread between seeds explains; the spreads are alike.
+Where regions draw, a compiler may draw other numbers: steps of both arms under several seeds are then compared as
+samples. Their means may differ by what the spread between seeds explains; the spreads are alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints as files: never a half, written at once or while training continues; directories are read here too.
 
 A directory holds ``meta.pt``, the checkpoint of one process in which weights and optimizer states are tensors of the
-meta device. Beside it are those tensors, as ``torch.distributed.checkpoint`` writes them. What is read from
-one is the checkpoint of one process again, so that any strategy and any number of processes go on from it.
+meta device. Beside it are those tensors, as ``torch.distributed.checkpoint`` writes them. What is read from one is the
+checkpoint of one process again, so that any strategy and any number of processes go on from it.
 """
 
 from __future__ import annotations
