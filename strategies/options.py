@@ -108,7 +108,7 @@ class ModuleRequest(CompilerRequest):
     """Arguments for modules, which have a forward and a backward."""
 
     embedding_gradient: str = "eager"
-    """Who computes the gradient of an embedding. ``eager`` = eager's kernel, which adds in a fixed order, so that runs
+    """Who computes the gradient of an embedding: ``eager`` = eager's kernel, which adds in a fixed order, so that runs
     of one program repeat; ``inductor`` = Inductor's, which adds with atomics in any order. One part that asks for
     ``inductor`` decides for the whole run."""
     on_recompile_limit: str = "eager"

@@ -44,6 +44,8 @@ class Optimizer(CompileOptions):
     name: ClassVar[str] = "optimizer"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
 
+    mode: str = "default"
+    """Inductor preset, one of ``MODES``."""
     dynamic: bool | None = False
     """False and nothing else: shapes of parameters do not change."""
     clip: bool = True
