@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MODES = ("default", "max-autotune-no-cudagraphs")
 INDUCTOR: dict[str, Any] = {
     "size_asserts": False,
-    # Inductor gives a buffer of its own to what is read more than once or is computed from a lot, and copies it to its
-    # place in further kernels: twice the memory traffic. Without one, the whole update of a tensor is one loop.
+    # Inductor gives a buffer of its own to what is read more than once or is computed from a lot. Copying it to its
+    # place is twice the memory traffic. Without one, the whole update of a tensor is one loop.
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/ir.py (StorageBox.should_realize_on_reuse)
     "realize_reads_threshold": 1_000_000,
     "realize_opcount_threshold": 1_000_000,

@@ -321,7 +321,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 # ---- Lightning's DDP -------------------------------------------------------------------------------------------------
 
 # Lightning's own (``_setup_model`` in lightning/pytorch/strategies/ddp.py of 2.6.0) makes the process group with its
-# device, as a captured step needs, and always wraps the module on a side stream. Unless the steps run there as well,
+# device, as a captured step needs. It always wraps the module on a side stream. Unless the steps run there as well,
 # each parameter's gradient then crosses streams in every backward:
 # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/autograd/input_buffer.cpp
 

@@ -405,8 +405,8 @@ class CompiledTraining:
         if self._guards is not None:
             self._guards.on_exception(error)
         for _ in range(2):
-            # Twice: of data workers that a signal to the group has killed, torch says each one's death from a signal
-            # handler, which raises wherever the main thread is, and so perhaps in here.
+            # Twice: where a signal to the group has killed data workers, torch's signal handler raises for each one,
+            # wherever the main thread is, and so perhaps in here.
             with contextlib.suppress(Exception):
                 self.finish(together=False)
                 break
