@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from strategies.regions import rest, wake
+from strategies import Region
+from strategies.errors import one_line
+from strategies.regions import give_up, guard_calls, rest, wake
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import replaced
@@ -99,7 +102,14 @@ class Compile(CompiledTraining, L.Callback):
             from trainer.loading import pad_loaders
 
             pad_loaders(trainer, program)
+        if self._guarding.on_compile_error == "eager" and trainer.world_size == 1:
+            guard_calls(program, self._evaluates_eager)  # until a training's guards decide
         rest(self.program)
+
+    def _evaluates_eager(self, region: Region, error: Exception) -> None:
+        assert self.program is not None
+        rank_zero_warn(f"on_compile_error=eager: {region.kind} runs eager: {one_line(error)}")
+        give_up(self.program, [one for one in self.program.regions if one.kind == region.kind], one_line(error))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""

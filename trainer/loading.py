@@ -54,6 +54,7 @@ def pad_loaders(trainer: L.Trainer, program: Program) -> None:
         hook = LoaderPadder(trainer, hook)
         trainer.strategy.process_dataloader = hook  # type: ignore[method-assign]
         hook.watch_batches()
+        hook.watch_loaders()
     hook.begin(program)
 
 
@@ -89,6 +90,16 @@ class LoaderPadder:
             return batch
 
         self._trainer.strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+
+    def watch_loaders(self) -> None:
+        """Know a second training loader from the first one that Lightning or its learning rate finder sets up again."""
+        setup_data = self._trainer.fit_loop.setup_data
+
+        def setting_up() -> None:
+            self._several = False
+            setup_data()
+
+        self._trainer.fit_loop.setup_data = setting_up  # type: ignore[method-assign]
 
     def __call__(self, loader: object) -> object:
         """Pad one loader of the stage that is being set up. Raises ValueError when that cannot be done."""
@@ -135,7 +146,7 @@ class LoaderPadder:
 
     def _bucketed(self, loader: DataLoader[Any]) -> BucketLoader:
         trainer, padding = self._trainer, self.padding
-        if self._batches is not None and trainer.train_dataloader is None:  # else Lightning reloads the first one
+        if self._several:
             raise ValueError(f"compile.{padding.name} takes one training loader; this training has several")
         require_map_style(loader, padding.name)
         require_replaceable_order(loader, padding.name)
@@ -153,7 +164,7 @@ class LoaderPadder:
                 same_every_epoch=trainer.overfit_batches > 0,  # type: ignore[attr-defined]
                 drop_last=loader.drop_last,
             )
-        padding.batch_sizes = batches.rows_by_edge
+        padding.batch_sizes, self._several = batches.rows_by_edge, True
         if self._batches is None:  # not for a loader that Lightning reloads later on
             self._resume(batches)
         self._batches = batches

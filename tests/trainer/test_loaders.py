@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
 
 from strategies import Buckets, Dynamic, Strategy
@@ -255,6 +255,12 @@ def test_a_loader_that_lightning_reloads_every_epoch_is_grouped_again() -> None:
     reloaded, compile_ = train(max_steps=-1, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     assert reloaded.trained == once.trained
     assert compile_.record.report["buckets"]["drawn_batches"] == len(once.trained) // 2
+
+
+def test_a_loader_that_a_learning_rate_finder_sets_up_again_is_grouped_again(tmp_path: Path) -> None:
+    finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
+    module = fit(TextData(), [finder, with_(Buckets())], max_steps=3, default_root_dir=tmp_path)
+    assert [names for _, names, _ in module.trained[4:]] == [names for _, names, _ in module.trained[:3]]
 
 
 def test_edges_by_hand_that_are_too_short_are_refused() -> None:

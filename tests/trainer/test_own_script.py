@@ -15,6 +15,7 @@ from torch import nn
 
 from scripts import compare
 from strategies import Checkpointing, Regional
+from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
@@ -116,6 +117,14 @@ def test_evaluating_alone_leaves_no_record_and_does_not_touch_the_last_one(tmp_p
     once.validate(module, data(), verbose=False)
     assert compile_.record.status == "finished"
     assert len([*tmp_path.rglob("record.json")]) == 1
+
+
+def test_evaluating_alone_runs_eager_what_does_not_compile(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend=backends.BROKEN_FORWARD)], on_compile_error="eager")
+    with pytest.warns(UserWarning, match="on_compile_error=eager: Block runs eager"):
+        trainer(tmp_path, compile_).validate(Validated(), data(), verbose=False)
+    assert compile_.program is not None
+    assert compile_.program.regions == []
 
 
 @pytest.mark.parametrize(
