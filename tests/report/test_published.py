@@ -56,7 +56,9 @@ def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
     assert stale == [], "python -m scripts.verify --tables makes them anew"
     assert list(published.stale_pictures()) == [], "python -m scripts.verify --tables draws them anew"
     shown = {match[3] for text in texts.values() for match in published.MARK.finditer(text)}
-    assert shown == {file.stem for file in published.RECORDS.glob("*.jsonl")}, "each record belongs to a table"
+    alone = set(re.findall(rf"pictures/({published.CURVES_ALONE}[\w-]+)-losses\.png", "".join(texts.values())))
+    files = {file.stem for file in published.RECORDS.glob("*.jsonl")}
+    assert shown | alone == files, "each record belongs to a table, those of losses alone to a picture"
 
 
 def test_the_first_pages_show_only_pictures_that_are_drawn_from_records() -> None:
