@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from strategies import Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
 from strategies.base import Program, Region, Stage, Strategy
@@ -363,6 +364,22 @@ def test_a_second_training_is_taken_over_too(tmp_path: Path, helper: Any) -> Non
     for _ in range(2):
         fit(Blocks(), tmp_path, [callback], max_steps=6)
         assert facts(callback)["switched_at_step"] == {"layers.0": 3, "layers.1": 4, "layers.2": 5}
+
+
+class Checkpointed(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x_BD = self.stem(batch[0])
+        for layer in self.layers:
+            x_BD = checkpoint(layer, x_BD, use_reentrant=False)
+        return nn.functional.mse_loss(self.head(x_BD), batch[1])
+
+
+def test_a_region_within_a_checkpoint_of_the_users_is_taken_over(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+    eager = fit(Checkpointed(), tmp_path, [], max_steps=8)
+    callback = Compile([regional(), Background(force=True, at_step=3)], verbose=False, save=False, warmup_steps=1)
+    assert fit(Checkpointed(), tmp_path, [callback], max_steps=8) == pytest.approx(eager, rel=1e-5)
+    assert facts(callback)["switched_at_step"] == {"layers.0": 3, "layers.1": 4, "layers.2": 5}
 
 
 def test_the_helper_ends_with_the_training(tmp_path: Path) -> None:
