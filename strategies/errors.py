@@ -65,6 +65,8 @@ REPLACED = {
     ),
 }
 """What takes the place of torch's words, by a piece of them."""
+REMEDY = "on_compile_error=eager runs such regions eager; fullgraph=false compiles around what breaks a graph"
+"""Note to an error of the compiler that ends a run."""
 LONGEST = 400
 """Characters of an error's own words that a line has; the traceback has all."""
 
@@ -87,6 +89,8 @@ def one_line(error: BaseException) -> str:
         text = f"{text[:LONGEST]} ..."
     if "from user code:" in lines[:-1]:
         text += f" ({lines[lines.index('from user code:') + 1]})"
+    if REMEDY in getattr(error, "__notes__", ()):
+        text += f"; {REMEDY}"
     return hidden(text)
 
 

@@ -85,9 +85,8 @@ def rest(program: Program | None) -> None:
     draws a graph, a script exports the module, and compiled code can do none of it."""
     for region in () if program is None else program.regions:
         region.resting = region.resting or region.module._compiled_call_impl
-        region.module.__dict__.pop(
-            "_compiled_call_impl", None
-        )  # torch.jit.script looks at what a module has of its own
+        # removed, not set to None: torch.jit.script looks at what a module has of its own
+        region.module.__dict__.pop("_compiled_call_impl", None)
 
 
 def wake(program: Program | None) -> None:

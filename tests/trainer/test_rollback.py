@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from strategies import Program, Regional, Stage, Strategy, Whole
+from strategies.errors import REMEDY
 from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
@@ -100,9 +101,11 @@ def test_a_run_of_which_nothing_compiles_is_eager_and_says_so(backend: str, tmp_
 
 def test_fail_ends_the_run_before_the_first_step(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="tests_no_tanh", parts=["odd"])])
-    with pytest.raises(Exception, match="no tanh here"):
+    with pytest.raises(Exception, match="no tanh here") as raised:
         fit(WithPart(), tmp_path, [compile_])
     assert compile_.record.steps == 0
+    assert raised.value.__notes__ == [REMEDY]
+    assert (compile_.record.reason or "").endswith(REMEDY)
 
 
 class Breaks(Blocks):

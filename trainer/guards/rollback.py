@@ -23,7 +23,14 @@ from torch import nn
 from strategies import Program, Strategy
 from strategies.base import Region
 from strategies.compose import eager, give_up_others
-from strategies.errors import is_double_backward, is_out_of_memory, is_recompile_limit, one_line
+from strategies.errors import (
+    REMEDY,
+    is_compile_error,
+    is_double_backward,
+    is_out_of_memory,
+    is_recompile_limit,
+    one_line,
+)
 from strategies.loop import Loop
 from strategies.regions import compiled_only, give_up, guard_calls
 from trainer.guards.compare import ParityError
@@ -69,7 +76,7 @@ class Rollback:
                     if broken := self._kinds_that_fail(run, restore):
                         named = _listed([region.path for region in broken])
                         raise CompileFailed(f"{named}: {one_line(error)}") from error
-                self._explain_limit(error)
+                self._explain(error)
                 raise _together(error or CompileFailed(f"{what} failed on another process"))
             restore()
             with eager(self._program):
@@ -106,10 +113,12 @@ class Rollback:
     def _limit_is_eager(self, error: BaseException | None) -> bool:
         return error is not None and is_recompile_limit(error) and not any(one.strict for one in self._program.regions)
 
-    def _explain_limit(self, error: BaseException | None) -> None:
-        """Put the guard that failed, and what helps, into torch's error, which has only that there is a limit."""
+    def _explain(self, error: BaseException | None) -> None:
+        """Say in torch's error what helps, and which guard failed where it has only that there is a limit."""
         if error is not None and is_recompile_limit(error):
             error.args = (f"{self._last_limit()}; on_recompile_limit=eager runs on without compiling it",)
+        elif error is not None and is_compile_error(error):
+            error.add_note(REMEDY)
 
     def _last_limit(self) -> str:
         self._watch.collect()
@@ -168,7 +177,8 @@ class Rollback:
             if not region.strict:
                 self._beyond_limit(type(region.module), step=step + 1)
                 return
-            self._explain_limit(error)
+        if self._mode == "fail" or is_recompile_limit(error):
+            self._explain(error)
         if self._mode == "fail":
             raise error
         if self._loop.world_size > 1:
