@@ -176,7 +176,7 @@ def test_several_losses_are_one_vector_and_none_are_no_figure() -> None:
 def test_only_what_a_region_draws_counts() -> None:
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
     program = Program(module=module)
-    regions = {path: SimpleNamespace(path=path) for path in ("0", "1")}
+    regions = {path: SimpleNamespace(path=path, module=module[int(path)]) for path in ("0", "1")}
     for path, drawn in (("1", []), ("0", ["0"])):
         program.regions[:] = [regions[path]]  # type: ignore[list-item]
         with region_draws(program) as found:
