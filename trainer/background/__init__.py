@@ -249,7 +249,8 @@ class Background:
         if self.done:
             return
         if ended:
-            self._fail(f"the helper ended with code {self._process.returncode}{self._last_words()}")
+            code = self._process.returncode  # who is killed has no last word
+            self._fail(f"the helper ended with code {code}{self._last_words() if code >= 0 else ''}")
         elif time.perf_counter() - self._began > self._options.timeout_seconds:
             self._fail(f"the helper took longer than {self._options.timeout_seconds:.0f} s")
 
