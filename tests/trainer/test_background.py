@@ -49,15 +49,17 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Any:
     return functools.partial(put_helper, monkeypatch)
 
 
-def put_helper(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    popen = subprocess.Popen
+def put_helper(monkeypatch: pytest.MonkeyPatch, script: str) -> list[subprocess.Popen[bytes]]:
+    popen, started = subprocess.Popen, []
 
     def start(command: list[str], **options: Any) -> Any:
-        if "trainer.background.helper" in command:
-            command = [sys.executable, "-c", script]
-        return popen(command, **options)
+        if "trainer.background.helper" not in command:
+            return popen(command, **options)
+        started.append(popen([sys.executable, "-c", script], **options))
+        return started[-1]
 
     monkeypatch.setattr(engine.subprocess, "Popen", start)
+    return started
 
 
 def train(folder: Path, *strategies: Any, steps: int = 30, **options: Any) -> tuple[Compile, list[float]]:
@@ -107,7 +109,7 @@ def test_regions_take_over_one_a_step_and_the_losses_are_eagers(
     ],
 )
 def test_a_helper_that_fails_leaves_the_run_in_eager(script: str, reason: str, tmp_path: Path, helper: Any) -> None:
-    helper(script)
+    started = helper(script)
     _, eager = train(tmp_path)
     with pytest.warns(UserWarning, match="the run continues in eager") as warned:
         callback, losses = train(
@@ -117,6 +119,7 @@ def test_a_helper_that_fails_leaves_the_run_in_eager(script: str, reason: str, t
     assert reason in callback.record.eager_parts["layers.0"]
     assert callback.record.ended_in_eager
     assert sum("continues in eager" in str(one.message) for one in warned) == 1
+    started[0].wait(timeout=60)  # nothing of it is left, also where it does not listen
 
 
 def test_a_full_disk_leaves_the_run_in_eager(tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:

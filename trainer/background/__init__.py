@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -252,6 +253,8 @@ class Background:
             code = self._process.returncode  # who is killed has no last word
             self._fail(f"the helper ended with code {code}{self._last_words() if code >= 0 else ''}")
         elif time.perf_counter() - self._began > self._options.timeout_seconds:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it may be past reading that its pipe has ended
             self._fail(f"the helper took longer than {self._options.timeout_seconds:.0f} s")
 
     def _receive(self, message: Any) -> None:
