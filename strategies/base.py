@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from strategies.padding import Padding
 
 
+def holds(outer: str, path: str) -> bool:
+    """Whether the submodule at ``path`` is the one at ``outer`` or lies in it; paths as in ``named_modules``."""
+    return path == outer or path.startswith(f"{outer}.")
+
+
 class CannotCapture(RuntimeError):
     """A step that no CUDA graph can stand for; the message says why."""
 

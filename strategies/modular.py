@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from strategies.base import Program, Stage, Strategy
+from strategies.base import Program, Stage, Strategy, holds
 from strategies.options import ModuleRequest, near
 
 HOW = ("whole", "regional", "off")
@@ -213,8 +213,3 @@ def _called(program: Program, paths: list[str], name: str) -> list[str]:
                 f"or set {KEY}.{name}.how=regional"
             )
     return paths
-
-
-def holds(outer: str, path: str) -> bool:
-    """Whether ``path`` is ``outer`` or lies in it."""
-    return path == outer or path.startswith(f"{outer}.")

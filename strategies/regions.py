@@ -17,7 +17,7 @@ from torch._dynamo import external_utils, trace_rules
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from strategies.base import CannotCapture, Program, Region
+from strategies.base import CannotCapture, Program, Region, holds
 from strategies.errors import is_compile_error
 from strategies.options import ModuleRequest, near
 
@@ -219,9 +219,7 @@ def find_containers(module: nn.Module) -> list[Container]:
     """
     found: list[Container] = []
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, CONTAINERS) or any(
-            not outer.path or path.startswith(f"{outer.path}.") for outer in found
-        ):
+        if not isinstance(candidate, CONTAINERS) or any(not each.path or holds(each.path, path) for each in found):
             continue
         children = list(candidate.children())
         nested = bool(children) and all(map(never_called, children))

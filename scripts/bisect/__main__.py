@@ -20,8 +20,9 @@ from rich.markup import escape
 from scripts.arguments import composed_training, exit_code, own_caches, parser
 from scripts.bisect.search import OPTIMIZER, Culprit, Outcome, Report, Search, Site, named, searched
 from strategies import Modular, Stage, Strategy
+from strategies.base import holds
 from strategies.compose import label, ordered
-from strategies.modular import Part, holds
+from strategies.modular import Part
 from trainer.config import compose
 from trainer.process import StopRequest, leaving
 from trainer.telemetry.source import shown

@@ -21,9 +21,10 @@ from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, searched
 from scripts.explain.recorder import copied, kind_of, wrap_training_loader
 from scripts.explain.run import ONE_DEVICE, several_devices, training
 from strategies import Modular, Program, Stage, Strategy
+from strategies.base import holds
 from strategies.compose import aside
 from strategies.errors import one_line
-from strategies.modular import Part, holds
+from strategies.modular import Part
 from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.callback import Compile

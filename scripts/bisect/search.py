@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from strategies.base import Stage, Strategy
+from strategies.base import Stage, Strategy, holds
 from strategies.compose import label
-from strategies.modular import holds
 from trainer.auto import refuse_choice
 
 OPTIMIZER = "optimizer step"

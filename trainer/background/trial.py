@@ -183,10 +183,8 @@ def _apart(module: nn.Module) -> Iterator[None]:
     devices = {one.device for one in module.parameters() if one.device.type == "cuda"}
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     torch.clear_autocast_cache()  # weights cast for the step's own graph stay out of these
-    own_hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda one: one, lambda one: one
-    )  # not a checkpoint's around it
-    with torch.random.fork_rng(sorted(device.index for device in devices)), own_hooks:
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)  # not a checkpoint's around it
+    with torch.random.fork_rng(sorted(device.index for device in devices)), keep:
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.base import Steps
+from strategies.base import Steps, holds
 from strategies.compose import eager
 from strategies.errors import is_compile_error, one_line
 from strategies.loop import Loop, MicroBatch
@@ -273,7 +273,7 @@ class Guards:
         for outer in outermost(program):
             if outer.called and compiler.compiled(outer.module):
                 continue
-            inside = [one.path for one in program.regions if f"{one.path}.".startswith(f"{outer.path}.")]
+            inside = [one.path for one in program.regions if holds(outer.path, one.path)]
             missing.update(dict.fromkeys(inside, CALLED_IN_VAIN if outer.called else NEVER_CALLED))
         if self._record.regions is not None:
             done = len(program.regions) - len(missing)
