@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING, Finding, limits, place, places, shared_memory, variables
+from scripts.doctor import ERROR, OK, WARNING, Finding, limits, place, places, variables
 from scripts.doctor.__main__ import cpp
 
 
@@ -50,11 +50,6 @@ def test_a_folder_is_judged_by_its_room(
     finding = place("cache", tmp_path, "elsewhere", runs_files=True)
     assert finding.status == status
     assert said in finding.message
-
-
-def test_the_shared_memory_of_a_container_is_little() -> None:
-    assert shared_memory(0.0625).status == WARNING
-    assert shared_memory(8.0).status == OK
 
 
 def test_processors_are_those_that_the_container_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,53 +1,107 @@
-"""Asks torch about its devices, or has it compile a tiny function; prints JSON. Run as a process, by its path.
+"""Asks torch about its devices, or has it compile a tiny function. Run as a process; prints findings as lines of JSON.
 
-A driver may hang or crash whoever asks it; how far this came says where. It imports none of our modules.
+A driver may hang or crash whoever asks it; how far this came says where.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import json
+import os
 import sys
 import time
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.doctor import GIB, Finding, error, ok, warning
+from strategies.options import cudnn_attention_fails, triton_lacks
+
+if TYPE_CHECKING:
+    import torch
+
+BOARDS = Path("/proc/driver/nvidia/gpus")
+"""What the kernel's driver knows, whatever torch says."""
+LITTLE_DEVICE_GIB = 1.0
+TOLERANCE = 1e-4
+SLOW_SECONDS = 90.0
 
 
-def report(stage: str, **facts: Any) -> None:
-    """Print one stage's facts at once: what comes next may end the process."""
-    print(json.dumps({"stage": stage, **facts}), flush=True)
-
-
-def devices() -> None:
+def devices() -> Iterator[Finding]:
     """Import torch, then ask for its devices, then use each of them."""
     import torch
 
-    report("torch", version=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip, path=torch.__file__)
+    cuda = torch.version.cuda
+    build = f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
+    yield ok("torch imports", f"{torch.__version__} ({build})")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
-    # torch says why there is no device in a warning only.
-    report("cuda", available=available, reasons=[str(each.message).splitlines()[0] for each in caught])
-    if not available:
+    if not available:  # torch says why in a warning only
+        boards = len(list(BOARDS.iterdir())) if BOARDS.is_dir() else 0
+        yield without_cuda(boards, cuda, str(caught[0].message).splitlines()[0] if caught else "")
         return
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # private: torch has no public name for it
-    report("driver", version=f"{driver // 1000}.{driver % 1000 // 10}" if driver else None)
+    yield ok("cuda driver", f"for CUDA {driver // 1000}.{driver % 1000 // 10}, torch is built with {cuda}")
     for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
         product = torch.ones(64, 64, device=f"cuda:{number}") @ torch.ones(64, 64, device=f"cuda:{number}")
         free, total = torch.cuda.mem_get_info(number)
-        report(
-            "device",
-            number=number,
-            name=properties.name,
-            capability=[properties.major, properties.minor],
+        yield device(
+            number,
+            torch.cuda.get_device_properties(number),
             works=float(product[0, 0]) == 64.0,
-            free_gib=free / 2**30,
-            total_gib=total / 2**30,
-            bf16=torch.cuda.is_bf16_supported(),
+            free_gib=free / GIB,
+            total_gib=total / GIB,
         )
+        if cudnn_attention_fails(torch.__version__, torch.cuda.get_device_capability(number)):
+            yield warning(
+                "attention",
+                "where cuDNN runs it, its backward can give NaN at lengths of 64 modulo 128 (pytorch issue 196678)",
+                "pad to other lengths, as buckets do; torch.backends.cuda.enable_cudnn_sdp(False); or torch 2.14",
+            )
 
 
-def tiny() -> None:
+def without_cuda(boards: int, cuda: str | None, why: str) -> Finding:
+    """Torch, built with ``cuda``, has no device, and says ``why`` or nothing; ``boards`` are in the machine."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not boards:
+        return ok("cuda", "no NVIDIA device: runs use the CPU" + (f" ({why})" if why else ""))
+    if hidden is not None and hidden in ("", "-1"):
+        return ok("cuda", f"{boards} boards, hidden by CUDA_VISIBLE_DEVICES={hidden!r}: runs use the CPU")
+    if cuda is None:
+        fix = "install a torch with CUDA: https://pytorch.org/get-started/locally"
+        return warning("cuda", f"{boards} boards, but this torch is built without CUDA", fix)
+    return error(
+        "cuda",
+        f"{boards} boards, but torch cannot use them: {why or 'torch does not say why'}",
+        f"update the driver to one for CUDA {cuda}, or install a torch for an older CUDA",
+    )
+
+
+def device(
+    number: int, properties: torch.cuda._CudaDeviceProperties, *, works: bool, free_gib: float, total_gib: float
+) -> Finding:
+    """Whether a device computes, can be compiled for, and has memory left."""
+    try:
+        triton: str | None = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    name, capability = f"device {number}", (properties.major, properties.minor)
+    message = f"{properties.name}, compute capability {capability[0]}.{capability[1]}"
+    message += f", {free_gib:.1f} of {total_gib:.1f} GiB free"
+    if not works:
+        return error(name, f"{message}: a product of matrices of ones is wrong", "nvidia-smi -q shows memory errors")
+    if lacks := triton_lacks(triton is not None, properties.name, capability):
+        return error(name, message, lacks)
+    if free_gib < LITTLE_DEVICE_GIB:
+        fix = "another process has the memory: nvidia-smi, or choose with CUDA_VISIBLE_DEVICES"
+        return warning(name, message, fix)
+    return ok(name, f"{message}, Triton {triton}")
+
+
+def tiny() -> Finding:
     """Compile a function for the device that a run would take, and compare it and its gradient with eager."""
     began = time.perf_counter()
     import torch
@@ -64,14 +118,19 @@ def tiny() -> None:
         run(x).backward()
         assert x.grad is not None
         gradients.append(x.grad)
-    report(
-        "compile",
-        device=device,
-        import_seconds=imported - began,
-        compile_seconds=time.perf_counter() - imported,
-        difference=float((gradients[0] - gradients[1]).abs().max()),
-    )
+    difference, took = float((gradients[0] - gradients[1]).abs().max()), time.perf_counter() - imported
+    if not difference <= TOLERANCE:
+        return error(
+            "compile",
+            f"a tiny function compiles on {device}, but differs from eager by {difference:.1e}",
+            "another torch, driver or compiler: run the trainer with parity=strict before you trust it",
+        )
+    message = f"a tiny function, forward and backward, on {device} in {took:.1f} s (import {imported - began:.1f} s)"
+    if took > SLOW_SECONDS:
+        return warning("compile", message, "slow: a busy machine, or caches on a network disk?")
+    return ok("compile", message)
 
 
 if __name__ == "__main__":
-    tiny() if sys.argv[1:] == ["compile"] else devices()
+    for finding in [tiny()] if sys.argv[1:] == ["compile"] else devices():
+        print(json.dumps(dataclasses.asdict(finding)), flush=True)  # at once: what comes next may end the process

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.doctor import ERROR, OK
-from scripts.doctor.__main__ import ask_torch, compiling, devices
+from scripts.doctor.__main__ import compiling, with_torch
 from tests.trainer.runs import train
 from trainer.console import summary
 from trainer.telemetry.record import RunRecord
@@ -60,9 +60,9 @@ def test_steps_after_the_profile_are_what_they_were(tmp_path: Path) -> None:
 
 
 def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
-    found = list(devices(ask_torch()))
+    found = list(with_torch())
     assert [finding for finding in found if finding.status == ERROR] == []
-    assert {"cuda driver", "device 0", "triton"} <= {finding.name for finding in found}
-    finding = compiling(seconds=240)
+    assert {"cuda driver", "device 0"} <= {finding.name for finding in found}
+    finding = compiling()
     assert finding.status == OK
     assert "on cuda" in finding.message
