@@ -83,17 +83,18 @@ def compared(options: argparse.Namespace) -> int:
     scaled = tables.scalings(runs)
     if not options.allow_unlike:
         refuse_unlike(comparisons, several_devices=bool(scaled))
-    texts = {"markdown": tables.markdown, "json": tables.as_json}
-    targets = {kind: target for kind in texts if (target := getattr(options, kind)) is not None}
-    for kind, target in targets.items():
-        write(target, texts[kind](comparisons) + "".join(one.markdown() for one in scaled if kind == "markdown"))
-    alone = "-" in targets.values()
+    if options.markdown is not None:
+        write(options.markdown, tables.markdown(comparisons, scaled))
+    if options.json is not None:
+        write(options.json, tables.as_json(comparisons))
+    alone = "-" in (options.markdown, options.json)
     if not alone:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(width=WIDTH, highlight=False)
         tables.show(comparisons, console)
-        for line in (line for found in scaled for line in found.lines(console.width)):
-            console.print(line, markup=False, soft_wrap=True)
+        for name, table in scaled:
+            for line in (f"scaling: {name}", *tables.plain_lines(table, console.width), ""):
+                console.print(line, markup=False, soft_wrap=True)
     if options.against is None:
         return 0
     moved = against(comparisons, options.against, options.tolerance)

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser, positive
+from trainer.report.flags import DECISIVE_VERSIONS
 from trainer.report.page import counted
 from trainer.report.published import (
     CURVES_ALONE,
     LOSS,
     MAX_SPREAD,
-    PACKAGES,
     RATIO,
     RECORDS,
     SAME,
@@ -28,7 +28,6 @@ from trainer.report.published import (
     TIME_TOLERANCE,
     TOLERANCES,
     PublishedRow,
-    conditions_of,
     lands,
     publish,
     range_text,
@@ -37,7 +36,7 @@ from trainer.report.published import (
     same_table,
 )
 from trainer.report.runs import find
-from trainer.report.tables import NOT_SURE, plain_lines
+from trainer.report.tables import NOT_SURE, conditions_of, plain_lines
 from trainer.sweep.plan import quoted
 
 MORE = f"""\
@@ -196,7 +195,7 @@ def report(
         remarks.append(f"the published rounds spread by {row.spread:.0%}: that the ratio holds says little")
     if ours.device != theirs.device or ours.processor != theirs.processor:
         remarks.append("another machine than the published one: where the host limits a step, ratios go with it")
-    for package in PACKAGES:
+    for package in (*DECISIVE_VERSIONS, "python"):
         if ours.versions.get(package) != theirs.versions.get(package):
             remarks.append(f"{package} {theirs.versions.get(package)} here, {ours.versions.get(package)} published")
     if not same_gpu and STEP in expected:

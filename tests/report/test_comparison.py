@@ -48,10 +48,7 @@ def test_ratio_break_even_and_total_times_are_those_computed_by_hand() -> None:
     assert whole.break_even_steps == pytest.approx(30.0 / 0.05)
     assert eager.total_seconds == pytest.approx({100: 10 + 1 + 10, 2000: 10 + 1 + 200})
     assert whole.total_seconds == pytest.approx({100: 10 + 31 + 5, 2000: 10 + 31 + 100})
-    assert [(one.from_steps, one.arm, one.start) for one in found.crossings] == [
-        (0, "eager", "cold"),
-        (600, "whole", "cold"),
-    ]
+    assert [(one.from_steps, one.arm) for one in found.crossings] == [(0, "eager"), (600, "whole")]
     assert found.verdict == "for fewer than 600 steps use eager; above, whole"
     assert found.unlike == []
 
@@ -66,17 +63,21 @@ def test_waiting_for_the_compiler_in_the_setup_is_the_arms_own_cost() -> None:
     assert whole.flags == eager.flags == [], "the rest of their setups is alike"
 
 
-def test_warm_starts_have_their_own_break_even_and_eager_stands_for_both() -> None:
+def test_cold_starts_decide_and_warm_ones_where_no_arm_started_cold() -> None:
     warm = [steady("whole", 50, warmup=3.0, round=number, start="warm", compile_seconds=1.0) for number in range(3)]
     cold = rounds("whole", 50, warmup=31.0, compile_seconds=20.0)
-    (found,) = compared(*rounds("eager", 100), *cold, *warm)
-    whole = found.rows[1]
-    assert (whole.break_even_steps, whole.break_even_steps_warm) == (pytest.approx(600), pytest.approx(40))
-    assert whole.total_seconds_warm[500] == pytest.approx(10 + 3 + 25)
-    assert found.verdict == (
-        "for fewer than 600 steps use eager; above, whole; "
-        "with warm caches: for fewer than 40 steps use eager; above, whole"
+    (both,) = compared(*rounds("eager", 100), *cold, *warm)
+    assert (both.start, both.verdict) == ("cold", "for fewer than 600 steps use eager; above, whole")
+    whole = both.rows[1]
+    assert whole.warm_warmup_seconds is not None
+    assert (whole.break_even_steps, whole.warm_warmup_seconds.median) == (pytest.approx(600), 3.0)
+    (filled,) = compared(*rounds("eager", 100), *warm)
+    assert (filled.start, filled.verdict) == (
+        "warm",
+        "with warm caches: for fewer than 40 steps use eager; above, whole",
     )
+    assert filled.rows[1].break_even_steps == pytest.approx(40)
+    assert filled.rows[1].total_seconds[500] == pytest.approx(10 + 3 + 25)
 
 
 def test_what_is_slower_or_pays_back_too_late_is_said_plainly() -> None:
@@ -155,10 +156,9 @@ def test_what_cannot_be_compared_is_refused(options: dict[str, Any], said: str) 
         compared(*(rounds("eager", 100) if options else []), **options)
 
 
-def test_published_figures_of_static_captions_come_to_a_verdict_on_cold_and_warm_starts() -> None:
+def test_published_figures_of_static_captions_come_to_a_verdict() -> None:
     (found,) = compared(*static(rounds=5))
     assert found.device == "NVIDIA H200"
-    assert {crossing.start for crossing in found.crossings} == {"cold", "warm"}
     assert found.crossings[-1].arm == "cached+buckets+regional+optimizer+cuda_graph"
     assert "for fewer than" in found.verdict
 

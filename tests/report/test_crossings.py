@@ -61,17 +61,17 @@ def test_a_record_that_lacks_a_figure_has_no_cost() -> None:
 
 def test_the_envelope_changes_arms_where_their_lines_cross() -> None:
     costs = {"eager": EAGER, "whole": cost(0.04, 61.0), "regional": cost(0.05, 11.0), "poor": cost(0.09, 51.0)}
-    assert [(one.from_steps, one.arm, one.start) for one in envelope(costs, EAGER, "cold")] == [
-        (0, "eager", "cold"),
-        (200, "regional", "cold"),  # 10 s at 0.05 s a step
-        (5000, "whole", "cold"),  # 50 s at 0.01 s a step
+    assert [(one.from_steps, one.arm) for one in envelope(costs, EAGER)] == [
+        (0, "eager"),
+        (200, "regional"),  # 10 s at 0.05 s a step
+        (5000, "whole"),  # 50 s at 0.01 s a step
     ]
 
 
 def test_the_envelope_is_the_least_line_at_every_number_of_steps() -> None:
     costs = {str(step): cost(0.1 - 0.012 * step, 3.0 + step**2) for step in range(7)}
     base = costs["0"]
-    crossings = envelope(costs, base, "warm")
+    crossings = envelope(costs, base)
     assert len(crossings) > 3
     for steps in range(1, 3000, 7):
         totals = {arm: overhead_seconds(one, base) + steps * one.step_seconds for arm, one in costs.items()}
@@ -81,4 +81,4 @@ def test_the_envelope_is_the_least_line_at_every_number_of_steps() -> None:
 
 def test_an_arm_that_is_best_from_the_first_step_is_the_only_one() -> None:
     costs = {"eager": EAGER, "cuda_graph": cost(0.05, 1.0)}
-    assert [one.arm for one in envelope(costs, EAGER, "cold")] == ["cuda_graph"]
+    assert [one.arm for one in envelope(costs, EAGER)] == ["cuda_graph"]

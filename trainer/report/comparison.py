@@ -31,7 +31,6 @@ SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
 RATES = ("samples_per_second", "useful_tokens_per_second", "padded_share", "roofline_share", "joules_per_sample")
 OVER_RUNS = (*RATES, "final_loss")
-OF_COLD_STARTS = ("first_step_seconds", "compile_seconds")
 LARGEST = ("peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph_breaks", "recompiles")
 """Figures that a row takes from its records by their names."""
 
@@ -53,10 +52,9 @@ class Row:
     cold_warmup_seconds: Estimate | None = None
     """Preflight and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
     warm_warmup_seconds: Estimate | None = None
-    """Of warm starts; of what compiles nothing, any. None, like all that is warm, when the workload has no warm run."""
-    first_step_seconds: Estimate | None = None
-    """Of cold starts, as above; so is the next one."""
+    """Of warm starts; of what compiles nothing, any. None when the workload has no warm run."""
     compile_seconds: Estimate | None = None
+    """Of cold starts, as above."""
     roofline_share: Estimate | None = None
     joules_per_sample: Estimate | None = None
     final_loss: Estimate | None = None
@@ -71,28 +69,24 @@ class Row:
     ratio: Ratio | None = None
     """To the baseline; None for the baseline itself and without one."""
     break_even_steps: float | None = None
-    """Steps after which a cold start has caught up with the baseline; infinite when the arm is slower, None when no
-    difference is shown or a figure is missing."""
-    break_even_steps_warm: float | None = None
+    """Steps after which the arm has caught up with the baseline; infinite when the arm is slower, None when no
+    difference is shown or a figure is missing. From the workload's ``start``, as all that follows."""
     total_seconds: dict[int, float] = field(default_factory=dict)
-    """From the start of the process to the end of step N, by N, started cold; validation and checkpoints left out."""
-    total_seconds_warm: dict[int, float] = field(default_factory=dict)
+    """From the start of the process to the end of step N, by N; validation and checkpoints left out."""
     flags: list[str] = field(default_factory=list)
     """What the reader must know before believing the row."""
     cost: Cost | None = None
-    """What break-even and total times of cold starts are made of; None when a figure is missing. Its steps are the
-    baseline's over the ratio."""
-    cost_warm: Cost | None = None
-    start_seconds: float = 0.0
-    """Imports and setup, the median over all runs of the workload: the same for all arms."""
+    """What break-even and total times are made of; None when a figure is missing. Its steps are the baseline's over
+    the ratio."""
+    fixed_seconds: float | None = None
+    """What a run takes beyond its steady steps: imports, setup, warm-up and compiling. Imports and setup are the median
+    over all runs of the workload, the same for all arms."""
 
-    def total_at(self, steps: float, *, baseline: Row | None, warm: bool = False) -> float | None:
+    def total_at(self, steps: float) -> float | None:
         """Total seconds of ``steps`` steps, as in ``total_seconds``; for curves."""
-        cost = self.cost_warm if warm else self.cost
-        if cost is None:
+        if self.cost is None or self.fixed_seconds is None:
             return None
-        other = None if baseline is None or baseline is self else baseline.cost_warm if warm else baseline.cost
-        return self.start_seconds + statistics.overhead_seconds(cost, other) + steps * cost.step_seconds
+        return self.fixed_seconds + steps * self.cost.step_seconds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,13 +105,16 @@ class WorkloadComparison:
     """Arm that the others are compared with."""
     rows: list[Row]
     """The baseline first."""
+    start: str
+    """``cold`` or ``warm``: the compile caches from which break-even and total times count, those of which more arms
+    were started; cold where as many."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
     notes: list[str] = field(default_factory=list)
     """Differences that need not matter: commit, number of steps; and what is missing for a comparison."""
     crossings: list[Crossing] = field(default_factory=list)
-    """Which arm needs the least total time from which step on: cold starts first, then warm ones, each from step 0.
-    Of the arms that are shown to be faster, and the baseline."""
+    """Which arm needs the least total time from which step on, from step 0. Of the arms that are shown to be faster,
+    and the baseline."""
     verdict: str = ""
     """One plain sentence: which arm to use, for how many steps."""
 
@@ -162,6 +159,7 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     everything = [run for cell in cells for run in cell.runs]
     measured = [run for cell in cells for run in cell.finished] or everything
     first = everything[0].record
+    start = max(("cold", "warm"), key=lambda start: sum(bool(cell.started(start)) for cell in cells))
     versions = {name: _joined([run.record.versions.get(name) for run in measured]) for name in DECISIVE_VERSIONS}
     found = WorkloadComparison(
         workload=workload,
@@ -170,7 +168,8 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
         processor=_joined([run.record.processor for run in measured]) or "n/a",
         versions={name: version for name, version in versions.items() if version},
         baseline=baseline if base is None else base.arm,
-        rows=_rows(cells, base, at_steps),
+        start=start,
+        rows=_rows(cells, base, start, at_steps),
         unlike=unlike_conditions(measured),
         notes=notes_on(measured),
     )
@@ -197,10 +196,7 @@ def _verdict(found: WorkloadComparison, horizon: int) -> str:
         else:
             text = f"no difference from {base} is shown; more rounds or longer runs may show one"
     else:
-        cold, warm = (_advice(found, start, horizon) for start in ("cold", "warm"))
-        text = "; ".join(filter(None, [cold, f"with warm caches: {warm}" if warm not in ("", cold) else ""]))
-        unknown = f"steady steps differ from {base}'s; without what warming up takes there is no telling when it pays"
-        text = text or unknown
+        text = _advice(found, horizon)
     # What weakens it: thin figures of the arms that it names, or runs that are unlike.
     arms = {base, *(crossing.arm for crossing in found.crossings)}
     thin = any(flag.startswith(THIN) for row in found.rows if row.cell.arm in arms for flag in row.flags)
@@ -208,52 +204,54 @@ def _verdict(found: WorkloadComparison, horizon: int) -> str:
     return text + (f" ({', '.join(weak)})" if weak else "")
 
 
-def _advice(found: WorkloadComparison, start: str, horizon: int) -> str:
-    """Which arm to use for how many steps; empty where nobody knows what such starts take."""
-    crossings = [crossing for crossing in found.crossings if crossing.start == start]
-    within = [crossing for crossing in crossings if crossing.from_steps <= horizon]
-    later = [crossing for crossing in crossings if crossing.from_steps > horizon]
+def _advice(found: WorkloadComparison, horizon: int) -> str:
+    """Which arm to use for how many steps."""
+    base = found.baseline
+    within = [crossing for crossing in found.crossings if crossing.from_steps <= horizon]
+    later = [crossing for crossing in found.crossings if crossing.from_steps > horizon]
     beyond = f" ({later[0].arm} from {rounded(later[0].from_steps)} on)" if later else ""
-    if not crossings:
-        return ""
+    caches = "with warm caches: " if found.start == "warm" else ""
+    if not within:
+        return f"steady steps differ from {base}'s; without what warming up takes there is no telling when it pays"
     if len(within) == 1:
         only = within[0].arm
-        if only == found.baseline:
-            return f"no strategy tried is shown to beat {only} within {horizon:,} steps{beyond}"
-        return f"use {only} for any number of steps{beyond}"
-    words = [f"for fewer than {rounded(within[1].from_steps)} steps use {within[0].arm}"]
+        if only == base:
+            return f"{caches}no strategy tried is shown to beat {only} within {horizon:,} steps{beyond}"
+        return f"{caches}use {only} for any number of steps{beyond}"
+    words = [f"{caches}for fewer than {rounded(within[1].from_steps)} steps use {within[0].arm}"]
     for crossing, following in itertools.pairwise(within[1:]):
         words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
     return "; ".join([*words, f"above, {within[-1].arm}{beyond}"])
 
 
-def _rows(cells: Sequence[Cell], baseline: Cell | None, at_steps: Sequence[int]) -> list[Row]:
+def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Sequence[int]) -> list[Row]:
     """A row for each cell, the baseline's first."""
     runs = [run for cell in cells for run in cell.finished]
     parts = (_over(runs, lambda record: record.import_seconds), _over(runs, setup_seconds))
-    start = sum(part.median for part in parts if part is not None)
+    start_seconds = sum(part.median for part in parts if part is not None)
     ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
-    rows = [_figures(cell, start) for cell in ordered]
+    rows = [_figures(cell) for cell in ordered]
     any_warm = any(cell.warm and cell.compiles for cell in cells)
     base = rows[0] if baseline is not None else None
     for row in rows:
         row.flags = flags_of(row.cell, baseline)
-        _set_costs(row, base, any_warm=any_warm)
-        row.total_seconds, row.total_seconds_warm = (
-            {steps: total for steps in at_steps if (total := row.total_at(steps, baseline=base, warm=warm)) is not None}
-            for warm in (False, True)
-        )
+        if any_warm:
+            row.warm_warmup_seconds = _over(row.cell.started("warm"), lambda record: record.warmup_seconds)
+        _set_cost(row, base, start)
+        if row.cost is not None:
+            other = None if row is base or base is None else base.cost
+            row.fixed_seconds = start_seconds + statistics.overhead_seconds(row.cost, other)
+        row.total_seconds = {steps: total for steps in at_steps if (total := row.total_at(steps)) is not None}
     return rows
 
 
-def _figures(cell: Cell, start_seconds: float) -> Row:
-    runs, cold = cell.finished, _cold(cell)
+def _figures(cell: Cell) -> Row:
+    runs, cold = cell.finished, cell.started("cold")
 
     def over(name: str, chosen: Sequence[Run] = runs) -> Estimate | None:
         return _over(chosen, lambda record: getattr(record, name))
 
     by_name: dict[str, Any] = {name: over(name) for name in OVER_RUNS}
-    by_name |= {name: over(name, cold) for name in OF_COLD_STARTS}
     by_name |= {name: max(found.values) for name in LARGEST if (found := over(name)) is not None}
     return Row(
         cell=cell,
@@ -261,14 +259,14 @@ def _figures(cell: Cell, start_seconds: float) -> Row:
         median_step_seconds=over("steady_step_seconds_median"),
         p95_seconds=over("steady_step_seconds_p95"),
         cold_warmup_seconds=over("warmup_seconds", cold),
+        compile_seconds=over("compile_seconds", cold),
         parity=parity_of(cell),
-        start_seconds=start_seconds,
         **by_name,
     )
 
 
-def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
-    """Ratio, costs and break-even of a row; the baseline's own come first."""
+def _set_cost(row: Row, base: Row | None, start: str) -> None:
+    """Ratio, cost and break-even of a row; the baseline's own come first."""
     other = None if row is base else base
     work = 1.0 if base is None else _work(row, base)
     if work != 1.0:
@@ -282,21 +280,10 @@ def _set_costs(row: Row, base: Row | None, *, any_warm: bool) -> None:
         if row.ratio is not None and other.step_seconds is not None:
             # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
             step = other.step_seconds.median / row.ratio.value
-    row.cost = _cost(_cold(row.cell), step, work)
-    if any_warm:
-        warm = row.cell.warm or ([] if row.cell.compiles else row.cell.others or row.cell.cold)
-        row.cost_warm = _cost(warm, step, work)
-        row.warm_warmup_seconds = _over(warm, lambda record: record.warmup_seconds)
-    if other is not None and row.ratio is not None and row.ratio.shown:
-        if row.cost is not None and other.cost is not None:
-            row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
-        if row.cost_warm is not None and other.cost_warm is not None:
-            row.break_even_steps_warm = statistics.break_even_steps(row.cost_warm, other.cost_warm)
-
-
-def _cold(cell: Cell) -> list[Run]:
-    """Runs whose warm-up stands for a cold start; eager compiles nothing, so that any of its runs does."""
-    return cell.cold or cell.others or ([] if cell.compiles else cell.warm)
+    row.cost = _cost(row.cell.started(start), step, work)
+    shown = row.ratio is not None and row.ratio.shown
+    if shown and row.cost is not None and other is not None and other.cost is not None:
+        row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
 
 
 def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | None:
@@ -360,15 +347,13 @@ def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> E
 
 def _crossings(rows: Sequence[Row]) -> list[Crossing]:
     """Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to."""
-    base, crossings = rows[0], []
+    base, costs = rows[0], {row.cell.arm: row.cost for row in rows if row.cost is not None}
+    if base.cost is None or len(costs) == 1:
+        return []
     fast = [row for row in rows[1:] if row.ratio is not None and row.ratio.verdict == FASTER]
     candidates = [base, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
-    for start in ("cold", "warm"):
-        costs = {row.cell.arm: row.cost if start == "cold" else row.cost_warm for row in rows}
-        known = {row.cell.arm: cost for row in candidates if (cost := costs[row.cell.arm]) is not None}
-        if (own := known.get(base.cell.arm)) and sum(cost is not None for cost in costs.values()) > 1:
-            crossings += statistics.envelope(known, own, start)
-    return crossings
+    known = {row.cell.arm: row.cost for row in candidates if row.cost is not None}
+    return statistics.envelope(known, base.cost)
 
 
 def _is(cell: Cell, name: str) -> bool:

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from trainer.report.runs import Cell, Run, loose_settings
+from trainer.report.runs import Cell, Run
 from trainer.telemetry.files import printable
 from trainer.telemetry.record import RunRecord
 
@@ -42,21 +42,16 @@ def setup_seconds(record: RunRecord) -> float | None:
 
 def unlike_conditions(runs: Sequence[Run]) -> list[str]:
     """Conditions that differ, a line each with the values and how many runs have them."""
-    return _differing([_conditions(run.record) for run in runs])
+    return _differing([deciding(run.record) for run in runs])
 
 
 def notes_on(runs: Sequence[Run]) -> list[str]:
-    """Differences that need not matter: commits, other versions, settings beside the step."""
-    circumstances = []
-    for record in (run.record for run in runs):
-        commit, _, dirty = (record.git_commit or "").partition("+")
-        short = {"git commit": commit[:12] + ("+dirty" if dirty else "")} if commit else {}
-        versions = {name: value or "none" for name, value in record.versions.items() if name not in DECISIVE_VERSIONS}
-        circumstances.append({**short, **versions, **loose_settings(record)})
-    return _differing(circumstances)
+    """The commits, where there are several: they need not matter."""
+    commits = ((run.record.git_commit or "").partition("+") for run in runs)
+    return _differing([{"git commit": commit[:12] + plus + dirty} if commit else {} for commit, plus, dirty in commits])
 
 
-def _conditions(record: RunRecord) -> dict[str, str]:
+def deciding(record: RunRecord) -> dict[str, str]:
     """What runs of one workload must share to be compared. What a record does not hold is left out."""
     values: dict[str, str | None] = {
         "device": record.device,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -20,8 +20,8 @@ from trainer.report.tables import (
     ABSENT,
     TEXT_COLUMNS,
     Columns,
-    Scaling,
     all_figures,
+    conditions_of,
     decision,
     footnotes,
     interval,
@@ -30,9 +30,10 @@ from trainer.report.tables import (
 )
 from trainer.telemetry.record import RunRecord
 
+TITLE = "What compiling costs, and what it gives"
 MAX_EVENTS = 40
 """Different events of a workload that are listed."""
-PROSE = ("reason", "source line", "folder", "value")
+PROSE = ("reason", "source line")
 """Columns whose texts are broken into lines."""
 WORDS = {
     "arm": "a list of strategies with their options; one of them, usually eager, is what the others are compared with",
@@ -47,19 +48,10 @@ PATH = re.compile(r"(?<![\w.~:/-])(?:/[^\s/'\",:;()<>|]+)+/(?=[^\s/])")
 PACKAGES = re.compile(r"[^\s'\"=]*/(?:site|dist)-packages/")
 
 
-def render(
-    comparisons: Sequence[WorkloadComparison], *, title: str, command: str, scalings: Sequence[Scaling] = ()
-) -> str:
-    """The page.
+def render(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[str, Columns]] = ()) -> str:
+    """The page: a section for each comparison, and for each training on several numbers of devices among them.
 
-    Args:
-        comparisons: What it shows, a section each.
-        title: Its heading.
-        command: What makes it again.
-        scalings: Trainings among them on several numbers of devices, a section each.
-
-    Raises:
-        ValueError: Matplotlib is not installed.
+    Raises ValueError where Matplotlib is not installed.
     """
     palette = arm_colours(comparisons)
     records = [record for one in comparisons for record in _records(one)]
@@ -67,7 +59,9 @@ def render(
     facts = [counted(len(comparisons), "workload"), counted(len(records), "run")]
     facts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     sections = "\n".join(_section(one, place, palette) for place, one in enumerate(comparisons))
-    sections += "\n".join(map(_scaling, scalings))
+    sections += "\n".join(
+        f"<section>\n<h2>Scaling: {_breakable(name)}</h2>\n{_table(table)}\n</section>" for name, table in scalings
+    )
     cards = "".join(_card(one, place) for place, one in enumerate(comparisons))
     words = "".join(f"<div><dt>{escape(word)}</dt><dd>{escape(text)}</dd></div>" for word, text in WORDS.items())
     return f"""<!DOCTYPE html>
@@ -75,24 +69,19 @@ def render(
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
+<title>{TITLE}</title>
 <style>
 {resources.files("trainer.report").joinpath("page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>
 <header>
-<h1>{escape(title)}</h1>
+<h1>{TITLE}</h1>
 <p class="quiet">{escape(" · ".join(facts))}</p>
 <ul class="cards">{cards}</ul>
 <dl class="words">{words}</dl>
 </header>
 {sections}
-<section>
-<h2>This page again</h2>
-<pre><code>{_text(command)}</code></pre>
-<p class="quiet">Add <code>--pictures DIR</code> for its pictures as PNG.</p>
-</section>
 </main>
 </body>
 </html>
@@ -138,17 +127,11 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
         figures += f'<figure id="w{place + 1}-{picture.name}">\n<img src="{source}" alt="{about}">\n'
         figures += f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n"
     records = _records(comparison)
-    facts = {
-        "device": comparison.device,
-        "processes": _all(str(record.world_size) for record in records),
-        "precision": _all(record.precision for record in records),
-        "matrix products in": _all(record.matrix_precision for record in records),
-        "commit": _all(record.git_commit for record in records),
-        "seeds": _all(str(record.seed) for record in records),
-        "started": _all((record.started or "")[:10] or None for record in records),
-    }
-    for name in dict.fromkeys(name for record in records for name in record.versions):
-        facts[name] = _all(record.versions.get(name) for record in records)
+    conditions = [
+        conditions_of(records),
+        *dict.fromkeys(record.precision for record in records if record.precision),
+        f"seeds {', '.join(dict.fromkeys(str(record.seed) for record in records))}",
+    ]
     commands = "".join(
         f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
         for row in comparison.rows
@@ -163,19 +146,9 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
 {figures}</div>
 {_part("Other figures", all_figures(comparison))}
 {_part("Graph breaks and recompiles", _events(comparison))}
-{_part("Runs that did not finish", _failed(comparison))}
-{_part("Conditions", {"what": list(facts), "value": list(facts.values())})}
+<p class="quiet">{_text(" · ".join(conditions))}</p>
 <details><summary>Commands, one for each arm</summary>
 {commands}</details>
-</section>"""
-
-
-def _scaling(found: Scaling) -> str:
-    unlike = "".join(f'<p class="quiet">Unlike: {_text(line)}.</p>' for line in found.unlike)
-    return f"""<section>
-<h2>Scaling: {_breakable(found.name)}</h2>
-<p>{_text(_sentence(found.kind))}</p>
-{unlike}{_table(found.table)}
 </section>"""
 
 
@@ -191,17 +164,6 @@ def _events(comparison: WorkloadComparison) -> Columns:
     return columns | {
         "first step": [str(min(steps) or ABSENT) for _, steps in listed],
         "times": [f"{len(steps):,}" for _, steps in listed],
-    }
-
-
-def _failed(comparison: WorkloadComparison) -> Columns:
-    """Runs that did not finish, with their reasons."""
-    failed = [(row.cell.arm, run) for row in comparison.rows for run in row.cell.failed]
-    return {
-        "arm": [arm for arm, _ in failed],
-        "status": [run.record.status.replace("running", "running, or killed") for _, run in failed],
-        "reason": [run.record.reason or "no reason in its record" for _, run in failed],
-        "folder": [str(run.directory) for _, run in failed],
     }
 
 
@@ -226,10 +188,6 @@ def _table(columns: Columns, palette: Mapping[str, str] | None = None) -> str:
 
 def _records(comparison: WorkloadComparison) -> list[RunRecord]:
     return [run.record for row in comparison.rows for run in row.cell.runs]
-
-
-def _all(values: Iterable[str | None]) -> str:
-    return ", ".join(dict.fromkeys(value for value in values if value is not None)) or "n/a"
 
 
 def _breakable(name: str) -> str:

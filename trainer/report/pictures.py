@@ -1,16 +1,15 @@
 """Pictures of a comparison: each question of a reader as one figure of matplotlib, None where nothing was measured.
 
-``crucible report RUNS --pictures DIR`` writes them as PNG, ``crucible verify --tables`` those of published records.
+``crucible report`` puts them on its page, ``crucible verify --tables`` those of published records into files.
 Matplotlib is imported where it is used.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +33,6 @@ MAX_NAME = 52
 """Characters of an arm's name."""
 PALE = 0.35
 """Opacity of a line of which no difference from the baseline is shown."""
-STROKES: Mapping[str, dict[str, Any]] = {
-    "cold": {"linestyle": "-", "linewidth": 1.9},
-    "warm": {"linestyle": (0, (4, 2)), "linewidth": 1.4},
-}
-STARTS = {"cold": "cold start: compile caches empty", "warm": "warm start: caches filled before"}
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b636d", "#e3e6ea", "#ffffff"
 ARMS = ("#1e6ff0", "#d97214", "#0fa266", "#c16fc6", "#604408", "#3a24e6", "#751535", "#0b4184")
 """Found by search: apart from each other and from the baseline's grey for all three kinds of colour blindness (Machado
@@ -49,78 +43,51 @@ Palette = Mapping[str, str]
 """Colour of each arm."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Total seconds of one arm from one start: ``fixed_seconds + step_seconds * steps``."""
-
-    arm: str
-    start: str
-    """``cold`` or ``warm``."""
-    fixed_seconds: float
-    step_seconds: float
-    shown: bool
-    """Whether a difference from the baseline is; the baseline's own line is sure as well."""
-
-    def at(self, steps: float) -> float:
-        """Total seconds at ``steps``."""
-        return self.fixed_seconds + self.step_seconds * steps
-
-
-def lines(comparison: WorkloadComparison) -> list[Line]:
-    """A line for each arm and start whose total time is known."""
-    found: list[Line] = []
-    for row in comparison.rows:
-        drawn: set[tuple[float, float]] = set()
-        for start, cost in (("cold", row.cost), ("warm", row.cost_warm)):
-            fixed = row.total_at(0, baseline=comparison.baseline_row, warm=start == "warm")
-            if cost is None or fixed is None or (fixed, cost.step_seconds) in drawn:
-                continue  # what compiles nothing starts the same either way: one line
-            drawn.add((fixed, cost.step_seconds))
-            shown = row.ratio is None or row.ratio.shown
-            found.append(Line(row.cell.arm, start, fixed, cost.step_seconds, shown))
-    return found
-
-
 def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Speed over the number of steps, warm-up and compiling included, as a multiple of the baseline's (total time,
     without one); points with the number of steps where another arm becomes the best one. None without totals."""
-    every = lines(comparison)
-    if not every:
+    known = {row.cell.arm: row for row in comparison.rows if row.cost is not None}
+    if not known:
         return None
     # The baseline, arms that are best somewhere, then the fastest.
     needed = {comparison.baseline, *(one.arm for one in comparison.crossings)}
-    seconds = {line.arm: line.step_seconds for line in every}
-    kept = sorted(seconds, key=lambda arm: (arm not in needed, seconds[arm]))[:MAX_ARMS]
-    shown = [line for line in every if line.arm in kept]
-    base = next((line for line in every if line.arm == comparison.baseline and line.start == "cold"), None)
+    every = {arm: row.cost.step_seconds for arm, row in known.items() if row.cost is not None}
+    arms = sorted(every, key=lambda arm: (arm not in needed, every[arm]))[:MAX_ARMS]
+    base = known.get(comparison.baseline)
 
-    def height(line: Line, steps: float) -> float:
-        return line.at(steps) if base is None else base.at(steps) / line.at(steps)
+    def height(arm: str, steps: float) -> float:
+        seconds = known[arm].total_at(steps) or math.nan
+        return seconds if base is None else (base.total_at(steps) or math.nan) / seconds
 
     low, high = _limits(comparison)
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
-    title = "Seconds to N steps, all of it included"
-    with _panels([title], [(line.arm, line.start) for line in shown], palette) as (figure, (axes,)):
+    caches = ", from filled caches" if comparison.start == "warm" else ""
+    title = f"Seconds to N steps, all of it included{caches}"
+    if base is not None:
+        title = f"Times as fast as {plain(comparison.baseline, 16)} by step N, warm-up included{caches}"
+    with _panels([title], arms, palette) as (figure, (axes,)):
         from matplotlib.ticker import FuncFormatter, NullLocator
 
-        for line in shown:
-            look = {"alpha": 1.0 if line.shown else PALE, "zorder": 3 if line is base else 2, **STROKES[line.start]}
-            axes.plot(steps, [height(line, one) for one in steps], color=palette[line.arm], **look)
+        for arm in arms:
+            ratio = known[arm].ratio
+            look: dict[str, Any] = {
+                "alpha": 1.0 if ratio is None or ratio.shown else PALE,
+                "zorder": 3 if known[arm] is base else 2,
+            }
+            axes.plot(steps, [height(arm, one) for one in steps], color=palette[arm], linewidth=1.9, **look)
         axes.set(xscale="log", xlim=(low, high), xlabel="optimizer steps")
         if base is None:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(0, max(1.15, 1.08 * max(height(line, high) for line in shown)))
+            axes.set_ylim(0, max(1.15, 1.08 * max(height(arm, high) for arm in arms)))
             axes.axhline(1.0, color=MUTED, linewidth=1.0)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-            _title(axes, f"Times as fast as {plain(base.arm, 16)} by step N, warm-up included")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         for crossed in comparison.crossings:
-            spot = next((line for line in shown if (line.arm, line.start) == (crossed.arm, crossed.start)), None)
-            if spot is not None and low < crossed.from_steps < high:
-                place = (crossed.from_steps, height(spot, crossed.from_steps))
-                axes.plot(*place, "o", color=palette[spot.arm], markeredgecolor=PAPER, zorder=5)
+            if crossed.arm in arms and low < crossed.from_steps < high:
+                place = (crossed.from_steps, height(crossed.arm, crossed.from_steps))
+                axes.plot(*place, "o", color=palette[crossed.arm], markeredgecolor=PAPER, zorder=5)
                 above: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "size": 9}
                 axes.annotate(f"{crossed.from_steps:,}", place, **above)
     return figure
@@ -130,8 +97,7 @@ def _limits(comparison: WorkloadComparison) -> tuple[float, float]:
     """Steps from which to which the picture goes: a good way beyond all that happens."""
     marks = [float(one.from_steps) for one in comparison.crossings]
     for row in comparison.rows:
-        marks += [steps for steps in (row.break_even_steps, row.break_even_steps_warm) if steps is not None]
-        marks += [float(steps) for steps in row.total_seconds]
+        marks += [row.break_even_steps or 0.0, *map(float, row.total_seconds)]
     known = [steps for steps in marks if math.isfinite(steps) and steps > 0] or [1000.0]
     low = 10 ** math.floor(math.log10(max(MIN_STEPS, min(known) / 4)))
     high = 10 ** math.ceil(math.log10(min(MAX_STEPS, max(known) * 2)))
@@ -140,24 +106,21 @@ def _limits(comparison: WorkloadComparison) -> tuple[float, float]:
 
 def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Optimizer steps done over the seconds since the start of the process, as measured: when an arm begins to train,
-    where it stands still, and when it has overtaken another one. Of each arm and start the run whose last step ended
-    in the middle; None where no run says when its steps were done."""
-    found: dict[tuple[str, str], list[list[float]]] = {}
+    where it stands still, and when it has overtaken another one. Of each arm's runs from the comparison's start the one
+    whose last step ended in the middle; None where no run says when its steps were done."""
+    found: dict[str, list[list[float]]] = {}
     for row in comparison.rows:
-        for start, runs in (("cold", row.cell.cold or row.cell.others), ("warm", row.cell.warm)):
-            known = sorted((run.record.progress for run in runs if run.record.progress), key=lambda one: one[-1][1])
-            if known:
-                found[row.cell.arm, start] = known[len(known) // 2]
+        curves = [run.record.progress for run in row.cell.started(comparison.start) if run.record.progress]
+        if curves:
+            found[row.cell.arm] = sorted(curves, key=lambda one: one[-1][1])[len(curves) // 2]
     # The baseline, then those that were through first.
-    order = sorted(found, key=lambda key: (key[0] != comparison.baseline, found[key][-1][1]))
-    arms = list(dict.fromkeys(arm for arm, _ in order))[:MAX_ARMS]
+    arms = sorted(found, key=lambda arm: (arm != comparison.baseline, found[arm][-1][1]))[:MAX_ARMS]
     if not arms:
         return None
-    shown = [(arm, start) for arm, start in order if arm in arms]
-    with _panels(["Optimizer steps done"], shown, palette) as (figure, (axes,)):
-        for arm, start in reversed(shown):
-            steps, seconds = zip(*found[arm, start], strict=True)
-            axes.plot(seconds, steps, color=palette[arm], **STROKES[start])
+    with _panels(["Optimizer steps done"], arms, palette) as (figure, (axes,)):
+        for arm in reversed(arms):
+            steps, seconds = zip(*found[arm], strict=True)
+            axes.plot(seconds, steps, color=palette[arm], linewidth=1.9)
         axes.set(xlabel="seconds since the start of the process", xlim=(0, None), ylim=(0, None))
     return figure
 
@@ -187,7 +150,7 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
 
     titles = [f"Training loss, median and range over the runs, {seeds} seed{'s' * (seeds > 1)}"]
     titles += [f"Less {plain(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
-    with _panels(titles, [(arm, "cold") for arm in arms], palette) as (figure, panels):
+    with _panels(titles, arms, palette) as (figure, panels):
         for axes, shown in zip(panels, (own, less), strict=False):
             for arm in arms:  # the baseline below the others, and wider: equal curves are both seen
                 points = sorted(_by_step(shown(arm)).items())
@@ -267,19 +230,6 @@ PICTURES: tuple[Picture, ...] = (
 )
 
 
-def write(comparisons: Sequence[WorkloadComparison], directory: Path) -> list[Path]:
-    """Write every picture of every comparison into ``directory`` as PNG; returns the files."""
-    palette, files = arm_colours(comparisons), []
-    for place, comparison in enumerate(comparisons):
-        for picture in PICTURES:
-            readable = re.sub(r"[^\w.=-]+", "_", comparison.workload).strip("_")[:60] or "workload"
-            file = directory / f"{place + 1}-{readable}-{picture.name}.png"
-            if (figure := picture.draw(comparison, palette)) is not None:
-                save(figure, file)
-                files.append(file)
-    return files
-
-
 def save(figure: Figure, file: Any, **options: Any) -> None:
     """Write ``figure`` as PNG, or in the ``format`` that ``options`` name, to a path or an open file."""
     if isinstance(file, Path):
@@ -292,19 +242,13 @@ def save(figure: Figure, file: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _panels(
-    titles: Sequence[str], shown: Iterable[tuple[str, str]], palette: Palette
-) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with a panel for each title, and below them the names of the arms and what dashed lines are."""
+def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure with a panel for each title, and below them the names of the arms."""
     with _drawing():
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
 
-        shown = list(shown)
-        named = {plain(arm): palette[arm] for arm, _ in shown}
-        handles = [Line2D([], [], color=colour, linewidth=2.4, label=name) for name, colour in named.items()]
-        if any(start == "warm" for _, start in shown):
-            handles += [Line2D([], [], color=INK, label=label, **STROKES[start]) for start, label in STARTS.items()]
+        handles = [Line2D([], [], color=palette[arm], linewidth=2.4, label=plain(arm, 44)) for arm in arms]
         height = PANEL_INCHES * len(titles) + 0.8 + LINE_INCHES * math.ceil(len(handles) / 2)
         figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
         panels = [figure.add_subplot(len(titles), 1, place) for place in range(1, len(titles) + 1)]

@@ -26,7 +26,7 @@ from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import step_seconds
 from trainer.report.runs import Run, find, group
 from trainer.report.statistics import Sample, ratio
-from trainer.report.tables import ABSENT, NOT_SURE, NOTE, kept, number, piped
+from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
 
@@ -55,7 +55,6 @@ TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
 """The same of times and memory, which are compared on one model of GPU alone."""
-PACKAGES = ("torch", "triton", "cuda", "python")
 GROUPS = (3, 5, 10)
 """Pairs that a comparison of an arm with itself is made of."""
 Figures = dict[str, tuple[float, ...]]
@@ -213,39 +212,6 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags]
     conditions = f"{compared.workload} · {conditions_of(records)} · [records]({link})"
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
-
-
-def conditions_of(records: Sequence[RunRecord]) -> str:
-    """Device, processor, versions, dates, and what was seen of the machine, in one line."""
-    facts = [record.machine for record in records if record.machine is not None]
-
-    def span(name: str, form: str) -> str:
-        seen = sorted(value for each in facts if (value := getattr(each, name)) is not None)
-        ends = dict.fromkeys(str(end) if isinstance(end, int) else number(end) for end in (*seen[:1], *seen[-1:]))
-        return form.format(" to ".join(ends)) if seen else ""
-
-    def joined(values: Iterable[str | None]) -> str:
-        return " / ".join(dict.fromkeys(value for value in values if value))
-
-    commits = (commit[:10] + commit[40:] for commit in (record.git_commit or "" for record in records))  # or "+dirty"
-    versions = {name: joined(record.versions.get(name) for record in records) for name in PACKAGES}
-    throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
-    parts = [
-        joined(record.device for record in records),
-        joined(record.processor for record in records if record.processor != record.device),
-        span("processors", "{} processors"),
-        *(f"{name} {version}" for name, version in versions.items() if version),
-        f"commit {joined(commits) or 'unknown'}",
-        joined((record.started or "")[:10] for record in records),
-        span("load_average", "load average {}"),
-        span("gpu_clock_mhz", "GPU clock {} MHz"),
-        span("gpu_power_watts", "at most {} W"),
-        span("gpu_power_limit_watts", "power limit {} W"),
-        span("gpu_celsius", "{} °C"),
-    ]
-    if any(each.gpu_clock_mhz is not None for each in facts):
-        parts.append(f"throttled: {', '.join(throttled) or 'no'}")
-    return " · ".join(filter(None, parts))
 
 
 def refreshed(text: str, records: Path = RECORDS) -> str:

@@ -74,6 +74,12 @@ class Cell:
     def runs(self) -> list[Run]:
         return [*self.finished, *self.failed]
 
+    def started(self, start: str) -> list[Run]:
+        """Runs whose warm-up stands for a ``cold`` or ``warm`` start; what compiles nothing takes any of its runs."""
+        if start == "cold":
+            return self.cold or self.others or ([] if self.compiles else self.warm)
+        return self.warm or ([] if self.compiles else self.others or self.cold)
+
     @property
     def label(self) -> str:
         """The strategies' names, without parameters."""
@@ -169,11 +175,6 @@ def group(runs: Sequence[Run]) -> list[Cell]:
                 (places.get(start or "", cell.others) if finished else cell.failed).append(run)
             cells.append(cell)
     return cells
-
-
-def loose_settings(record: RunRecord) -> dict[str, str]:
-    """Settings in which runs of one workload may differ, though a reader wants to know."""
-    return {name: value for name, value in _settings(record) if not _is_fixed(name) and name not in SILENT}
 
 
 def fixed_settings(record: RunRecord) -> dict[str, str]:

@@ -176,8 +176,6 @@ class Crossing:
     from_steps: int
     """0 for the arm that is best for the shortest runs."""
     arm: str
-    start: str
-    """``cold`` or ``warm``: of all arms, which compile caches they start with."""
 
 
 def overhead_seconds(cost: Cost, baseline: Cost | None) -> float:
@@ -197,13 +195,13 @@ def break_even_steps(cost: Cost, baseline: Cost) -> float:
     return max(0.0, extra / gained) if gained > 0 else math.inf
 
 
-def envelope(costs: Mapping[str, Cost], baseline: Cost | None, start: str) -> list[Crossing]:
+def envelope(costs: Mapping[str, Cost], baseline: Cost | None) -> list[Crossing]:
     """The arms of least total time over the number of steps, from step 0 on; the first named wins a tie."""
     lines = {arm: (overhead_seconds(cost, baseline), cost.step_seconds) for arm, cost in costs.items()}
     if not lines:
         return []
     best = min(lines, key=lambda arm: lines[arm][0])
-    steps, found = 0.0, [Crossing(0, best, start)]
+    steps, found = 0.0, [Crossing(0, best)]
     while True:
         overhead, seconds = lines[best]
         meets = {
@@ -218,7 +216,7 @@ def envelope(costs: Mapping[str, Cost], baseline: Cost | None, start: str) -> li
         steps = meets[best]
         if math.ceil(steps) == found[-1].from_steps:
             found.pop()
-        found.append(Crossing(math.ceil(steps), best, start))
+        found.append(Crossing(math.ceil(steps), best))
 
 
 def rounded(steps: float) -> str:

@@ -1,9 +1,5 @@
 """Tables: comparisons for the terminal (rich), as Markdown and as JSON; and of scaling: one training on several numbers
-of devices, its samples a second over as many times those of one device.
-
-Runs of a scaling share task, strategies with their options, and all settings but the devices, how these train together,
-and the batch. What a step really held is measured: samples a second times seconds a step.
-"""
+of devices, its samples a second over as many times those of one device."""
 
 from __future__ import annotations
 
@@ -13,12 +9,12 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.report.comparison import Row, WorkloadComparison
-from trainer.report.flags import step_seconds, unlike_conditions
+from trainer.report.flags import DECISIVE_VERSIONS, deciding, step_seconds
 from trainer.report.runs import Run, fixed_settings, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
 from trainer.telemetry.record import RunRecord
@@ -54,7 +50,7 @@ def decision(found: WorkloadComparison) -> Columns:
         "95% interval": [interval(row.ratio) or ABSENT for row in rows],
         "warm-up s": [_middle(row.cold_warmup_seconds) for row in rows],
         "warm start s": [ABSENT if not row.cell.compiles else _middle(row.warm_warmup_seconds) for row in rows],
-        "pays back after steps": [_steps(row.break_even_steps) for row in rows],
+        f"pays back after steps{', warm' * (found.start == 'warm')}": [_steps(row.break_even_steps) for row in rows],
     }
     return kept(columns | _memory(rows))
 
@@ -65,11 +61,9 @@ def all_figures(found: WorkloadComparison) -> Columns:
     columns = {
         "arm": [row.cell.arm for row in rows],
         **{
-            f"{kind}s to {steps:,}": [_total(row, getattr(row, name).get(steps)) for row in rows]
-            for kind, name in (("", "total_seconds"), ("warm caches: ", "total_seconds_warm"))
-            for steps in dict.fromkeys(steps for row in rows for steps in getattr(row, name))
+            f"s to {steps:,}": [_total(row, row.total_seconds.get(steps)) for row in rows]
+            for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds)
         },
-        "warm caches: pays back after steps": [_steps(row.break_even_steps_warm) for row in rows],
         "median ms": [estimated(row.median_step_seconds, 1e3) for row in rows],
         "p95 ms": [_middle(row.p95_seconds, 1e3) for row in rows],
         "samples/s": [_middle(row.samples_per_second) for row in rows],
@@ -78,7 +72,6 @@ def all_figures(found: WorkloadComparison) -> Columns:
         "of roofline": [ABSENT if row.roofline_share is None else f"{row.roofline_share.median:.1%}" for row in rows],
         "J/sample": [_middle(row.joules_per_sample) for row in rows],
         "final loss": [ABSENT if row.final_loss is None else f"{row.final_loss.median:.4f}" for row in rows],
-        "first step s": [_middle(row.first_step_seconds) for row in rows],
         "compile s": [_middle(row.compile_seconds) for row in rows],
         "graphs": [_count(row.graphs) for row in rows],
         "breaks": [_count(row.graph_breaks) for row in rows],
@@ -158,9 +151,42 @@ def _middle(value: Estimate | None, factor: float = 1.0) -> str:
 
 
 def conditions(found: WorkloadComparison) -> str:
-    """Device and versions in a line."""
-    device = "device not recorded" if found.device == "n/a" else found.device
-    return " · ".join([device, *(f"{name} {version}" for name, version in found.versions.items())])
+    """On what and when it was measured, in a line."""
+    return conditions_of([run.record for row in found.rows for run in row.cell.finished or row.cell.runs])
+
+
+def conditions_of(records: Sequence[RunRecord]) -> str:
+    """Device, processor, versions, dates, and what was seen of the machine, in one line."""
+    facts = [record.machine for record in records if record.machine is not None]
+
+    def span(name: str, form: str) -> str:
+        seen = sorted(value for each in facts if (value := getattr(each, name)) is not None)
+        ends = dict.fromkeys(str(end) if isinstance(end, int) else number(end) for end in (*seen[:1], *seen[-1:]))
+        return form.format(" to ".join(ends)) if seen else ""
+
+    def joined(values: Iterable[str | None]) -> str:
+        return " / ".join(dict.fromkeys(value for value in values if value))
+
+    commits = (commit[:10] + commit[40:] for commit in (record.git_commit or "" for record in records))  # or "+dirty"
+    software = (*DECISIVE_VERSIONS, "python")
+    versions = {name: joined(record.versions.get(name) for record in records) for name in software}
+    throttled = sorted({reason for each in facts for reason in each.gpu_throttled})
+    parts = [
+        joined(record.device for record in records),
+        joined(record.processor for record in records if record.processor != record.device),
+        span("processors", "{} processors"),
+        *(f"{name} {version}" for name, version in versions.items() if version),
+        f"commit {joined(commits) or 'unknown'}",
+        joined((record.started or "")[:10] for record in records),
+        span("load_average", "load average {}"),
+        span("gpu_clock_mhz", "GPU clock {} MHz"),
+        span("gpu_power_watts", "at most {} W"),
+        span("gpu_power_limit_watts", "power limit {} W"),
+        span("gpu_celsius", "{} °C"),
+    ]
+    if any(each.gpu_clock_mhz is not None for each in facts):
+        parts.append(f"throttled: {', '.join(throttled) or 'no'}")
+    return " · ".join(filter(None, parts))
 
 
 def remarks(found: WorkloadComparison) -> list[str]:
@@ -238,8 +264,8 @@ def _table(columns: Columns, width: int) -> RenderableType:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
-    """Pipe tables, a heading for each workload."""
+def markdown(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[str, Columns]] = ()) -> str:
+    """Pipe tables, a heading for each workload and scaling."""
     lines: list[str] = []
     for found in comparisons:
         lines += [f"## {_escaped(found.workload)}", "", conditions(found), "", *piped(decision(found)), ""]
@@ -247,6 +273,8 @@ def markdown(comparisons: Sequence[WorkloadComparison]) -> str:
         if notes := [_escaped(line) for line in remarks(found)]:
             lines += [*(f"- {line}" for line in notes), ""]
         lines += ["Commands:", "", "```bash", *(row.cell.command for row in found.rows), "```", ""]
+    for name, table in scalings:
+        lines += [f"## Scaling: {_escaped(name)}", "", *piped(table), ""]
     lines += [line.replace("*", r"\*", 1) for line in footnotes(comparisons)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -265,7 +293,7 @@ def _escaped(text: str) -> str:
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
     """A list of workloads with their rows, the folders of their runs, crossings and verdict."""
-    names = ("workload", "task", "device", "processor", "versions", "baseline", "verdict", "unlike", "notes")
+    names = ("workload", "task", "device", "processor", "versions", "baseline", "start", "verdict", "unlike", "notes")
     values = [
         {name: getattr(found, name) for name in names}
         | {"crossings": [asdict(crossing) for crossing in found.crossings], "rows": list(map(_plain, found.rows))}
@@ -282,12 +310,12 @@ def _plain(row: Row) -> dict[str, Any]:
     for name, value in ((one.name, getattr(row, one.name)) for one in fields(row)):
         if isinstance(value, Estimate):
             figures |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
-        elif name.startswith("total_seconds"):
+        elif name == "total_seconds":
             figures |= {f"{name}_at_{steps}": seconds for steps, seconds in value.items()}
         elif name == "ratio":
             figures[name] = getattr(value, "value", None)
             figures |= {f"ratio_{part}": getattr(value, part, None) for part in ("low", "high", "pairs", "verdict")}
-        elif name not in ("cell", "cost", "cost_warm"):
+        elif name not in ("cell", "cost"):
             figures[name] = "never" if value == math.inf else value
     kept = ("status", "seed", "round", "start", "git_commit", "warmup_seconds")
     runs = [
@@ -301,91 +329,44 @@ def _plain(row: Row) -> dict[str, Any]:
 # ---- scaling: one training on several numbers of devices -------------------------------------------------------------
 
 DEVICES = frozenset({"trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.sharded_checkpoints"})
-SAME_BATCH = 0.01
-"""Batches that differ by less, relatively, are the same: the last one of an epoch is smaller."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Scaling:
-    """One training on several numbers of devices."""
-
-    name: str
-    kind: str
-    """What stays the same as devices are added: weak and strong scaling are not to be mixed up."""
-    table: dict[str, list[str]]
-    """A row for each number of devices and way to train together, as columns by heading."""
-    unlike: list[str]
-    """What differs beside them and decides speed."""
-
-    def lines(self, width: int) -> Iterator[str]:
-        """The table with its heading as lines of text."""
-        yield f"scaling: {self.name}"
-        yield f"  {self.kind}"
-        yield from (f"  unlike: {line}" for line in self.unlike)
-        yield from (f"  {line}" for line in plain_lines(self.table, width - 2))
-        yield ""
-
-    def markdown(self) -> str:
-        """The same as Markdown, after a blank line."""
-        unlike = "".join(f"Unlike: {line}.\n\n" for line in self.unlike)
-        return "\n".join([f"\n## Scaling: {self.name}\n\n{self.kind}.\n\n{unlike}", *piped(self.table), ""])
+def scalings(runs: Sequence[Run]) -> list[tuple[str, Columns]]:
+    """Name and table of each training in ``runs`` that finished on several numbers of devices. What a step held says
+    whether each device kept its batch. Runs on other boards, versions or in another precision are apart."""
+    alike: dict[tuple[str, ...], list[RunRecord]] = {}
+    for record in (run.record for run in runs):
+        if record.status == "finished" and record.samples_per_second and step_seconds(record):
+            facts = fixed_settings(record) | deciding(record)
+            apart = [name for name in facts if name in DEVICES or name.endswith(("batch_size", "world size"))]
+            options = [f"{name}={value}" for name, value in sorted(set_parameters(record).items())]
+            name = f"{record.task} · {' '.join([record.label, *options])}"
+            same = sorted(f"{name}={value}" for name, value in facts.items() if name not in apart)
+            alike.setdefault((name, *same), []).append(record)
+    return [(key[0], _scaling(each)) for key, each in alike.items() if len({one.world_size for one in each}) > 1]
 
 
-def scalings(runs: Sequence[Run]) -> list[Scaling]:
-    """Those trainings in ``runs`` that finished on several numbers of devices."""
-    alike: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        record = run.record
-        if record.status != "finished" or not record.samples_per_second:
-            continue
-        settings = {name: value for name, value in fixed_settings(record).items() if name not in DEVICES}
-        said = [f"{name}={value}" for name, value in settings.items() if not name.endswith("batch_size")]
-        alike.setdefault((record.task, record.label, *_options(record), *sorted(said)), []).append(run)
-    return [_scaling(members) for members in alike.values() if len({run.record.world_size for run in members}) > 1]
-
-
-def _scaling(members: Sequence[Run]) -> Scaling:
+def _scaling(records: Sequence[RunRecord]) -> Columns:
+    """A row for each number of devices, way to train together, and batch."""
     rows: dict[tuple[Any, ...], list[RunRecord]] = {}
-    first = members[0].record
-    for record in sorted((run.record for run in members), key=lambda record: (record.world_size, _how(record))):
-        batch = [value for name, value in fixed_settings(record).items() if name.endswith("batch_size")]
-        rows.setdefault((record.world_size, _how(record), *batch), []).append(record)
-    base = next((records for key, records in rows.items() if key[0] == 1), [])
-    steps = [
-        statistics.median((one.samples_per_second or 0.0) * (step_seconds(one) or 0.0) for one in records)
-        for records in rows.values()
-    ]
-    rates = [estimate([one.samples_per_second for one in records]) for records in rows.values()]
-    medians = [0.0 if rate is None else rate.median for rate in rates]
-    efficiencies = [estimate([_efficiency(one, base) for one in records]) for records in rows.values()]
+    for record in sorted(records, key=lambda record: record.world_size):
+        settings = fixed_settings(record)
+        how = "" if record.world_size == 1 else settings.get("trainer.strategy", "")
+        batch = [value for name, value in settings.items() if name.endswith("batch_size")]
+        rows.setdefault((record.world_size, how, *batch), []).append(record)
+    base = next((each for key, each in rows.items() if key[0] == 1), [])
+
+    def over(figure: Callable[[RunRecord], float | None]) -> list[str]:
+        return [estimated(estimate([figure(one) for one in each])) for each in rows.values()]
+
     columns = {
         "arm": [f"{key[0]} device{'s' if key[0] > 1 else ''} {key[1]}".strip() for key in rows],
-        "runs": [str(len(records)) for records in rows.values()],
-        "samples of a step": [number(samples) for samples in steps],
-        "samples/s": [estimated(rate) for rate in rates],
-        "times one device": [f"{rate / medians[0]:.2f}x" if base else ABSENT for rate in medians],
-        "efficiency": [estimated(efficiency) for efficiency in efficiencies],
+        "runs": [str(len(each)) for each in rows.values()],
+        "samples a step": over(lambda one: (one.samples_per_second or 0.0) * (step_seconds(one) or 0.0)),
+        "samples/s": over(lambda one: one.samples_per_second),
+        "efficiency": over(lambda one: _efficiency(one, base)),
     }
-    return Scaling(
-        name=f"{first.task} · {' '.join([first.label, *_options(first)])}",
-        kind=_kind([int(key[0]) for key in rows], steps),
-        table=kept(columns),
-        unlike=[line for line in unlike_conditions(members) if not line.startswith("world size")],
-    )
-
-
-def _kind(devices: Sequence[int], steps: Sequence[float]) -> str:
-    shares = {count: samples / count for count, samples in zip(devices, steps, strict=True)}
-    if _alike(list(shares.values())):
-        return f"weak scaling: each device keeps its batch of {number(steps[0])} samples, a step has more of them"
-    if _alike(steps):
-        return f"strong scaling: a step keeps its {number(steps[0])} samples, each device has fewer"
-    each = ", ".join(f"{number(share)} on {count}" for count, share in shares.items())
-    return f"neither weak nor strong scaling: samples of a device in a step differ ({each})"
-
-
-def _alike(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= SAME_BATCH * max(values)
+    return kept(columns)
 
 
 def _efficiency(record: RunRecord, base: Sequence[RunRecord]) -> float | None:
@@ -395,11 +376,3 @@ def _efficiency(record: RunRecord, base: Sequence[RunRecord]) -> float | None:
     if not rates or not record.samples_per_second:
         return None
     return record.samples_per_second / record.world_size / statistics.median(rates)
-
-
-def _how(record: RunRecord) -> str:
-    return "" if record.world_size == 1 else fixed_settings(record).get("trainer.strategy", "")
-
-
-def _options(record: RunRecord) -> list[str]:
-    return [f"{name}={value}" for name, value in sorted(set_parameters(record).items())]
