@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,14 @@ SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
 
 
 class InstantCells:
-    """Stands in for ``CellProcess``; lists what ran and can be told what fails."""
+    """Stands in for ``run_cell``; lists what ran and can be told what fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []
-        self.places: list[dict[str, str]] = []
-        self.timeouts: list[float | None] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
         self.code = "commit 0000000000"
         monkeypatch.setattr(sweep_module, "code_version", lambda: self.code)
-        monkeypatch.setattr(sweep_module, "CellProcess", self._process)
+        monkeypatch.setattr(sweep_module, "run_cell", self._run)
         monkeypatch.setattr(launcher, "write_speeds", lambda sweep_dir: None)
         # Hydra composes each cell once to see whether it can be; the launcher does so again.
         monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)
@@ -37,28 +35,12 @@ class InstantCells:
     def titles(self) -> list[str]:
         return [cell.title for cell in self.ran]
 
-    def _process(
-        self, cell: PlannedCell, variables: dict[str, str], timeout_seconds: float | None, signals: list[int]
-    ) -> _Instant:
-        self.timeouts.append(timeout_seconds)
+    def _run(self, cell: PlannedCell, signals: Sequence[int], started: Callable[[int], None]) -> None:
         self.ran.append(cell)
-        self.places.append(variables)
-        return _Instant(self, cell)
-
-
-class _Instant:
-    seconds = 1.0
-
-    def __init__(self, cells: InstantCells, cell: PlannedCell) -> None:
-        self._cells, self._cell = cells, cell
-
-    def run(self, started: Callable[..., None]) -> Generator[bool, None, None]:
-        cell = self._cell
-        started(pid=0)
+        started(0)
         if cell.caches is not None:
             cell.caches.mkdir(parents=True, exist_ok=True)
-        yield True
-        record, failed = cell.record, self._cells.fails(cell)
+        record, failed = cell.record, self.fails(cell)
         record.status, record.reason = ("failed", "RuntimeError: no") if failed else ("finished", None)
         record.steady_steps_per_second = speed = SPEEDS[record.label]
         record.final_loss, record.useful_tokens_per_second = 1.0 / speed, 100.0 * speed

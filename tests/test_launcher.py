@@ -121,7 +121,6 @@ def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: An
     wait_for(cell / "record.json")  # of the cell, told by the kernel
     assert records(tmp_path / "sweep")["0-seed=5"]["status"] == "interrupted"
     process.communicate(timeout=200)
-    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["cells"][0]["state"] == "running"
     process = start_trainer([*SWEEP, "seed=5"], cwd=tmp_path)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors

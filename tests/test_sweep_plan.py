@@ -1,4 +1,4 @@
-"""The plan of a sweep: order, pairs, names, what runs at once; no process is started here."""
+"""The plan of a sweep: order, pairs, names; no process is started here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from trainer.sweep.plan import (
     expanded,
     in_order,
     name_by_difference,
-    queues,
     quoted,
     with_arms,
 )
-from trainer.sweep.processes import places
 from trainer.telemetry.record import RunRecord
 
 
@@ -37,34 +35,28 @@ def texts(cells: list[PlannedCell]) -> list[str]:
     return [" ".join(cell.entry.overrides) for cell in cells]
 
 
-SEEDS = [planned(f"compile={arm} seed={seed}") for arm in ("a", "b") for seed in (0, 1)]
-
-
 def test_a_cold_cell_comes_right_before_its_warm_twin_however_they_were_asked_for() -> None:
     cells = [planned(f"repeat={start} compile={arm}") for start in ("warm", "cold") for arm in ("a", "b")]
-    ordered = in_order(cells, rounds=1, interleaved=False)
+    ordered = in_order(cells, rounds=1)
     assert [(cell.arm, cell.entry.start) for cell in ordered] == [
         ((f"compile={arm}",), start) for arm in ("a", "b") for start in ("cold", "warm")
     ]
-    assert [len(lane) for lane in queues(ordered, interleaved=False)] == [2, 2]
 
 
-def test_arms_take_turns_within_each_seed_when_asked_to() -> None:
-    assert texts(in_order(SEEDS, rounds=1, interleaved=False)) == texts(SEEDS)
-    turns = in_order(SEEDS, rounds=1, interleaved=True)
+def test_arms_take_turns_within_each_seed() -> None:
+    cells = [planned(f"compile={arm} seed={seed}") for arm in ("a", "b") for seed in (0, 1)]
+    turns = in_order(cells, rounds=1)
     assert texts(turns) == ["compile=a seed=0", "compile=b seed=0", "compile=a seed=1", "compile=b seed=1"]
-    assert [texts(lane) for lane in queues(turns, interleaved=True)] == [texts(turns[:2]), texts(turns[2:])]
 
 
 def test_every_cell_has_a_turn_in_each_round() -> None:
-    ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3, interleaved=True)
+    ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3)
     assert [(cell.arm[0][-1], cell.entry.round, cell.record.round) for cell in ordered] == [
         (arm, number, number) for number in (1, 2, 3) for arm in "ab"
     ]
     name_by_difference(ordered)
     assert ordered[-1].title == "compile=b round=3"
     assert not any(one.entry.is_same(two.entry) for one, two in itertools.combinations(ordered, 2))
-    assert len(queues(ordered, interleaved=True)) == 3
 
 
 def test_an_arm_is_a_value_of_compile_with_further_overrides() -> None:
@@ -95,17 +87,6 @@ def test_quoted_values_survive_hydras_grammar(value: str) -> None:
 
     override = OverridesParser.create().parse_override(f"key={quoted(value)}")
     assert override.value() == value
-
-
-def test_cells_that_run_at_once_have_gpus_of_their_own() -> None:
-    assert places(1, 1, ["0", "1"]) == [{}]
-    assert places(2, 1, ["3", "5", "7"]) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
-    assert places(-1, 2, list("01234")) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    assert places(3, 1, []) == [{}, {}, {}]
-    with pytest.raises(ValueError, match=r"^hydra\.launcher\.parallel=3 must be at most 2: "):
-        places(3, 1, ["0", "1"])
-    with pytest.raises(ValueError, match=r"^hydra\.launcher\.parallel=-1 .* it has 0"):
-        places(-1, 1, [])
 
 
 def test_a_directory_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_p
 
 def test_a_sweep_that_moves_folders_outside_its_own_is_refused(tmp_path: Path) -> None:
     cell = {"number": 0, "overrides": [], "directory": "../precious"}
-    values = {"schema": 2, "arguments": [], "working_directory": "/", "state": "stopped", "cells": [cell]}
+    values = {"schema": 2, "arguments": [], "working_directory": "/", "cells": [cell]}
     (tmp_path / "sweep.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"sweep\.json: the folder \.\./precious of a cell lies outside"):
         Ledger.load(tmp_path)

@@ -45,7 +45,7 @@ from trainer.sweep.plan import (
     quoted,
     with_arms,
 )
-from trainer.sweep.processes import places, stopping_signals, visible_gpus
+from trainer.sweep.processes import stopping_signals
 from trainer.sweep.sweep import Sweep, summarize, write_speeds
 from trainer.telemetry.record import RunRecord
 
@@ -105,11 +105,7 @@ class IsolatedLauncher(Launcher):
             raise ValueError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
         assert isinstance(options, SweepOptions)
         self.options = options
-        gpus = visible_gpus() if options.parallel != 1 else []
-        self._places = places(options.parallel, options.gpus_per_cell, gpus)
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
-        if len(self._places) > 1 and not self._places[0]:
-            self._console.print("cells that run at once share this machine's processors: their times are no measure")
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
@@ -117,11 +113,10 @@ class IsolatedLauncher(Launcher):
         with alone(directory), stopping_signals() as signals:
             ledger = Ledger.load(directory) or Ledger()
             ledger.arguments, ledger.working_directory = sys.argv[1:], str(Path.cwd())
-            ledger.state = "running"
             cells = self._cells(job_overrides, ledger, directory)
             ledger.save(directory)
-            sweep = Sweep(directory, cells, ledger, self.options, self._console)
-            sweep.run(self._places, signals)
+            sweep = Sweep(directory, cells, ledger, self._console)
+            sweep.run(signals)
         width = shutil.get_terminal_size().columns
         runs = [Run(cell.directory, cell.record) for cell in sweep.ended]
         self._console.print(summarize(runs, planned=len(cells), sweep_dir=directory, width=width))
@@ -160,7 +155,7 @@ class IsolatedLauncher(Launcher):
             for job, given in enumerate(job_overrides)
             for overrides, arm in with_arms(given, options.arms)
         ]
-        cells = in_order(drafts, rounds=options.rounds, interleaved=options.interleaved)
+        cells = in_order(drafts, rounds=options.rounds)
         name_by_difference(cells)
         named: dict[tuple[object, ...], Path] = {}
         for cell in cells:

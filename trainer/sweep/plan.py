@@ -39,7 +39,7 @@ REFUSED = 2
 
 @dataclass(kw_only=True, slots=True)
 class Entry:
-    """One cell as it stands in the ledger: what it is, and how far it got."""
+    """One cell as it stands in the ledger: what it is, where it lies and what ran it."""
 
     number: int = -1
     overrides: list[str]
@@ -50,15 +50,9 @@ class Entry:
     start: str | None = None
     """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
     directory: str = ""
-    """Relative to the sweep's."""
-    state: str = "planned"
-    """``planned``, ``running``, ``finished``, ``failed`` or ``interrupted``."""
-    exit_code: int | None = None
-    reason: str | None = None
-    seconds: float | None = None
+    """Relative to the sweep's. How the cell ended stands in the record there."""
     code: str = ""
-    """Version of the code that ran it."""
-    host: str | None = None
+    """Version of the code that ran it; empty before it was started."""
     pid: int | None = None
     """Of the cell's process, while it runs."""
 
@@ -131,9 +125,12 @@ def with_arms(overrides: Sequence[str], arms: Sequence[str]) -> list[tuple[tuple
     return [((*overrides, *arm), arm) for arm in chosen]
 
 
-def in_order(cells: Sequence[PlannedCell], *, rounds: int, interleaved: bool) -> list[PlannedCell]:
-    """The cells as they run: a cold one right before the warm one of its pair, arms interleaved, everything once a
-    round. Raises ValueError for a warm cell without a cold one."""
+def in_order(cells: Sequence[PlannedCell], *, rounds: int) -> list[PlannedCell]:
+    """The cells as they run: all arms of a workload and seed before those of the next, so that what changes on a
+    machine with time hits them alike; a cold one right before the warm one of its pair; everything once a round.
+
+    Raises ValueError for a warm cell without a cold one.
+    """
     seen: Counter[tuple[str, ...]] = Counter()
     for cell in cells:
         cell.entry.copy = seen[tuple(cell.entry.overrides)]
@@ -147,8 +144,7 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int, interleaved: bool) ->
     pairs = list(dict.fromkeys(cell.pair for cell in cells))
 
     def place(cell: PlannedCell) -> tuple[int, int, int]:
-        workload = workloads.index(cell.shared) if interleaved else 0
-        return workload, pairs.index(cell.pair), STARTS.index(cell.entry.start)
+        return workloads.index(cell.shared), pairs.index(cell.pair), STARTS.index(cell.entry.start)
 
     ordered = sorted(cells, key=place)
     if rounds == 1:
@@ -159,14 +155,6 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int, interleaved: bool) ->
 def _in_round(cell: PlannedCell, number: int) -> PlannedCell:
     record = dataclasses.replace(cell.record, round=number)
     return dataclasses.replace(cell, entry=dataclasses.replace(cell.entry, round=number), record=record)
-
-
-def queues(cells: Sequence[PlannedCell], *, interleaved: bool) -> list[list[PlannedCell]]:
-    """Groups of cells that must run one after the other, on one device: pairs, and arms that are interleaved."""
-    found: dict[tuple[object, ...], list[PlannedCell]] = {}
-    for cell in cells:
-        found.setdefault((cell.shared, cell.entry.round) if interleaved else cell.pair, []).append(cell)
-    return list(found.values())
 
 
 def name_by_difference(cells: Sequence[PlannedCell]) -> None:
@@ -188,20 +176,13 @@ def directory_name(chosen: Sequence[str]) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class SweepOptions:
-    """``hydra.launcher.<option>=...``: how cells are started, and on what."""
+    """``hydra.launcher.<option>=...``: which cells there are, and how they start."""
 
     rounds: int = 1
-    """Times that every cell runs; with more than one, arms are interleaved (A B A B) and the record has its round."""
+    """Times that every cell runs, all arms once in each (A B A B); with more than one, the record has its round."""
     arms: list[str] = field(default_factory=list)
     """Values of ``compile=`` with further overrides after blanks, for what a list of values cannot say:
     ``["eager","whole compile.whole.mode=reduce-overhead"]``."""
-    parallel: int = 1
-    """Cells at once, on a GPU each where there are GPUs; -1 = as many as there are GPUs. One is what timings are fair
-    with."""
-    gpus_per_cell: int = 1
-    """GPUs of each cell, for ``parallel`` above 1."""
-    timeout_seconds: float | None = None
-    """Longest time of one cell; then it is stopped, killed 30 s later, and given up as failed. Null = no limit."""
     caches: str = "own"
     """Compile caches of cells without ``repeat``: ``own`` = empty ones for each, so that none finds what the one before
     it compiled, though a store of ``compile=cached`` stays; ``shared`` = the machine's, as they are: compile times then
@@ -212,26 +193,15 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        few = [name for name in ("rounds", "gpus_per_cell") if getattr(self, name) < 1]
-        found = [f"{name}={getattr(self, name)} must be at least 1" for name in few]
+        found = [f"rounds={self.rounds} must be at least 1"] if self.rounds < 1 else []
         if self.caches not in CACHES:
             found.append(f"caches={self.caches!r} is not one of {CACHES}")
-        if self.parallel < 1 and self.parallel != -1:
-            found.append(f"parallel={self.parallel} must be at least 1, or -1 for the number of GPUs")
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            found.append(f"timeout_seconds={self.timeout_seconds} must be above 0, or null for none")
         if self.objective not in {each.name for each in fields(RunRecord)}:
             found.append(f"objective={self.objective!r} is not a figure of a record")
         if any(not arm.strip() for arm in self.arms):
             found.append(f"arms={self.arms} holds an arm without a value for compile=")
         if found:
             raise ValueError("\n".join(f"hydra.launcher.{complaint}" for complaint in found))
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether all arms of a workload and seed run before those of the next, so that what changes on a machine with
-        time hits them alike. Cells side by side on several devices do so only where rounds are asked for."""
-        return self.rounds > 1 or self.parallel == 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -243,8 +213,6 @@ class Ledger:
     """The command line of the sweep, without the program."""
     working_directory: str = ""
     """Where it was given; relative paths in it begin there."""
-    state: str = "running"
-    """``running``, ``finished`` (all cells did), ``failed`` (some did not) or ``stopped`` (by a signal)."""
     cells: list[Entry] = field(default_factory=list)
 
     @classmethod

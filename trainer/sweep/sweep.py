@@ -1,4 +1,4 @@
-"""Sweep: runs what is left of its cells, several at once if need be, and keeps what became of each;
+"""Sweep: runs what is left of its cells, one after the other, and keeps what became of each;
 then compares them, on the terminal and in TensorBoard's table of runs."""
 
 from __future__ import annotations
@@ -6,9 +6,8 @@ from __future__ import annotations
 import io
 import shlex
 import shutil
-import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,9 @@ from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run, find
 from trainer.sweep.environment import code_version
-from trainer.sweep.plan import Ledger, PlannedCell, SweepOptions, queues
-from trainer.sweep.processes import CellProcess, goes_on, is_cell, loaded
+from trainer.sweep.plan import Entry, Ledger, PlannedCell
+from trainer.sweep.processes import goes_on, is_cell, loaded, run_cell
 from trainer.telemetry.record import RunRecord
-
-POLL_SECONDS = 0.05
 
 
 class Sweep:
@@ -33,13 +30,10 @@ class Sweep:
         directory: The sweep's.
         cells: In the order in which they run, each with its entry in ``ledger``, its directory and its command.
         ledger: What was done before.
-        options: Of the launcher.
     """
 
-    def __init__(
-        self, directory: Path, cells: Sequence[PlannedCell], ledger: Ledger, options: SweepOptions, console: Console
-    ) -> None:
-        self._directory, self._cells, self._ledger, self._options = directory, list(cells), ledger, options
+    def __init__(self, directory: Path, cells: Sequence[PlannedCell], ledger: Ledger, console: Console) -> None:
+        self._directory, self._cells, self._ledger = directory, list(cells), ledger
         self._console = console
         self._code = code_version()
         self._look_back()
@@ -49,39 +43,24 @@ class Sweep:
         """Cells that ended, now or before, in order."""
         return [cell for cell in self._cells if cell.exit_code is not None]
 
-    def run(self, places: Sequence[dict[str, str]], signals: list[int]) -> None:
-        """Run what is left, as many cells at once as there are ``places``, which are environment variables; with the
-        first of ``signals`` no further one starts."""
-        waiting = queues(self._cells, interleaved=self._options.interleaved)
-        workers = [self._work(waiting, place, signals) for place in places]
-        try:
-            while workers:
-                workers = [worker for worker in workers if next(worker, False)]
-                time.sleep(POLL_SECONDS if workers else 0)
-        finally:
-            for worker in workers:
-                worker.close()
-            failed = any(cell.exit_code for cell in self._cells)
-            self._ledger.state = "stopped" if signals else "failed" if failed else "finished"
-            self._ledger.save(self._directory)
+    def run(self, signals: Sequence[int]) -> None:
+        """Run what is left; with the first of ``signals``, a list that grows, no further cell starts."""
+        for cell in self._cells:
+            if signals:
+                return
+            if not self._wants(cell):
+                continue
+            cell.entry.code = self._code
+            self._keep(cell.entry, None)
+            self._print(cell, f"-> {cell.directory}")
+            began = time.monotonic()
+            run_cell(cell, signals, started=partial(self._keep, cell.entry))
+            self._end(cell, time.monotonic() - began)
 
-    def _work(
-        self, waiting: list[list[PlannedCell]], place: dict[str, str], signals: list[int]
-    ) -> Generator[bool, None, None]:
-        """Run queues in one place, each from its first cell to its last; yields while a process runs."""
-        while waiting:
-            for cell in waiting.pop(0):
-                if signals:
-                    return
-                if not self._wants(cell):
-                    continue
-                self._note(
-                    cell, state="running", host=socket.gethostname(), code=self._code, exit_code=None, reason=None
-                )
-                self._print(cell, f"-> {cell.directory}")
-                process = CellProcess(cell, place, self._options.timeout_seconds, signals)
-                yield from process.run(partial(self._note, cell))
-                self._end(cell, process.seconds)
+    def _keep(self, entry: Entry, pid: int | None) -> None:
+        """Write the ledger, with the number of the process that runs ``entry``."""
+        entry.pid = pid
+        self._ledger.save(self._directory)
 
     def _wants(self, cell: PlannedCell) -> bool:
         """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
@@ -97,15 +76,14 @@ class Sweep:
         return False
 
     def _end(self, cell: PlannedCell, seconds: float) -> None:
-        """Note and print how a cell ended, and remove caches that nobody needs any more."""
-        record, code = cell.record, cell.exit_code
-        state = "finished" if code == 0 else record.status
-        self._note(cell, state=state, exit_code=code, reason=record.reason, seconds=round(seconds, 3), pid=None)
+        """Print how a cell ended, and remove caches that nobody needs any more."""
+        record = cell.record
+        self._keep(cell.entry, None)
         parts = [cell.outcome]
         if record.steady_steps_per_second:
             parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
         parts.append(str(timedelta(seconds=round(seconds))))
-        if code != 0 and record.reason:
+        if cell.exit_code != 0 and record.reason:
             parts.append(record.reason.splitlines()[0])
         self._print(cell, f": {' · '.join(parts)} ({len(self._cells) - len(self.ended)} left)")
         pair = [each for each in self._cells if each.pair == cell.pair]
@@ -117,17 +95,17 @@ class Sweep:
         """Find the cells that are finished and need not run again; say why others do."""
         for entry in self._ledger.cells:
             if all(entry is not cell.entry for cell in self._cells):
-                self._say(f"left alone, not part of this command: {entry.directory} ({entry.state})")
+                self._say(f"left alone, not part of this command: {entry.directory}")
         finished: dict[int, RunRecord] = {}
         for cell in self._cells:
             entry = cell.entry
-            if entry.state == "running" and entry.pid and entry.host == socket.gethostname() and is_cell(entry.pid):
+            if entry.pid and is_cell(entry.pid):
                 self._say(f"waiting for process {entry.pid}, which still runs cell {entry.number} of this sweep")
                 while is_cell(entry.pid):
                     time.sleep(0.2)
             record = loaded(cell.directory)
             versions = f"{cell.title} ({entry.code}; now {self._code})"
-            if record is not None and record.status == "finished" and entry.state != "planned":
+            if record is not None and record.status == "finished" and entry.code:  # else of another run in its folder
                 if entry.code == self._code:
                     finished[entry.number] = record
                 else:
@@ -143,7 +121,6 @@ class Sweep:
         for cell in self._cells:
             if (record := finished.get(cell.entry.number)) is not None:
                 cell.record, cell.exit_code = record, 0
-                self._note(cell, state="finished", exit_code=0, reason=None, pid=None)
         if finished:
             self._say(f"finished before, not run again: {len(finished)} of {len(self._cells)} cells")
             for cell in self.ended:
@@ -151,11 +128,6 @@ class Sweep:
 
     def _cold(self, cell: PlannedCell) -> PlannedCell:
         return next(each for each in self._cells if each.pair == cell.pair and each.entry.start == "cold")
-
-    def _note(self, cell: PlannedCell, **changes: object) -> None:
-        for name, value in changes.items():
-            setattr(cell.entry, name, value)
-        self._ledger.save(self._directory)
 
     def _print(self, cell: PlannedCell, text: str) -> None:
         blank = "" if text.startswith(":") else " "
