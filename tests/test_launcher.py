@@ -103,15 +103,6 @@ def test_cold_starts_on_empty_caches_and_warm_on_those_of_its_twin(start_trainer
     assert not list((tmp_path / "sweep" / "caches").iterdir())
 
 
-def test_a_cold_single_run_has_caches_of_its_own_and_leaves_none(start_trainer: Any, tmp_path: Path) -> None:
-    process = start_trainer(["repeat=cold", "hydra.run.dir=run"], cwd=tmp_path)
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["start"], record["config"]["found"]) == ("cold", [])
-    assert not (tmp_path / "run" / "caches").exists()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a process of its parent's death on Linux only")
 def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: Any, tmp_path: Path) -> None:
     process = start_trainer([*SWEEP, "seed=5"], cwd=tmp_path)
@@ -147,10 +138,10 @@ def test_what_cannot_be_run_stops_the_sweep_before_the_first_cell(
     assert not records(tmp_path / "sweep")
 
 
-def test_a_warm_single_run_is_refused_with_the_reason(command_line: Any, called: Any, capfd: Any) -> None:
-    assert command_line("repeat=warm") == 2
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_a_single_run_has_no_caches_of_its_own(command_line: Any, called: Any, capfd: Any, start: str) -> None:
+    assert command_line(f"repeat={start}") == 2
     assert capfd.readouterr().err == (
-        "error: repeat='warm' starts on the caches that a cold run of the same command has filled: "
-        "use -m repeat=cold,warm\n"
+        f"error: repeat='{start}': a sweep gives its cells caches of their own, use -m repeat=cold,warm\n"
     )
     assert called == []

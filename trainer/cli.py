@@ -236,12 +236,13 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
     """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
     from trainer.process import importing, started_early
-    from trainer.sweep.environment import current, launched, starting_caches
+    from trainer.sweep.environment import current, launched, require_sweep
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
     from trainer.sweep.launcher import flags
 
     settings = HydraConfig.get()
     config = to_config(cfg, settings.overrides.task)
+    require_sweep(config.repeat)
     together = launched(os.environ) is not None
     alone = not together and is_first_process()
     run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)
@@ -251,7 +252,7 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
         raise ValueError(complaint)
     to_import = "torch" not in sys.modules
     others = started_early(config.trainer, settings.runtime.cwd) if alone and to_import else contextlib.nullcontext()
-    with starting_caches(config.repeat, run_dir), others:
+    with others:
         if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
             print("importing torch and Lightning", file=sys.stderr, flush=True)
         with importing():  # only now: torch takes seconds to import, and reads where its caches are

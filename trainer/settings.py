@@ -201,9 +201,9 @@ class Config:
     resume: str | None = None
     """Run directory or checkpoint file to go on from; null = start anew."""
     repeat: str | None = None
-    """One of ``REPEAT``, which compile caches the process starts with: ``cold`` = empty ones of its own; ``warm`` =
-    those that a cold run of the same command has filled, in a sweep (``-m repeat=cold,warm``); null = the machine's, as
-    they are, and in a sweep what ``hydra.launcher.caches`` says: empty ones of its own."""
+    """One of ``REPEAT``, in a sweep (``-m repeat=cold,warm``): the compile caches that a cell starts with, ``cold`` =
+    empty ones of its own; ``warm`` = those that the cold cell of its pair has filled; null = what
+    ``hydra.launcher.caches`` says. A single run starts with the machine's, as they are."""
 
     parity: str = "on"
     """One of ``PARITY``: before the first step, a compiled step must agree with eager's within what eager differs from

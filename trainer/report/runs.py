@@ -96,9 +96,9 @@ class Cell:
         if record.script is not None:
             return shlex.join(["python", record.script, *record.command])
         peer = any(strategy["name"] == PEER for strategy in record.strategies)
-        several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={record.world_size}", "-m"]
-        started = [*(several if peer and record.world_size > 1 else []), "trainer"]
-        return shlex.join(["python", "-m", *started, *record.command])
+        # What only a sweep gives: caches of its own, or the processes of a peer.
+        by_sweep = any(word.startswith("repeat=") for word in record.command) or (peer and record.world_size > 1)
+        return shlex.join(["python", "-m", "trainer", *(["-m"] if by_sweep else []), *record.command])
 
 
 def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | None = None) -> list[Run]:

@@ -14,12 +14,10 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,31 +79,11 @@ def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def starting_caches(repeat: str | None, run_dir: Path) -> Iterator[None]:
-    """Give this process, when it is not a cell of a sweep, the caches that ``repeat`` asks for; torch must not be
-    imported yet. Raises ValueError for ``warm``, which takes another process before it."""
+def require_sweep(repeat: str | None) -> None:
+    """Raise ValueError where ``repeat`` asks for caches that only a sweep gives to its cells."""
     cell = current()
-    if repeat is None or (cell is not None and cell.start == repeat):
-        yield
-        return
-    if repeat == "warm":
-        raise ValueError(
-            "repeat='warm' starts on the caches that a cold run of the same command has filled: use -m repeat=cold,warm"
-        )
-    caches = (run_dir / CACHES_DIRECTORY).resolve()
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if (launch := launched(os.environ)) is not None:  # the run's folder is not known yet, and perhaps another host's
-        caches = Path(tempfile.gettempdir()) / f"crucible-{CACHES_DIRECTORY}-{os.getppid()}"
-        first = launch.local_rank == 0
-    if first:
-        shutil.rmtree(caches, ignore_errors=True)
-    os.environ.update(cache_variables(caches))
-    try:
-        yield
-    finally:
-        if first:
-            shutil.rmtree(caches, ignore_errors=True)
+    if repeat is not None and (cell is None or cell.start != repeat):
+        raise ValueError(f"repeat={repeat!r}: a sweep gives its cells caches of their own, use -m repeat=cold,warm")
 
 
 def git_commit(root: Path = ROOT) -> str | None:
