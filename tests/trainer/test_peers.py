@@ -136,22 +136,11 @@ def test_all_peers_have_our_losses(runs: list[Run]) -> None:
     assert losses == pytest.approx(dict.fromkeys(losses, losses["eager"]), rel=1e-6)
 
 
-def test_a_peer_that_compiles_has_compiled_its_blocks(runs: list[Run]) -> None:
-    records = {run.directory.name: run.record for run in runs}
-    counts = {name: (record.regions, record.regions_compiled) for name, record in records.items()}
-    assert counts == {
-        "eager": (None, None),
-        "loop_eager": (None, None),
-        "loop_compile": (1, 1),
-        "loop_reduce_overhead": (1, 1),
-        "lightning_eager": (None, None),
-        "lightning_compile": (1, 1),
-        "lightning_reduce_overhead": (1, 1),
-        "accelerate_regional": (4, 4),  # two encoder and two decoder blocks
-    }
-    graphs = {name: record.graphs or 0 for name, record in records.items()}
+def test_a_peer_that_compiles_has_compiled_its_network_or_its_blocks(runs: list[Run]) -> None:
+    graphs = {run.directory.name: run.record.graphs or 0 for run in runs}
     assert graphs["eager"] == graphs["loop_eager"] == graphs["lightning_eager"] == 0
-    assert graphs["accelerate_regional"] > graphs["loop_compile"] >= 1
+    assert min(graphs[name] for name in ON_A_CPU if not name.endswith("_eager")) >= 1
+    assert graphs["accelerate_regional"] > graphs["loop_compile"], "kinds of blocks, and what is between them"
 
 
 def test_peers_are_arms_of_their_own_beside_eager_in_a_comparison(runs: list[Run]) -> None:
@@ -169,7 +158,7 @@ def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path, capsys: pytest.
     with torch.compiler.set_stance("force_eager"):
         record = run(compose(peer("loop_compile", "run.backend=eager")), run_dir=tmp_path, command=[])
     assert record.status == "failed"
-    assert record.reason == "NotCompiled: peer loop_compile compiled 0 graphs and none of its 1 regions"
+    assert record.reason == "NotCompiled: peer loop_compile compiled no graph"
     assert RunRecord.load(tmp_path).reason == record.reason
     assert f" · peer loop_compile · {record.device} · 32-true · " in capsys.readouterr().out
 
@@ -208,7 +197,7 @@ def test_transformers_trainer_trains_its_own_network_as_a_loop_would(task: str, 
     assert [record.status for record in records] == ["finished"] * 2, records[-1].reason
     expected = loss_of_a_loop_of_ones_own(configs[0])
     assert [record.final_loss for record in records] == pytest.approx([expected] * 2, rel=1e-5)
-    assert (records[0].graphs or 0, records[1].regions_compiled) == (0, 1)
+    assert not records[0].graphs
     assert (records[1].graphs or 0) >= 1, "more where transformers' network has a graph break"
     said = records[0].report["network"]
     assert said["class"] == f"transformers.{network}"

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -44,29 +43,8 @@ from trainer.telemetry.hardware import device_name
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry, fill_in
 
-TORCH = Path(torch.__file__).parent
-
-Trained = tuple[Loop, Sequence[Any]]
-"""The loop, and the functions that were handed to the compiler."""
-
-
 LIBRARIES = ("lightning", "accelerate", "transformers")
 """Packages that peers are named after, torch itself for the others; records hold their versions."""
-ABOUT = {
-    "loop_eager": "a hand-written loop, nothing compiled",
-    "loop_compile": "a hand-written loop, the network replaced by torch.compile(network)",
-    "loop_reduce_overhead": "a hand-written loop, the network replaced by torch.compile(..., mode='reduce-overhead')",
-    "loop_captured": "a hand-written loop, the network compiled, forward to optimizer replayed as one CUDA graph",
-    "lightning_eager": "L.Trainer(...).fit(module), with Lightning's own logger and progress bar",
-    "lightning_compile": "L.Trainer(...).fit(torch.compile(module)), which compiles the whole training_step; "
-    "Lightning's own logger and progress bar",
-    "lightning_reduce_overhead": "the same with mode='reduce-overhead'",
-    "accelerate_regional": "Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=True)) and its loop",
-    "transformers_eager": "Trainer(model, TrainingArguments(...)).train() on transformers' own network",
-    "transformers_compiled": "Trainer(model, TrainingArguments(torch_compile=True, ...)).train() on "
-    "transformers' own network",
-}
-"""What runs, in a few words for the record."""
 
 
 class NotCompiled(RuntimeError):
@@ -114,7 +92,7 @@ class Peering(Job):
             telemetry.compiler.start()
             self._telemetry = telemetry
             try:
-                loop, functions = ARMS[mode.peer](work)
+                loop = ARMS[mode.peer](work)
             finally:
                 telemetry.compiler.stop()
             fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
@@ -123,7 +101,7 @@ class Peering(Job):
                 note_network(record, loop.module, own)
         record.skipped_items = config.task.skipped_items(data)
         if not mode.peer.endswith("_eager"):
-            _note_compiler(record, telemetry.compiler, functions)
+            _note_compiler(record, telemetry.compiler)
 
 
 def mark(record: RunRecord, mode: Peer, config: Config) -> None:
@@ -144,7 +122,7 @@ def mark(record: RunRecord, mode: Peer, config: Config) -> None:
         )
     record.strategies[0][library] = record.versions[library] = version = metadata.version(library)
     record.strategies[0]["backend"] = mode.backend
-    record.notes.append(f"{PEER}, no strategy of ours: {ABOUT[mode.peer]} ({library} {version})")
+    record.notes.append(f"{PEER}, no strategy of ours ({library} {version})")
 
 
 @contextlib.contextmanager
@@ -172,28 +150,16 @@ def note_network(record: RunRecord, model: nn.Module, own: int) -> None:
     record.notes.append(f"trained transformers' own {name} of {parameters:,} parameters; the task's has {own:,}")
 
 
-def _note_compiler(record: RunRecord, compiler: CompilerMonitor, functions: Sequence[Any]) -> None:
-    """Write what was compiled. Raises NotCompiled when that is nothing of ``functions``."""
+def _note_compiler(record: RunRecord, compiler: CompilerMonitor) -> None:
+    """Write what was compiled. Raises NotCompiled when that is nothing."""
     record.take(compiler.figures())
     record.events = list(compiler.events)
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    # Of a forward that torch wrote, the compiler enters a frame of its own, which does not show whose it is.
-    frames = [
-        (code.co_filename, code.co_firstlineno) for code in codes if not Path(code.co_filename).is_relative_to(TORCH)
-    ]
-    done = compiler.compiled_frames()
-    compiled = [frame in done for frame in frames]
-    record.regions, record.regions_compiled = len(frames), sum(compiled)
-    if not record.graphs or (frames and not any(compiled)):
-        raise NotCompiled(
-            f"{record.label} compiled {record.graphs or 0} graphs and none of its {len(frames)} regions"
-            + "".join(f"; {event.reason}" for event in compiler.events[:1])
-        )
-    if missing := len(frames) - sum(compiled):
-        record.notes.append(f"{record.label}: {missing} of {len(frames)} regions were not compiled")
+    if not record.graphs:
+        reason = "".join(f": {event.reason}" for event in compiler.events[:1])
+        raise NotCompiled(f"{record.label} compiled no graph{reason}")
 
 
-def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured: bool = False) -> Trained:
+def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured: bool = False) -> Loop:
     """A hand-written loop, ``network = torch.compile(network, mode=mode)`` for what the task declares as its network;
     where it is sharded, each block compiled in place before. ``captured`` replays whole steps as one CUDA graph."""
     module = placed(work.module, work.device)
@@ -203,7 +169,6 @@ def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured
     if compiled:
         children = [name for name, child in work.module.named_children() if any(True for _ in child.parameters())]
         paths = blocks if sharded else work.config.task.declare().whole or children
-    functions = [module.get_submodule(path).forward for path in paths]
     for path in paths:
         network: Any = module.get_submodule(path)
         if sharded:
@@ -217,7 +182,7 @@ def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured
     if captured:
         trained.take_over(captured_steps(trained))
     trained.train_on(work.loader())
-    return trained, functions
+    return trained
 
 
 def wrap(work: Work, module: L.LightningModule, blocks: Sequence[str]) -> nn.Module:
@@ -237,7 +202,7 @@ def wrap(work: Work, module: L.LightningModule, blocks: Sequence[str]) -> nn.Mod
     return step
 
 
-def lightning(work: Work, *, compiled: bool = True, mode: str | None = None) -> Trained:
+def lightning(work: Work, *, compiled: bool = True, mode: str | None = None) -> Loop:
     """Lightning as its documentation compiles: of a compiled module, the Trainer compiles ``training_step`` whole.
     https://lightning.ai/docs/pytorch/stable/advanced/compile.html"""
     settings = work.config.trainer
@@ -255,13 +220,12 @@ def lightning(work: Work, *, compiled: bool = True, mode: str | None = None) -> 
         callbacks=[Measured(work.telemetry)],
         default_root_dir=work.directory,
     )
-    step = work.module.training_step
     module: Any = torch.compile(work.module, backend=work.backend, mode=mode) if compiled else work.module
     trainer.fit(module, datamodule=work.data)
-    return LightningLoop(trainer), [step]
+    return LightningLoop(trainer)
 
 
-def accelerate_regional(work: Work) -> Trained:
+def accelerate_regional(work: Work) -> Loop:
     """Regional compilation as accelerate has it: of a module built anew, the blocks and what is between them.
     https://huggingface.co/docs/accelerate/usage_guides/compilation"""
     from accelerate import Accelerator
@@ -297,23 +261,17 @@ def accelerate_regional(work: Work) -> Trained:
     trained = AcceleratedLoop(work, optimizer, schedule)
     trained.wrapped, trained.accelerator = model, accelerator
     trained.train_on(loader)
-    if several:  # compiled in place
-        return trained, [work.module.get_submodule(path).forward for path in work.blocks()]
-    # Wrappers that torch.compile put around repeated blocks; where none repeat, around the whole.
-    containers = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    blocks = [block for container in containers for block in container if "_orig_mod" in block._modules]
-    wrappers: list[Any] = [*blocks] or [model]
-    return trained, [wrapper._orig_mod.forward for wrapper in wrappers]
+    return trained
 
 
-def transformers_trainer(work: Work, *, compiled: bool = True) -> Trained:
+def transformers_trainer(work: Work, *, compiled: bool = True) -> Loop:
     """See ``trainer.peers.huggingface``, which alone imports transformers."""
     from trainer.peers import huggingface
 
     return huggingface.train(work, compiled=compiled)
 
 
-ARMS: dict[str, Callable[[Work], Trained]] = {
+ARMS: dict[str, Callable[[Work], Loop]] = {
     "loop_eager": partial(loop, compiled=False),
     "loop_compile": loop,
     "loop_reduce_overhead": partial(loop, mode="reduce-overhead"),

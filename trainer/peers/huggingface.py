@@ -77,7 +77,7 @@ def equivalent(task: Task) -> Equivalent:
     )
 
 
-def train(work: Work, *, compiled: bool = True) -> tuple[Loop, list[Any]]:
+def train(work: Work, *, compiled: bool = True) -> Loop:
     """``Trainer(model, TrainingArguments(torch_compile=True)).train()``, which compiles the model with its loss as one.
     https://huggingface.co/docs/transformers/perf_torch_compile"""
     found = equivalent(work.config.task)
@@ -105,7 +105,7 @@ def train(work: Work, *, compiled: bool = True) -> tuple[Loop, list[Any]]:
     trainer.batches = Batches(work, found, trainer.accelerator)
     trainer.add_callback(MeasuredTrainer(work, trainer))
     trainer.train()
-    return trainer.measured, [network.forward]
+    return trainer.measured
 
 
 class TaskTrainer(transformers.Trainer):

@@ -150,12 +150,6 @@ class CompilerMonitor:
     def count(self, kind: str) -> int:
         return sum(event.kind == kind for event in self.events)
 
-    @staticmethod
-    def compiled_frames() -> set[tuple[str, int]]:
-        """File and first line of all code that this process has compiled."""
-        compiled = [one for one in dynamo_utils.get_compilation_metrics() if one.has_guarded_code and one.co_filename]
-        return {(str(one.co_filename), one.co_firstlineno or 0) for one in compiled}
-
     def compiled(self, module: nn.Module) -> bool:
         """Whether this process holds code that was compiled while ``module``, or another of its class, was called."""
         if dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
