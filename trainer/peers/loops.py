@@ -160,7 +160,8 @@ def captured_steps(loop: PeerLoop) -> RunMicroBatch:
         if loss is None:
             seen.extend(leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             optimizer.zero_grad()
-            with torch.cuda.graph(graph):
+            # thread_local: the data loader's pinning thread may call CUDA meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = micro.forward_backward(pytree.tree_unflatten(seen, form))["loss"]
                 micro.optimize({})
             micro.uncount()  # what is captured does not run
