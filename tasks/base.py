@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from tasks.module import ScoredModule
 
-MAX_WORKERS = 1024
-"""Loader processes of a device: more would take a machine's memory before anything fails."""
 INITIALISE = ("auto", "host", "device")
 Item = TypeVar("Item")
 
@@ -159,20 +157,20 @@ class TrainedTask(Task):
         """Build the module; see ``initialise`` for its weights. Raises ValueError for unusable input."""
         if self.max_positions() is not None:
             # Operations are counted once: now, and not within the first step, which is timed.
-            self.count_flops(rows=1, positions=1, training=True)
+            self.count_flops(rows=1, positions=1)
         return self.module_class()(self, max_steps=max_steps)
 
     def training_flops(self, batch: Any) -> int | None:
         """Operations of forward, loss and backward, as ``tasks.module`` counts them."""
         counts = self.count(batch)
         positions = (counts.tokens or 0) // counts.samples
-        return self.count_flops(rows=counts.samples, positions=positions, training=True)
+        return self.count_flops(rows=counts.samples, positions=positions)
 
-    def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
-        """Operations of ``rows`` examples of ``positions`` each (0 where it has none)."""
+    def count_flops(self, *, rows: int, positions: int) -> int | None:
+        """Operations of forward, loss and backward of ``rows`` examples of ``positions`` each (0 where it has none)."""
         from tasks.module import count_flops
 
-        return count_flops(self, rows=rows, positions=positions, training=training)
+        return count_flops(self, rows=rows, positions=positions)
 
     def max_positions(self) -> int | None:
         """Most positions of an example; None for a task without positions."""
@@ -200,8 +198,6 @@ class Loading:
 
     def __post_init__(self) -> None:
         require_fields("task.data", self, batch_size=1, num_workers=0)
-        if self.num_workers is not None and self.num_workers > MAX_WORKERS:
-            raise ValueError(f"task.data.num_workers={self.num_workers} must be at most {MAX_WORKERS} processes")
 
     def workers(self) -> int:
         if self.num_workers is not None:
@@ -270,8 +266,6 @@ Made = TypeVar("Made")
 GIB = 1 << 30
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-MIN_EXAMPLE_BYTES = 64
-"""Bytes of an entry of a list in memory: the pointer and the smallest string or tensor."""
 
 
 def require_memory(what: str, needed: int, *, more: int | None = None, on: tuple[int, int] | None = None) -> None:

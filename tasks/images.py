@@ -161,10 +161,10 @@ class LabelledScenes(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, key: str, count: int, *, image_size: int, distinct: int | None = None) -> None:
         self.scenes, self._count = Scenes(key=key, max_objects=1, image_size=image_size), count
-        self._distinct = None if distinct is None else min(distinct, count)
-        if self._distinct is not None:
-            self._images = torch.empty((self._distinct, 3, image_size, image_size), dtype=torch.uint8).share_memory_()
-            self._labels = torch.full((self._distinct,), -1).share_memory_()
+        self._kept: list[tuple[Tensor, int]] = []
+        if distinct is not None:
+            images, labels = zip(*(self._draw(index) for index in range(min(distinct, count))), strict=True)
+            self._kept = list(zip(torch.stack(images).share_memory_(), labels, strict=True))
 
     def __len__(self) -> int:
         return self._count
@@ -172,14 +172,7 @@ class LabelledScenes(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index >= self._count:
             raise IndexError(index)
-        if self._distinct is None:
-            return self._draw(index)
-        place = index % self._distinct
-        # Filled as images are asked for, by whichever process is first; two that draw the same write the same bytes.
-        if int(self._labels[place]) < 0:
-            self._images[place], label = self._draw(place)
-            self._labels[place] = label  # last: whoever sees it sees the image
-        return self._images[place], int(self._labels[place])
+        return self._kept[index % len(self._kept)] if self._kept else self._draw(index)
 
     def _draw(self, index: int) -> tuple[Tensor, int]:
         (shape,) = self.scenes[index].shapes

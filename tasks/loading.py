@@ -212,12 +212,3 @@ def train_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer=trainer, length=len(texts))
     return tokenizer
-
-
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of token ids up to the first end; special tokens are left out."""
-    ids = list(tokens)
-    if END in ids:
-        ids = ids[: ids.index(END)]
-    # The decoder would print an id beyond the trained vocabulary as nothing; special tokens are skipped by default.
-    return str(tokenizer.decode(ids)).strip()

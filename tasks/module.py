@@ -34,8 +34,8 @@ BETAS = (0.9, 0.98)
 """Adam's decay of its two running means."""
 LONGEST_COUNTED = 128
 """Positions of the longest of three examples, from which those of all other lengths follow."""
-_counted: dict[tuple[str, int, bool], dict[int, int]] = {}
-"""Operations by positions, for each task, number of rows and whether it is trained."""
+_counted: dict[tuple[str, int], dict[int, int]] = {}
+"""Operations by positions, for each task and number of rows."""
 
 
 class ScoredModule(L.LightningModule):
@@ -206,24 +206,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def count_flops(task: TrainedTask, *, rows: int, positions: int, training: bool) -> int | None:
-    """Floating-point operations of one batch: of forward, loss and backward, or of the forward alone.
+def count_flops(task: TrainedTask, *, rows: int, positions: int) -> int | None:
+    """Floating-point operations of one batch: of forward, loss and backward.
 
     With positions, they are a polynomial of the second degree in them (attention is quadratic), proportional to the
     rows: three lengths are counted, once.
 
     Returns None for a network with an operation that torch does not know without numbers.
     """
-    if training and task.embeds:
-        forward = count_flops(task, rows=rows, positions=positions, training=False)
-        return None if forward is None else 3 * forward
     most = task.max_positions()
-    key = (repr(task), rows if most is None else 1, training)
+    key = (repr(task), rows if most is None else 1)
     if key not in _counted:
         top = 0 if most is None else min(most, LONGEST_COUNTED)
         lengths = {0} if most is None else {max(1, top // 4), max(2, top // 2), top}
         try:
-            _counted[key] = _count(task, key[1], sorted(lengths), training=training)
+            _counted[key] = _count(task, key[1], sorted(lengths))
         except NotImplementedError:
             _counted[key] = {}
     by_length = _counted[key]
@@ -232,19 +229,19 @@ def count_flops(task: TrainedTask, *, rows: int, positions: int, training: bool)
     return _interpolate(by_length, positions) * (1 if most is None else rows)
 
 
-def _count(task: TrainedTask, rows: int, lengths: list[int], *, training: bool) -> dict[int, int]:
+def _count(task: TrainedTask, rows: int, lengths: list[int]) -> dict[int, int]:
     """Operations by length. No weight, no random state and no device is touched."""
     counts = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), task.counting():
-        net = task.counted_net().train(training)
+        net = task.counted_net().train()
         for length in lengths:
             # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
             # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 loss = net(*task.example(rows, length))[0]
-                if training:
+                if not task.embeds:
                     loss.backward()
-            counts[length] = int(counter.get_total_flops())
+            counts[length] = int(counter.get_total_flops()) * (3 if task.embeds else 1)
         net.zero_grad(set_to_none=True)
     return counts
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tasks.captioning.task import Examples
-from tasks.loading import BEGIN, END, ResumableDataModule, decode, load_tokenizer, pad_rows
+from tasks.loading import BEGIN, END, ResumableDataModule, load_tokenizer, pad_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -104,7 +104,3 @@ class CaptionDataModule(ResumableDataModule):
             CaptionDataset(split, self.tokenizer, max_positions=most) for split in (train, val)
         )
         return train.place
-
-    def decode(self, tokens: list[int]) -> str:
-        """Text of token ids up to the first end."""
-        return decode(self.tokenizer, tokens)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
-    MIN_EXAMPLE_BYTES,
     BatchCounts,
     Declaration,
     Loading,
@@ -24,7 +23,6 @@ from tasks.base import (
     held_out,
     require_at_least,
     require_fields,
-    require_memory,
     require_multiple,
     require_share,
 )
@@ -86,8 +84,6 @@ class GeneratedCaptions(CaptionData):
         raise NotImplementedError
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        given = f"task.data.train_images={self.train_images}, task.data.val_images={self.val_images}"
-        require_memory(given, MIN_EXAMPLE_BYTES * (self.train_images + self.val_images))
         return (
             self.generate(f"{seed}/train", self.train_images, image_size),
             self.generate(f"{seed}/val", self.val_images, image_size),
@@ -116,6 +112,10 @@ class Shapes(GeneratedCaptions):
 
 WORDS = ["".join(letters) for letters in itertools.product("bdfgklmn", "aeio", "rstvz", "uy")]
 """Each becomes one token once the tokenizer has a few thousand."""
+MEDIAN, SIGMA = 60.0, 0.6
+"""Median of the lengths of generated captions in text positions, and standard deviation of their logarithm."""
+SHORTEST, LONGEST = 4, 256
+"""Positions of the shortest and the longest caption; what would be shorter or longer gets this length."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,31 +125,19 @@ class Lognormal(GeneratedCaptions):
     What a model can learn from them is the order of words within a caption.
     """
 
-    median: float = 60.0
-    """Median length in text positions."""
-    sigma: float = 0.6
-    """Standard deviation of the logarithm of the length; 0 = all of one length."""
-    shortest: int = 4
-    """Positions of the shortest caption; what would be shorter gets this length."""
-    longest: int = 256
-    """Positions of the longest caption; what would be longer gets this length."""
-
-    def __post_init__(self) -> None:
-        GeneratedCaptions.__post_init__(self)
-        require_fields("task.data", self, median=1, sigma=0, shortest=2, longest=self.shortest)
-
     def generate(self, key: str, count: int, image_size: int) -> Examples:
-        captions = [self._caption(f"{key}/{index}") for index in range(count)]
+        captions = [_lognormal_caption(f"{key}/{index}") for index in range(count)]
         return Examples(
             captions=captions, image=partial(_noise, key, image_size), place="captions of lognormal lengths"
         )
 
-    def _caption(self, key: str) -> str:
-        draw = random.Random(key)
-        positions = round(draw.lognormvariate(0.0, self.sigma) * self.median)
-        words = min(max(positions, self.shortest), self.longest) - 1  # and the end
-        start, stride = draw.randrange(len(WORDS)), draw.randrange(1, 8)
-        return " ".join(WORDS[(start + stride * index) % len(WORDS)] for index in range(words))
+
+def _lognormal_caption(key: str) -> str:
+    draw = random.Random(key)
+    positions = round(draw.lognormvariate(0.0, SIGMA) * MEDIAN)
+    words = min(max(positions, SHORTEST), LONGEST) - 1  # and the end
+    start, stride = draw.randrange(len(WORDS)), draw.randrange(1, 8)
+    return " ".join(WORDS[(start + stride * index) % len(WORDS)] for index in range(words))
 
 
 @dataclass(kw_only=True, slots=True)

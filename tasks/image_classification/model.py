@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
-from torchvision.ops import StochasticDepth
 
 from tasks.base import suggest
 from tasks.loading import ResumableDataModule
@@ -43,12 +41,11 @@ def build_model(name: str, *, classes: int, image_size: int) -> nn.Module:
         if name in SMALL_TRANSFORMERS:
             width, heads = SMALL_TRANSFORMERS[name]
             return VisionTransformer(image_size, 16, 12, heads, width, 4 * width, num_classes=classes)
-        model: nn.Module = torchvision.models.get_model(
+        return torchvision.models.get_model(
             name, weights=None, num_classes=classes, **_torchvision_arguments(name, image_size)
         )
     except (AssertionError, ValueError) as error:  # torch._assert in constructors raises AssertionError
         raise ValueError(f"task.image_size={image_size}: {name} cannot be built for it ({error})") from None
-    return share_stochastic_depth(model)
 
 
 @functools.lru_cache(maxsize=4)
@@ -97,39 +94,6 @@ def _require_known(name: str) -> None:
         raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
 
 
-class SharedStochasticDepth(nn.Module):
-    """Drop a residual branch of whole examples in training (Huang et al. 2016, https://arxiv.org/abs/1603.09382).
-
-    torchvision's keeps its rate as a Python number, which grows with depth: compiled code would be made anew for each
-    block of ConvNeXt, EfficientNet or Swin.
-    """
-
-    survival: Tensor
-
-    def __init__(self, rate: float) -> None:
-        """``rate``: share of examples whose branch is dropped, below 1."""
-        super().__init__()
-        # Not in checkpoints, whose names are those of torchvision's own network.
-        self.register_buffer("survival", torch.tensor(1.0 - rate), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop examples of ``x`` [B, ...]; the others are scaled up, so that the mean stays."""
-        if not self.training:
-            return x
-        survival = self.survival.to(x.dtype)
-        kept = torch.bernoulli(survival.expand(x.shape[0], *[1] * (x.dim() - 1)))
-        return x * (kept / survival)
-
-
-def share_stochastic_depth(model: nn.Module) -> nn.Module:
-    """Replace torchvision's modules within ``model`` in place; returns it."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, StochasticDepth) and child.mode == "row" and child.p < 1.0:
-                setattr(module, name, SharedStochasticDepth(child.p))
-    return model
-
-
 def find_blocks(model: nn.Module) -> list[str]:
     """Paths of the outermost containers of blocks: modules of one class, of which two side by side somewhere have
     weights of equal shapes. Empty where no container holds such: AlexNet, VGG, GoogLeNet, DenseNet, MobileNet.
@@ -168,18 +132,13 @@ class ClassifierNet(nn.Module):
     those layers: every weight has the model's own name.
     """
 
-    def __init__(self, model: nn.Module, *, channels_last: bool | None = None, label_smoothing: float = 0.0) -> None:
-        """``channels_last``: memory format of convolutions; None: where the model is convolutional.
-
-        ``label_smoothing``: share of each target that is spread over all classes, in training.
-        """
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        if channels_last is None:
-            channels_last = is_convolutional(model)
+        channels_last = is_convolutional(model)
         # On the module and its input alike: a strong eager, as cuDNN's and oneDNN's fast convolutions have this layout.
         self.model = model.to(memory_format=torch.channels_last) if channels_last else model
         self.stem = Stem(model, channels_last=channels_last)
-        self.tail = Tail(model, label_smoothing=label_smoothing)
+        self.tail = Tail(model)
 
     def forward(self, images_BCHW: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
         """Score uint8 images [B, 3, H, W] against int64 targets [B].
@@ -235,10 +194,9 @@ class Stem(nn.Module):
 class Tail(nn.Module):
     """Run what comes behind the model's blocks, and the loss."""
 
-    def __init__(self, model: nn.Module, *, label_smoothing: float) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._borrowed = (model,)
-        self.label_smoothing = label_smoothing
 
     def logits(self, x: Tensor) -> Tensor:
         """Class scores [B, K] of what the model's blocks returned."""
@@ -252,11 +210,7 @@ class Tail(nn.Module):
     def forward(self, x: Tensor, targets_B: Tensor | None) -> Tensor | Scores:
         """Logits [B, K] without targets, else (mean loss, right predictions, examples); see ``ClassifierNet``."""
         logits_BK = self.logits(x)
-        if targets_B is None:
-            return logits_BK
-        if self.training and self.label_smoothing:
-            return F.cross_entropy(logits_BK, targets_B, label_smoothing=self.label_smoothing), None, None
-        return class_scores(logits_BK, targets_B, training=self.training)
+        return logits_BK if targets_B is None else class_scores(logits_BK, targets_B, training=self.training)
 
 
 class ImageClassifier(ScoredModule):

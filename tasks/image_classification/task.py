@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     Labelled = tuple[Tensor, int]
 
 
-VAL_NAMES = ("val", "valid", "validation", "test")
-"""Folders of validation images; the first one that exists."""
-
-
 @dataclass(kw_only=True, slots=True)
 class LabelledData(Loading):
     """Base of every source of labelled images."""
@@ -127,10 +123,10 @@ class ImageFolder(LabelledData):
 
     def _folders(self) -> tuple[str, str | None]:
         """Of training and validation images; None: a share is held out."""
-        train, *others = (Path(self.root, name) for name in ("train", *VAL_NAMES))
+        train, val = Path(self.root, "train"), Path(self.root, "val")
         if not train.is_dir():
             return self.root, None
-        return str(train), next((str(folder) for folder in others if folder.is_dir()), None)
+        return str(train), str(val) if val.is_dir() else None
 
 
 @functools.lru_cache(maxsize=4)
@@ -158,10 +154,6 @@ class ImageClassification(TrainedTask):
     """Width and height of an image, pixels."""
     classes: int | None = None
     """Outputs of the network, at least the classes of the data; null = as many."""
-    channels_last: bool | None = None
-    """Memory format of images and convolutions; null = channels last where the network is convolutional."""
-    label_smoothing: float = 0.0
-    """Share of each target spread over all classes, in training."""
     data: LabelledData = field(default_factory=LabelledData)
     """Labelled images: the embedded shapes (also where only the base is given) or a folder."""
 
@@ -171,7 +163,6 @@ class ImageClassification(TrainedTask):
             self.data = LabelledShapes(**asdict(self.data))
         TrainedTask.__post_init__(self)
         require_fields("task", self, image_size=1, classes=1)
-        require_share("task.label_smoothing", self.label_smoothing, below_one=True)
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.image_classification.model import LabelledDataModule
@@ -181,14 +172,13 @@ class ImageClassification(TrainedTask):
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module. Raises ValueError for an unknown network and for images that it cannot take."""
         # Too small an image stops here, not in the first step.
-        self.count_flops(rows=self.data.batch_size, positions=0, training=True)
+        self.count_flops(rows=self.data.batch_size, positions=0)
         return TrainedTask.build_module(self, max_steps=max_steps)
 
     def build_net(self) -> ClassifierNet:
         from tasks.image_classification.model import ClassifierNet, build_model
 
-        model = build_model(self.model, classes=self.class_count(), image_size=self.image_size)
-        return ClassifierNet(model, channels_last=self.channels_last, label_smoothing=self.label_smoothing)
+        return ClassifierNet(build_model(self.model, classes=self.class_count(), image_size=self.image_size))
 
     def module_class(self) -> type[ScoredModule]:
         from tasks.image_classification.model import ImageClassifier
@@ -230,14 +220,13 @@ class ImageClassification(TrainedTask):
         """A network that is built once, as it is also looked at for its blocks."""
         from tasks.image_classification.model import ClassifierNet, skeleton
 
-        model = skeleton(self.model, classes=self.class_count(), image_size=self.image_size)
-        return ClassifierNet(model, channels_last=False)
+        return ClassifierNet(skeleton(self.model, classes=self.class_count(), image_size=self.image_size))
 
-    def count_flops(self, *, rows: int, positions: int, training: bool) -> int | None:
+    def count_flops(self, *, rows: int, positions: int) -> int | None:
         """Raises ValueError for a batch that the network cannot take."""
         self.counted_net()  # raises by itself for an unknown name
         try:
-            return TrainedTask.count_flops(self, rows=rows, positions=positions, training=training)
+            return TrainedTask.count_flops(self, rows=rows, positions=positions)
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
@@ -246,11 +235,5 @@ class ImageClassification(TrainedTask):
             ) from None
 
     def class_count(self) -> int:
-        """Outputs of the network. Raises ValueError for fewer than the embedded data's classes; other data are opened
-        later."""
-        if self.classes is not None and type(self.data) is not LabelledShapes:
-            return self.classes
-        found = len(self.data.class_names())
-        if self.classes is not None and self.classes < found:
-            raise ValueError(f"task.classes={self.classes} must be at least {found}, the classes of the data")
-        return self.classes or found
+        """Outputs of the network; the data module refuses fewer than the data's classes."""
+        return self.classes or len(self.data.class_names())

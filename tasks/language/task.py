@@ -304,7 +304,7 @@ class MaskedLM(TextTask):
         """Of a packed row: so many operations a position, and so many a pair of positions that attend to each other."""
         if not self.is_packed:
             return TextTask.training_flops(self, batch)
-        one, two = (self.count_flops(rows=1, positions=positions, training=True) for positions in (1, 2))
+        one, two = (self.count_flops(rows=1, positions=positions) for positions in (1, 2))
         if one is None or two is None:
             return None
         a_pair = two // 2 - one

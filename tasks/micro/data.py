@@ -74,8 +74,8 @@ class GeneratedTensors(ResumableDataModule):
 
     def __init__(self, task: Micro, *, seed: int) -> None:
         # No worker processes: what is in memory already would only be copied between them.
-        super().__init__(Loading(batch_size=task.size.batch_size, num_workers=0), seed=seed)
-        self._counts, self._shape = task.counts, task.size.example_shape
+        super().__init__(Loading(batch_size=task.batch_size, num_workers=0), seed=seed)
+        self._counts, self._shape = task.counts, task.example_shape
         """Of an input: features; positions and features, each position of its own class; or an image."""
         self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
         """Inputs and targets by device, inputs in the precision that trains."""
@@ -150,13 +150,13 @@ class GeneratedSequences(ResumableDataModule):
     option = "task"
 
     def __init__(self, task: Micro, *, seed: int) -> None:
-        super().__init__(Loading(batch_size=task.size.batch_size, num_workers=0), seed=seed)
+        super().__init__(Loading(batch_size=task.batch_size, num_workers=0), seed=seed)
         self._task = task
         self.collate = self._padded
 
     def open(self) -> str:
         class_of = torch.randint(0, CLASSES, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
-        longest = self._task.size.positions
+        longest = self._task.positions
         assert longest is not None
         self.train_set, self.val_set = (
             Sequences(

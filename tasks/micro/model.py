@@ -8,15 +8,12 @@ Shape letters: B batch, C channels, H height, W width, S positions, D features, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from tasks.micro.data import VOCABULARY
 from tasks.module import Attention, Scores, class_scores, mlp
-
-if TYPE_CHECKING:
-    from tasks.micro.task import MicroSize
 
 
 class ClassTail(nn.Module):
@@ -49,10 +46,10 @@ class MicroNet(nn.Module):
 class SimpleLinear(MicroNet):
     """One linear layer with a ReLU, and the head: so little work that calling it is what costs."""
 
-    def __init__(self, size: MicroSize, classes: int) -> None:
+    def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(size.width, size.width)
-        self.tail = ClassTail(size.width, classes)
+        self.hidden = nn.Linear(width, width)
+        self.tail = ClassTail(width, classes)
 
     def features(self, x_BD: Tensor) -> Tensor:
         return self.hidden(x_BD).relu()
@@ -61,11 +58,11 @@ class SimpleLinear(MicroNet):
 class GraphBreaker(MicroNet):
     """Two linear layers with a print and a branch on data between them: what users write and compilers cannot trace."""
 
-    def __init__(self, size: MicroSize, classes: int) -> None:
+    def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        self.first = nn.Linear(size.width, size.width)
-        self.second = nn.Linear(size.width, size.width)
-        self.tail = ClassTail(size.width, classes)
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.tail = ClassTail(width, classes)
 
     def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
         """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``."""
@@ -78,9 +75,8 @@ class GraphBreaker(MicroNet):
 class ConvNet(MicroNet):
     """Three stages of 3x3 convolution, batch norm, ReLU and max pooling, each twice as wide as the one before."""
 
-    def __init__(self, size: MicroSize, classes: int) -> None:
+    def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        width = size.width
         layers: list[nn.Module] = []
         for before, after in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
             # No bias: the norm after it would take it away.
@@ -112,10 +108,10 @@ class TransformerBlock(nn.Module):
 class SingleBlock(MicroNet):
     """One transformer block over sequences of one length, with a head of a few classes on every position."""
 
-    def __init__(self, size: MicroSize, classes: int) -> None:
+    def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        self.block = TransformerBlock(size.width, heads(size.width), causal=False)
-        self.tail = ClassTail(size.width, classes)
+        self.block = TransformerBlock(width, heads(width), causal=False)
+        self.tail = ClassTail(width, classes)
 
     def features(self, x_BSD: Tensor) -> Tensor:
         return self.block(x_BSD)
@@ -124,14 +120,11 @@ class SingleBlock(MicroNet):
 class RaggedLabeller(MicroNet):
     """Labels every token of sequences of any length. It is causal, so that no real position sees padding."""
 
-    def __init__(self, size: MicroSize, classes: int) -> None:
+    def __init__(self, width: int, classes: int, *, layers: int) -> None:
         super().__init__()
-        assert size.layers is not None
-        self.embed = nn.Embedding(VOCABULARY, size.width)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(size.width, heads(size.width), causal=True) for _ in range(size.layers)
-        )
-        self.tail = ClassTail(size.width, classes)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads(width), causal=True) for _ in range(layers))
+        self.tail = ClassTail(width, classes)
 
     def features(self, tokens_BS: Tensor) -> Tensor:
         x_BSD: Tensor = self.embed(tokens_BS)
@@ -140,7 +133,7 @@ class RaggedLabeller(MicroNet):
         return x_BSD
 
 
-NETWORKS: dict[str, type[MicroNet]] = {
+NETWORKS: dict[str, Callable[..., MicroNet]] = {
     "simple_linear": SimpleLinear,
     "convnet": ConvNet,
     "transformer_block": SingleBlock,

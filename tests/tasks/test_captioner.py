@@ -135,7 +135,4 @@ def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_wi
     # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(size))[0].backward()
-    assert Captioning(size=size).count_flops(rows=4, positions=11, training=True) == counter.get_total_flops()
-    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        net(*example(size))
-    assert Captioning(size=size).count_flops(rows=4, positions=11, training=False) == counter.get_total_flops()
+    assert Captioning(size=size).count_flops(rows=4, positions=11) == counter.get_total_flops()

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models import get_model, list_models
+from torchvision.models import list_models
 from torchvision.transforms.functional import normalize
 
 from tasks import module as task_module
-from tasks.image_classification.model import MEAN, STD, ClassifierNet, SharedStochasticDepth, build_model, skeleton
+from tasks.image_classification.model import MEAN, STD, ClassifierNet, build_model, skeleton
 from tasks.image_classification.task import ImageClassification
 
 KINDS = ("resnet18", "vit_ti_16", "mobilenet_v3_small", "timm/test_vit")
@@ -48,22 +48,9 @@ def test_names_logits_and_loss_are_those_of_the_model_itself(name: str) -> None:
     assert sorted(name for name, _ in net.named_parameters(remove_duplicate=False)) == weights
 
 
-def test_training_returns_the_smoothed_loss_alone() -> None:
-    torch.manual_seed(0)
-    model = build_model("timm/test_vit", classes=7, image_size=32)
-    images, labels = example(32)
-    logits = ClassifierNet(model)(images)
-    loss, *nothing = ClassifierNet(model, label_smoothing=0.1)(images, labels)
-    torch.testing.assert_close(loss, nn.CrossEntropyLoss(label_smoothing=0.1)(logits, labels))
-    assert nothing == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("name", "asked", "expected"),
-    [("resnet18", None, True), ("vit_ti_16", None, False), ("resnet18", False, False), ("vit_ti_16", True, True)],
-)
-def test_convolutional_networks_are_channels_last(name: str, asked: bool | None, expected: bool) -> None:
-    net = ClassifierNet(build_model(name, classes=7, image_size=64), channels_last=asked)
+@pytest.mark.parametrize(("name", "expected"), [("resnet18", True), ("vit_ti_16", False)])
+def test_convolutional_networks_are_channels_last(name: str, expected: bool) -> None:
+    net = ClassifierNet(build_model(name, classes=7, image_size=64))
     seen: list[torch.Tensor] = []
     stem = net.model.conv1 if name == "resnet18" else net.model.conv_proj
     stem.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -151,23 +138,17 @@ def test_a_network_in_which_nothing_repeats_is_one_region(name: str) -> None:
     ],
 )
 def test_parameters_and_operations_are_as_published(name: str, parameters: int, giga_multiply_adds: float) -> None:
-    assert sum(weight.numel() for weight in skeleton(name, classes=1000, image_size=224).parameters()) == parameters
-    flops = ImageClassification(model=name, classes=1000, image_size=224).count_flops(
-        rows=2, positions=0, training=False
-    )
-    assert flops == pytest.approx(2 * 2 * giga_multiply_adds * 1e9, rel=0.01)
-
-
-def test_operations_of_a_resnet_are_twice_as_many_backward_but_for_the_first_convolution() -> None:
-    forward, training = (
-        ImageClassification(model="resnet50", classes=1000, image_size=224).count_flops(
-            rows=1, positions=0, training=training
-        )
-        for training in (False, True)
-    )
-    assert forward is not None
-    # Nobody asks for the gradient of the image.
-    assert training == 3 * forward - 2 * 64 * 3 * 7 * 7 * 112 * 112
+    model = skeleton(name, classes=1000, image_size=224)
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
+    sizes: list[int] = []
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    hook = first.register_forward_hook(lambda _, inputs, output: sizes.append(output.numel()))
+    training = ImageClassification(model=name, classes=1000, image_size=224).count_flops(rows=2, positions=0)
+    hook.remove()
+    assert training is not None
+    # Twice as many backward, but nobody asks for the gradient of the image.
+    forward = (training + 2 * sizes[0] * first.weight[0].numel()) / 3
+    assert forward == pytest.approx(2 * 2 * giga_multiply_adds * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "timm/test_vit"])
@@ -236,27 +217,3 @@ def test_timms_networks_need_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_images_that_a_network_cannot_take_are_refused_before_training(name: str, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         ImageClassification(model=name, image_size=size).build_module(max_steps=1)
-
-
-def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean() -> None:
-    torch.manual_seed(0)
-    module = SharedStochasticDepth(0.25)
-    dropped = module(torch.ones(4000, 2, 3))
-    kept = dropped[:, 0, 0] != 0
-    assert kept.float().mean() == pytest.approx(0.75, abs=0.03)
-    torch.testing.assert_close(dropped[kept], torch.full((int(kept.sum()), 2, 3), 4 / 3))
-    assert (dropped[~kept] == 0).all()
-    assert torch.equal(module.eval()(torch.ones(5, 2)), torch.ones(5, 2))
-
-
-def test_blocks_share_one_compile_whatever_their_rate_of_stochastic_depth() -> None:
-    counter = CompileCounter()
-    model = build_model("convnext_tiny", classes=3, image_size=32)
-    assert list(model.state_dict()) == list(get_model("convnext_tiny", weights=None, num_classes=3).state_dict())
-    stage = model.features[5]
-    for block in stage:
-        block.compile(backend=counter, fullgraph=True)
-    # As the convolution before the stage leaves it.
-    images = torch.randn(2, 384, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
-    stage(images).sum().backward()
-    assert (len(stage), counter.frame_count) == (9, 1)

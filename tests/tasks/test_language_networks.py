@@ -240,4 +240,4 @@ def test_flops_are_those_that_torch_counts(network: LanguageNetwork) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(rows=3, length=11))[0].backward()
     task = LanguageModelling(network=network)
-    assert task.count_flops(rows=3, positions=11, training=True) == counter.get_total_flops()
+    assert task.count_flops(rows=3, positions=11) == counter.get_total_flops()

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
 from tasks.micro.model import TransformerBlock
-from tasks.micro.task import DEFAULTS, Micro
+from tasks.micro.task import DIMENSIONS, Micro
 from tests.trainer.lightning_modules import quiet_trainer
 
 SMALL: dict[str, dict[str, int]] = {
@@ -20,7 +20,7 @@ SMALL: dict[str, dict[str, int]] = {
     "ragged": {"width": 16, "positions": 32, "layers": 3},
 }
 """Dimensions by model; 16 features where nothing is given."""
-EVERY_MODEL = pytest.mark.parametrize("model", DEFAULTS)
+EVERY_MODEL = pytest.mark.parametrize("model", DIMENSIONS)
 
 
 def small(model: str, **options: int) -> Micro:
@@ -233,10 +233,10 @@ def test_images_are_channels_last_and_lengths_are_ragged() -> None:
     ("options", "message"),
     [
         ({"model": "convnets"}, r"task\.model='convnets' is not one of .*; near: convnet$"),
-        ({"image_size": 64}, r"task\.image_size=64: task\.model=simple_linear has none \(convnet do\)"),
+        ({"image_size": 64}, r"task\.image_size=64: task\.model=simple_linear has none$"),
         ({"model": "transformer_block", "layers": 2}, r"task\.layers=2: task\.model=transformer_block has none"),
         ({"width": 0}, r"task\.width=0 must be at least 1"),
-        ({"train_examples": 31}, r"task\.train_examples=31 must be at least task\.batch_size=32"),
+        ({"train_examples": 31}, r"task\.train_examples=31 must be at least 32"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(options: dict[str, object], message: str) -> None:
