@@ -110,7 +110,6 @@ def sort_runs_and_steps(options: argparse.Namespace) -> None:
 
 
 positive = at_least(1, int)
-seconds = at_least(0, above=True)
 
 
 def exit_code(work: Callable[[StopRequest], int], *, place: object = "", interrupted: str = "") -> int:

@@ -32,7 +32,7 @@ MAX_IMPORTS_OF_COMPILE = 55
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")
 TEXTS = {file: file.read_text() for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
-KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.recorder")
+KNOW_THE_COMPILER = ("trainer.telemetry.compiler", "scripts.explain.run")
 """The last reads what no run should pay for: the region, the stack and the guard of every compilation."""
 
 

@@ -56,7 +56,7 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     sites: list[Site] = []
     with progress.status("building data and model") as status, own_caches("bisect", "scripts.bisect.bench"):
         from scripts.bisect.bench import Bench, with_config
-        from scripts.explain.recorder import quiet_compiler
+        from scripts.explain.run import quiet_compiler
 
         def begins(number: int, what: str) -> None:
             stop.check()

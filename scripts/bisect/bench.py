@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, searched
-from scripts.explain.recorder import copied, kind_of, wrap_training_loader
+from scripts.explain.batches import copied, kind_of, wrap_training_loader
 from scripts.explain.run import ONE_DEVICE, several_devices, training
 from strategies import Modular, Program, Stage, Strategy
 from strategies.base import holds

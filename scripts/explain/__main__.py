@@ -15,12 +15,11 @@ from pathlib import Path
 from rich import markup
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from scripts.arguments import check_file, composed_training, exit_code, own_caches, parser, positive, seconds
+from scripts.arguments import check_file, composed_training, exit_code, own_caches, parser, positive
 from scripts.explain import Explanation, Finding
 from trainer.process import StopRequest, leaving
-from trainer.telemetry.source import Line, shown
+from trainer.telemetry.source import line_at, shown
 
 EXAMPLES = """\
 examples:
@@ -54,8 +53,7 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
     ):
         import torch
 
-        from scripts.explain.recorder import Options
-        from scripts.explain.run import explain
+        from scripts.explain.run import MAX_BATCHES, Options, explain
 
         def progress(line: str) -> None:
             stop.check()
@@ -63,12 +61,11 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
 
         chosen = Options(
             backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
-            batches=options.batches,
-            seconds=options.seconds,
+            batches=options.batches or MAX_BATCHES,
             progress=progress,
             before_steps=stop.install,
         )
-        explanation = explain(config, chosen, command=options.overrides)
+        explanation = explain(config, chosen)
         stop.check()  # an interrupt that a library swallowed may look like a failure of the compiler
     if options.json is not None:
         options.json.write_text(explanation.as_json(), encoding="utf-8")
@@ -80,9 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser("explain", __doc__ or "", EXAMPLES, overrides=True)
     add = made.add_argument
     add("--backend", choices=BACKENDS, help="compiler; configured = each strategy's own (default: see below)")
-    add("--batches", type=positive, metavar="N", help="batches of the epoch to look at (default: all)")
-    seconds_help = "longest time for batches after the first four (default: %(default)g)"
-    add("--seconds", type=seconds, default=120.0, metavar="SECONDS", help=seconds_help)
+    add("--batches", type=positive, metavar="N", help="batches of the epoch to look at, at most (default: 500)")
     add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
     return made.parse_intermixed_args(arguments)
 
@@ -98,7 +93,10 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
         _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console)
     console.print()
     if explanation.graphs:
-        console.print(_graphs(explanation))
+        table = Table("graphs of", "forward", "backward", box=None, pad_edge=False, header_style="dim")
+        for each in explanation.graphs:
+            table.add_row(markup.escape(each.function), str(each.forward), str(each.backward))
+        console.print(table)
     for line in _lines_at_the_end(explanation):
         console.print(line, markup=False)
     console.print(f"[bold]{markup.escape(verdict(explanation))}[/]")
@@ -106,12 +104,11 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
 
 def _heading(explanation: Explanation) -> str:
     """What was looked at, in two lines."""
-    kinds = len(explanation.batch_kinds)
-    stopped = f" (not the whole epoch: {explanation.stopped})" if explanation.stopped else ""
     return (
-        f"{explanation.task} under {explanation.strategies}, backend {explanation.backend or 'n/a'}, "
+        f"{explanation.task} under {explanation.strategies}, backend {explanation.backend}, "
         f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}\n"
-        f"{explanation.batches:,} batches looked at, {explanation.batches_run:,} run, {_count(kinds, 'kind')}{stopped}"
+        f"{explanation.batches:,} batches looked at, {explanation.batches_run:,} run, "
+        f"{_count(len(explanation.batch_kinds), 'kind')}"
     )
 
 
@@ -141,43 +138,17 @@ def _lines_at_the_end(explanation: Explanation) -> Iterator[str]:
 
 def _print_problem(title: str, one: Finding, console: Console) -> None:
     times = "" if one.count == 1 else f", {one.count} times"
-    cost = "" if one.seconds is None else f", {one.seconds:.1f} s of compiling"
-    console.print(f"\n{title}{times}{cost}")
-    _print_line(one.where, console)
-    if one.inside is not None:
-        console.print(f"  which reaches {_place(one.inside)}", markup=False)
-    if one.called_from is not None:
-        console.print("  called from")
-        _print_line(one.called_from, console)
-    if one.region:
-        console.print(f"  in region {one.region}", markup=False)
+    console.print(f"\n{title}{times}")
+    if (line := line_at(one.where)) is not None:
+        console.print(f"  {shown(line.file)}:{line.number} in {line.function}", markup=False)
+        if line.code:
+            console.print(f"    [bold]{markup.escape(line.code)}[/]")
     more = [f"and {len(one.texts) - MAX_TEXTS} more"] if len(one.texts) > MAX_TEXTS else []
     console.print(textwrap.indent("\n".join([*one.texts[:MAX_TEXTS], *more]), "  "), markup=False)
 
 
-def _print_line(line: Line | None, console: Console) -> None:
-    if line is not None:
-        console.print(f"  {_place(line)}", markup=False)
-        if line.code:
-            console.print(Text(f"    {line.code}", style="bold"))
-
-
-def _place(line: Line) -> str:
-    return f"{shown(line.file)}:{line.number}" + (f" in {line.function}" if line.function else "")
-
-
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
-
-
-def _graphs(explanation: Explanation) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("region", "copies", "forward", "backward", "val", "breaks", "recompiles"):
-        table.add_column(name, justify="left" if name == "region" else "right", overflow="fold")
-    for each in explanation.graphs:
-        counts = (each.forward, each.backward, each.validation, each.breaks, each.recompiles)
-        table.add_row(markup.escape(each.region), str(len(each.paths) or "-"), *(f"{count:,}" for count in counts))
-    return table
 
 
 if __name__ == "__main__":

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import os
 import tempfile
-import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from scripts.explain import Explanation, merged
-from scripts.explain.recorder import Options, StepRecorder, quiet_compiler
+from scripts.explain import Explanation, Graphs, findings
+from scripts.explain.batches import FIRST_BATCHES, ChosenBatches, wrap_training_loader
 from strategies import Modular, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
@@ -32,43 +35,57 @@ from trainer.guards.rollback import throwaway, throwaway_trainer
 from trainer.process import process_settings
 from trainer.run import new_record
 from trainer.settings import Config
-from trainer.telemetry import hardware, source
+from trainer.telemetry import hardware
+from trainer.telemetry.compiler import EventReporter
+from trainer.telemetry.source import shown
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
 VALIDATION_BATCHES = 2
 MAX_STEPS = 1_000_000_000
+MAX_BATCHES = 500
+LOGGERS = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension")
 
 
-def explain(config: Config, options: Options, *, command: Sequence[str] = ()) -> Explanation:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to explain."""
+
+    backend: str = "configured"
+    """``inductor``, ``aot_eager`` or ``eager``; ``configured`` leaves each strategy its own."""
+    batches: int = MAX_BATCHES
+    """Batches of the epoch to look at, at most."""
+    progress: Callable[[str], None] = lambda line: None
+    """Called with a line about what is being done."""
+    before_steps: Callable[[], None] = lambda: None
+    """Called once Lightning has set its signal handlers: for whoever has handlers of their own."""
+
+
+def explain(config: Config, options: Options) -> Explanation:
     """Explain ``config.task`` under ``config.compile``. Raises ValueError for what a run would refuse."""
     given = list(config.compile.values())
     strategies = prepared(given, options.backend)
     if not strategies:
         raise ValueError(f"compile={label(given)}: compiles nothing, there is nothing to explain")
     options.progress("building data and model")
-    recorders: list[StepRecorder] = []
+    looks: list[Look] = []
 
     def callbacks(compile_: Compile) -> list[L.Callback]:
-        recorders.append(StepRecorder(compile_, options))
-        return [compile_, *recorders]
+        looks.append(Look(compile_, options))
+        return [compile_, *looks]
 
     with training(
         config,
         strategies,
         callbacks,
-        command=command,
         max_steps=MAX_STEPS,
         val_every_n_steps=2 if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
     ) as made:
-        explanation = _fit(made.trainer, made.module, made.compile_, recorders[0], given, datamodule=made.data)
-    explanation.command = list(command)
+        explanation = looks[0].fit(made.trainer, made.module, given, datamodule=made.data)
     if several_devices(config):
         explanation.not_looked_at.append(ONE_DEVICE.format("looked at"))
-    if config.trainer.val_every_n_steps and not recorders[0].validated:
-        explanation.not_looked_at.append("validation: the steps were over before one")
     return explanation
 
 
@@ -91,10 +108,10 @@ def explain_module(
         **declared,
     )
     compile_.record.task = type(module).__name__
-    recorder = StepRecorder(compile_, options)
+    look = Look(compile_, options)
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        trainer = throwaway_trainer(folder, [compile_, recorder], max_epochs=1)
-        return _fit(trainer, module, compile_, recorder, given, train_dataloaders=loader)
+        trainer = throwaway_trainer(folder, [compile_, look], max_epochs=1)
+        return look.fit(trainer, module, given, train_dataloaders=loader)
 
 
 def prepared(strategies: Iterable[Strategy], backend: str) -> list[Strategy]:
@@ -105,15 +122,6 @@ def prepared(strategies: Iterable[Strategy], backend: str) -> list[Strategy]:
     strategies = list(strategies)
     refuse_choice(strategies)
     return [_copy(strategy, backend) for strategy in strategies if strategy.name != "cached"]
-
-
-def backends_of(strategies: Iterable[Strategy]) -> list[str]:
-    """The backends that ``strategies`` compile with, each once."""
-    names: list[str] = []
-    for strategy in strategies:
-        parts = strategy.parts.values() if isinstance(strategy, Modular) else [strategy]
-        names += [part.backend for part in parts if hasattr(part, "backend")]
-    return list(dict.fromkeys(names))
 
 
 def _copy(strategy: Strategy, backend: str) -> Strategy:
@@ -136,84 +144,112 @@ def _changes(options: Any, backend: str) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if name in names}
 
 
-def _fit(
-    trainer: L.Trainer,
-    module: L.LightningModule,
-    compile_: Compile,
-    recorder: StepRecorder,
-    given: Sequence[Strategy],
-    **data: Any,
-) -> Explanation:
-    failures: list[str] = []
-    try:
-        with _compile_failures(failures, recorder), quiet_compiler():
-            trainer.fit(module, **data)
-    finally:
-        recorder.close()
-    explanation = _explanation(recorder, compile_, trainer, failures)
-    explanation.strategies = label(given)
-    if any(strategy.name == "cached" for strategy in given):
-        explanation.not_looked_at.append("cached: left out, so that no store is read or written")
-    strict = [each.name for each in given if each.name != "optimizer" and getattr(each, "fullgraph", False)]
-    if explanation.breaks and strict:
-        explanation.notes.append(
-            f"{', '.join(strict)}: fullgraph=true, so a run ends at the first of these breaks and splits nothing"
+class Look(L.Callback):
+    """Chooses the batches; comes after ``Compile``, whose telemetry records what their steps compile."""
+
+    def __init__(self, compile_: Compile, options: Options) -> None:
+        self._compile, self._options = compile_, options
+        self._chosen: ChosenBatches | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Strategies are applied: stand between the training loader and the loop."""
+
+        def chosen(loader: Any) -> ChosenBatches:
+            first = FIRST_BATCHES * trainer.accumulate_grad_batches
+            self._chosen = ChosenBatches(loader, first=first, most=self._options.batches)
+            return self._chosen
+
+        wrap_training_loader(trainer, chosen)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What a run logs line by line is reported at the end."""
+        self._compile.telemetry.reporter = EventReporter(enabled=False)
+        self._options.before_steps()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._chosen is not None
+        self._options.progress(f"batch {batch_idx + 1}, {self._chosen.looked_at} looked at: forward, backward, step")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop = True
+
+    def fit(self, trainer: L.Trainer, module: L.LightningModule, given: Sequence[Strategy], **data: Any) -> Explanation:
+        """Train; a compile that fails is something to explain, every other error is the user's."""
+        failures: list[str] = []
+        compiled_before = len(dynamo_utils.get_compilation_metrics())
+        try:
+            with quiet_compiler():
+                trainer.fit(module, **data)
+        except Exception as error:
+            if not is_compile_error(error) and not isinstance(error, CompiledNothing):
+                raise
+            failures.append(one_line(error))
+        record, compiler = self._compile.record, self._compile.telemetry.compiler
+        compiler.collect()
+        fallbacks = [f"{one.texts[0]} ({one.where or 'n/a'})" for one in findings(compiler.events, "fallback")]
+        explanation = Explanation(
+            task=record.task,
+            strategies=label(given),
+            backend=self._options.backend,
+            device=hardware.device_name(trainer.strategy.root_device),
+            versions=hardware.versions(),
+            breaks=findings(compiler.events, "graph_break"),
+            recompiles=findings(compiler.events, "recompile"),
+            failures=list(dict.fromkeys([*fallbacks, *failures, *record.eager_parts.values()])),
+            notes=list(record.notes),
         )
-    return explanation
+        _count_graphs(dynamo_utils.get_compilation_metrics()[compiled_before:], explanation)
+        if (chosen := self._chosen) is not None:
+            explanation.batches, explanation.batches_run = chosen.looked_at, chosen.run
+            explanation.batch_kinds = dict(chosen.kinds.most_common())
+        if explanation.batches >= self._options.batches:
+            explanation.not_looked_at.append(f"the rest of the epoch: --batches {self._options.batches}")
+        if self._options.backend in ("aot_eager", "eager"):
+            explanation.not_looked_at.append("what Inductor makes of the graphs: --backend inductor")
+        if self._options.backend == "eager":
+            explanation.not_looked_at.append("backward graphs: --backend aot_eager")
+        if any(strategy.name == "cached" for strategy in given):
+            explanation.not_looked_at.append("cached: left out, so that no store is read or written")
+        return explanation
+
+
+def _count_graphs(metrics: Iterable[Any], explanation: Explanation) -> None:
+    """Read what torch says about each of its compilations."""
+    functions: dict[str, str] = {}
+    graphs: dict[str, Graphs] = {}
+    skips: Counter[str] = Counter()
+    for metric in metrics:
+        code = str(metric.compile_id).split("/")[0]  # what a backward belongs to is named by its number alone
+        if metric.co_filename:
+            functions[code] = f"{shown(metric.co_filename)}:{metric.co_firstlineno} {metric.co_name}"
+        backward = metric.is_forward is False
+        if backward or (metric.has_guarded_code and metric.graph_op_count):
+            function = functions.get(code, "unknown")
+            counted = graphs.setdefault(function, Graphs(function=function))
+            counted.backward += backward
+            counted.forward += not backward
+        if metric.cudagraph_skip_reason:
+            skips[" ".join(metric.cudagraph_skip_reason.split())] += 1
+    explanation.graphs = list(graphs.values())
+    explanation.notes += [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in skips.items()]
 
 
 @contextlib.contextmanager
-def _compile_failures(failures: list[str], recorder: StepRecorder) -> Iterator[None]:
-    """A compile that fails is something to explain, and so is an error that eager does not raise; others are errors."""
+def quiet_compiler() -> Iterator[None]:
+    """Silence torch's own reports of what is explained anyway; whoever sets TORCH_LOGS wants to read them."""
+    loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        yield
-    except Exception as error:
-        if is_compile_error(error) or isinstance(error, CompiledNothing):
-            failures.append(one_line(error))
-            return
-        if not recorder.eager_passed:
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        where, _, _ = source.of_interest(source.line(each.filename, each.lineno or 0, each.name) for each in frames)
-        failures.append(
-            f"{one_line(error)}, at {where}; eager raises nothing on this batch: compiled, the code does not "
-            "do the same"
-        )
-
-
-def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, failures: list[str]) -> Explanation:
-    used, compiler, record = backends_of(compile_.strategies), recorder.compiler, compile_.record
-    explanation = Explanation(
-        task=record.task,
-        strategies=record.label,
-        backend=", ".join(used),
-        device=hardware.device_name(trainer.strategy.root_device),
-        versions=hardware.versions(),
-        breaks=merged(compiler.breaks),
-        recompiles=merged(compiler.recompiles),
-        failures=list(dict.fromkeys([*compiler.failures, *failures, *record.eager_parts.values()])),
-        notes=list(record.notes),
-    )
-    missing = explanation.not_looked_at
-    if "inductor" not in used:
-        missing.append(
-            f"what Inductor makes of the graphs: the backend is {' and '.join(used)}; --backend inductor does"
-        )
-    left_out = Counter(compiler.left_out_of_cuda_graphs)
-    explanation.notes += [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in left_out.items()]
-    if used and all(name == "eager" for name in used):
-        missing.append("backward graphs: backend eager compiles none; --backend aot_eager does")
-    for each in explanation.breaks:
-        if each.region is not None:
-            compiler.graphs_of(each.region).breaks += 1
-    for recompile in explanation.unexpected:
-        if recompile.region is not None:
-            compiler.graphs_of(recompile.region).recompiles += recompile.count
-    explanation.graphs = list(compiler.graphs.values())
-    if (chosen := recorder.chosen) is not None:
-        explanation.batches, explanation.batches_run = chosen.looked_at, chosen.run
-        explanation.batch_kinds, explanation.stopped = dict(chosen.kinds.most_common()), chosen.stopped
-    return explanation
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 # ---- a training up to its first steps, which bisect looks at as well -------------------------------------------------
@@ -221,35 +257,28 @@ def _explanation(recorder: StepRecorder, compile_: Compile, trainer: L.Trainer, 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What ``trainer.fit`` needs, and the callback that applies the strategies."""
+    """What ``trainer.fit`` needs."""
 
     trainer: L.Trainer
     module: L.LightningModule
     data: L.LightningDataModule
-    compile_: Compile
 
 
 @contextlib.contextmanager
 def training(
-    config: Config,
-    strategies: Iterable[Strategy],
-    callbacks: Callable[[Compile], list[L.Callback]],
-    *,
-    command: Sequence[str] = (),
-    **options: Any,
+    config: Config, strategies: Iterable[Strategy], callbacks: Callable[[Compile], list[L.Callback]], **options: Any
 ) -> Iterator[Training]:
     """The training of ``config`` under ``strategies`` on one device, in a folder that goes away, with torch's settings.
 
     Args:
         callbacks: Lightning's callbacks, made of the one that applies the strategies, in their order.
-        command: Of the record that is thrown away.
         options: Further ones of ``TrainerConfig``.
 
     Raises ValueError for what a run would refuse.
     """
     tried = throwaway(config, strategies, **options)
     with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="steps-") as folder:
-        compile_ = compile_callback(tried, new_record(tried, list(command)))
+        compile_ = compile_callback(tried, new_record(tried, []))
         L.seed_everything(config.seed, verbose=False)
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)
@@ -257,7 +286,7 @@ def training(
         # Take away what would write: TensorBoard's files and the best checkpoint.
         trainer.loggers = []
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint)]
-        yield Training(trainer=trainer, module=module, data=data, compile_=compile_)
+        yield Training(trainer=trainer, module=module, data=data)
 
 
 def several_devices(config: Config) -> bool:

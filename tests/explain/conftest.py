@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from scripts.explain import Explanation
-from scripts.explain.recorder import Options
-from scripts.explain.run import explain_module
+from scripts.explain.run import Options, explain_module
 from strategies import Whole
 from tests.explain.planted import Trained, like, loader
 

@@ -65,19 +65,6 @@ class NumPyObject(Planted):
         return y * len(rounded)
 
 
-class Percentile(Planted):
-    """Which torch's NumPy computes with another shape than NumPy's own, so that ``float`` refuses it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y * float(np.percentile(y.detach().numpy(), 90))  # planted
-
-
-class RaisesInEager(Planted):
-    def forward(self, x: Tensor) -> Tensor:
-        raise TypeError("mine")
-
-
 class ChangingKeys(Planted):
     def forward(self, x: dict[str, Tensor]) -> Tensor:
         return self.linear(sum(x.values()))  # planted

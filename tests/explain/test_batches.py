@@ -1,4 +1,4 @@
-"""The batches of a look: the first ones, one of each new kind, whole optimizer steps, copies to be timed."""
+"""The batches of a look: the first ones, and one of each new kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scripts.explain.recorder import FIRST_BATCHES, ChosenBatches, kind_of
+from scripts.explain.batches import ChosenBatches, kind_of
 
 
 class Pair(NamedTuple):
@@ -41,29 +41,17 @@ def test_kinds_name_every_tensor_with_dtype_and_shape() -> None:
 
 
 def test_the_first_batches_and_one_of_each_new_kind_are_run() -> None:
-    chosen = ChosenBatches(of(1, 1, 1, 1, 1, 2, 1, 2, 3), batches=None, seconds=60)
+    chosen = ChosenBatches(of(1, 1, 1, 1, 1, 2, 1, 2, 3), first=4, most=60)
     assert sizes(chosen) == [1, 1, 1, 1, 2, 3]
-    assert FIRST_BATCHES == 4
-    assert (chosen.looked_at, chosen.run, chosen.stopped) == (9, 6, None)
+    assert (chosen.looked_at, chosen.run) == (9, 6)
     assert chosen.kinds == {"float32 1": 6, "float32 2": 2, "float32 3": 1}
 
 
-def test_an_accumulation_is_never_left_half_done() -> None:
-    chosen = ChosenBatches(of(1, 1, 1), batches=None, seconds=60, accumulate=2)
-    assert sizes(chosen) == [1, 1, 1, 1]
-
-
 def test_no_more_batches_are_looked_at_than_asked_for() -> None:
-    chosen = ChosenBatches(of(*[1] * 100), batches=7, seconds=60)
-    assert sizes(chosen) == [1] * 4
-    assert (chosen.looked_at, chosen.stopped) == (7, "--batches 7")
-
-
-def test_an_epoch_without_end_is_left_after_the_time() -> None:
     def forever() -> Iterator[Tensor]:
         while True:
             yield torch.zeros(1)
 
-    chosen = ChosenBatches(forever(), batches=None, seconds=0.05)
+    chosen = ChosenBatches(forever(), first=4, most=7)
     assert sizes(chosen) == [1] * 4
-    assert chosen.stopped == "--seconds 0.05 were over"
+    assert chosen.looked_at == 7

@@ -14,7 +14,7 @@ from torch import nn
 from scripts.explain import Explanation
 from tests.explain import planted
 from tests.explain.planted import like
-from trainer.telemetry.source import Line
+from trainer.telemetry.source import line_at
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 Look = Callable[..., Explanation]
@@ -27,7 +27,8 @@ def line_of(kind: type[nn.Module]) -> int:
     return next(first + offset for offset, line in enumerate(lines) if "# planted" in line)
 
 
-def at(line: Line | None) -> tuple[str, int]:
+def at(where: str | None) -> tuple[str, int]:
+    line = line_at(where)
     assert line is not None
     return str(Path(line.file).resolve()), line.number
 
@@ -46,12 +47,9 @@ def at(line: Line | None) -> tuple[str, int]:
 def test_a_break_is_found_at_its_line_with_torchs_hint(looked: Look, kind: type[nn.Module], hint: str) -> None:
     explanation = looked(kind())
     found = [each for each in explanation.breaks if at(each.where) == (FILE, line_of(kind))]
-    assert found, [str(each.where) for each in explanation.breaks]
+    assert found, [each.where for each in explanation.breaks]
     (one,) = found
     assert hint in "".join(one.texts)
-    assert one.where is not None
-    assert "# planted" in (one.where.code or "")
-    assert one.region == kind.__name__
     if kind in (planted.Prints, planted.Branch, planted.Extension):
         assert explanation.recompiles == [], "a break alone is no recompile"
 
@@ -71,7 +69,6 @@ def test_a_value_that_changes_is_found_at_its_line(looked: Look, kind: type[nn.M
     (one,) = explanation.unexpected
     assert guard in one.texts[0]
     assert at(one.where) == (FILE, line_of(kind))
-    assert one.seconds is not None
 
 
 def test_a_closure_over_what_changes_is_found_at_the_line_that_reads_it(looked: Look) -> None:
@@ -105,8 +102,7 @@ def test_a_batch_that_differs_is_found_at_the_function_that_takes_it(
     (one,) = looked(AnyType(), batches).unexpected
     assert guard in one.texts[0]
     assert at(one.where) == (str(Path(__file__).resolve()), AnyType.forward.__code__.co_firstlineno)
-    assert one.where is not None
-    assert one.where.function == "forward"
+    assert str(one.where).endswith(" forward")
 
 
 def test_keys_that_change_are_found(looked: Look) -> None:
@@ -121,18 +117,7 @@ def test_what_torch_traces_by_now_is_no_alarm(looked: Look, kind: type[nn.Module
     explanation = looked(kind())
     assert explanation.problems == 0
     (graphs,) = explanation.graphs
-    assert (graphs.region, graphs.paths, graphs.forward) == (kind.__name__, ["planted"], 1)
-
-
-def test_an_error_that_eager_does_not_raise_is_a_failure_of_the_compiled_code(looked: Look) -> None:
-    explanation = looked(planted.Percentile())
-    if explanation.failures:  # up to torch 2.15
-        (failure,) = explanation.failures
-        assert failure.startswith("TypeError: ")
-        assert f"{FILE}:{line_of(planted.Percentile)} in " in failure
-        assert "eager raises nothing on this batch" in failure
-    with pytest.raises(TypeError, match="mine"):
-        looked(planted.RaisesInEager())
+    assert (at(graphs.function)[0], graphs.forward) == (FILE, 1)
 
 
 def test_a_numpy_function_without_a_counterpart_is_a_break(looked: Look) -> None:

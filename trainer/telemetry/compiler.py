@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import time
 import traceback
@@ -26,13 +25,11 @@ from torch import nn
 
 from trainer.telemetry.files import cut
 from trainer.telemetry.record import Event
-from trainer.telemetry.source import line, shown
+from trainer.telemetry.source import Line, innermost, line_at, lines_of_stack, shown
 
 MAX_LINES = 20
 MAX_REASON = 160
 MAX_CODE = 80
-LOCATION = re.compile(r"(?P<file>.+):(?P<number>\d+)(?: (?P<function>.+))?$")
-"""As in ``Event``."""
 KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback": "not compiled"}
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
@@ -117,10 +114,10 @@ class CompilerMonitor:
             new.extend(self._events_of(metric))
         self._seen_metrics = len(metrics)
         breaks = dynamo_utils.graph_break_reasons
+        self._seen_breaks = min(self._seen_breaks, len(breaks))  # torch._dynamo.reset() empties the list
         for reason in breaks[self._seen_breaks :]:
-            frame = reason.user_stack[-1] if reason.user_stack else None
-            where = f"{frame.filename}:{frame.lineno} {frame.name}" if frame else None
-            new.append(self._event("graph_break", reason.reason, where))
+            stack = [Line(file=one.filename, number=one.lineno or 0, function=one.name) for one in reason.user_stack]
+            new.append(self._event("graph_break", reason.reason, innermost(stack)))
         self._seen_breaks = len(breaks)
         self.events.extend(new)
         self._unreported.extend(new)
@@ -174,7 +171,8 @@ class CompilerMonitor:
                 self.beyond_limit.update(limited)
             return [self._event("fallback", reason, where)]
         if metric.recompile_reason and metric.has_guarded_code:
-            return [self._event("recompile", metric.recompile_reason, where)]
+            reads = innermost(lines_of_stack(metric.recompile_reason))
+            return [self._event("recompile", metric.recompile_reason, reads or where)]
         return []
 
     def _event(self, kind: str, reason: str, location: str | None) -> Event:
@@ -247,9 +245,7 @@ class EventReporter:
 def line_about(event: Event) -> str:
     when = f" in step {event.step}" if event.step is not None and event.phase == "training" else ""
     where = f" at {event.location}" if event.location else ""
-    found = LOCATION.match(event.location or "")
-    if found:
-        place = line(found["file"], int(found["number"]), found["function"])
+    if (place := line_at(event.location)) is not None:
         where = f" at {shown(place.file)}:{place.number} {place.function or ''}".rstrip()
         if place.code and event.kind != "recompile":  # whose line is the function's first
             where += f" `{cut(place.code.split('  #')[0], MAX_CODE)}`"

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ EXAMPLES = re.compile(r"[/\\]demos[/\\]")
 RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.+)_at_\d+$")
 """Name of what Dynamo makes of the rest of a function behind a break."""
 STACK_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+), in (?P<function>.+)$')
+LOCATION = re.compile(r"(?P<file>.+):(?P<number>\d+)(?: (?P<function>.+))?$")
+"""As in ``Event``."""
 MAX_CODE = 160
 """Characters of a line of code that are kept."""
 
@@ -34,9 +36,6 @@ class Line:
     code: str | None = None
     """The text of the line; None where the file cannot be read."""
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number}" + (f" in {self.function}" if self.function else "")
-
 
 def line(file: str, number: int, function: str | None = None) -> Line:
     if function is not None and (resumed := RESUMED.match(function)):
@@ -45,21 +44,22 @@ def line(file: str, number: int, function: str | None = None) -> Line:
     return Line(file=file, number=number, function=function, code=code[:MAX_CODE] or None)
 
 
+def line_at(location: str | None) -> Line | None:
+    """The line that an event is about, with its code; None where it names none."""
+    found = LOCATION.match(location or "")
+    return found and line(found["file"], int(found["number"]), found["function"])
+
+
 def lines_of_stack(text: str) -> list[Line]:
-    """Lines of a printed stack, outermost first."""
+    """Lines of a printed stack, outermost first, without their code."""
     found = (STACK_LINE.match(one) for one in text.splitlines())
-    return [line(each["file"], int(each["number"]), each["function"].strip()) for each in found if each]
+    return [Line(file=one["file"], number=int(one["number"]), function=one["function"].strip()) for one in found if one]
 
 
 def is_machinery(file: str) -> bool:
     """Whether a file belongs to torch, Lightning or no file at all."""
     inside = installed(file) or ""
     return file.startswith("<") or (re.split(r"[/\\]", inside)[0] in MACHINERY and not EXAMPLES.search(inside))
-
-
-def is_library(file: str) -> bool:
-    """Whether a file was installed rather than written by the user."""
-    return file.startswith("<") or installed(file) is not None
 
 
 def installed(file: str) -> str | None:
@@ -74,18 +74,11 @@ def installed(file: str) -> str | None:
     return next((file[len(folder) + 1 :] for folder in reversed(LIBRARIES) if file.startswith(folder + os.sep)), None)
 
 
-def of_interest(stack: Iterable[Line]) -> tuple[Line | None, Line | None, Line | None]:
-    """Of a stack, outermost first: the innermost line outside torch and Lightning; the innermost one of the user's own
-    where that is another; and the innermost one of all where that is in torch or Lightning."""
-    frames = list(stack)
-    if not frames:
-        return None, None, None
-    outside = [frame for frame in frames if not is_machinery(frame.file)]
-    own = [frame for frame in outside if not is_library(frame.file)]
-    where = outside[-1] if outside else frames[-1]
-    called_from = own[-1] if own and own[-1] != where else None
-    inside = frames[-1] if frames[-1] != where and is_machinery(frames[-1].file) else None
-    return where, called_from, inside
+def innermost(stack: Sequence[Line]) -> str | None:
+    """Of a stack, outermost first, ``file:line function`` of the last one outside torch and Lightning, else of the last
+    one; None for an empty stack."""
+    outside = [frame for frame in stack if not is_machinery(frame.file)] or stack
+    return f"{outside[-1].file}:{outside[-1].number} {outside[-1].function}" if outside else None
 
 
 def shown(file: str) -> str:
