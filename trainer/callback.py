@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from trainer.telemetry.record import FILE_NAME
 
 if TYPE_CHECKING:
     from trainer.loops.processes import EpochEnds
-    from trainer.loops.watch import RankFailed, Watch
+    from trainer.loops.watch import Watch
 
 __all__ = ["Compile", "CompiledNothing"]
 
@@ -211,25 +210,11 @@ class Compile(CompiledTraining, L.Callback):
             **{name: str(value) for name, value in flat(self.record.config) if "/" not in str(value)},
         }
         self.watch = watch(trainer.global_rank, facts, trainer.strategy.launcher)
-        if self.watch is not None:
-            self.watch.save = partial(self._save_from_outside, trainer.default_root_dir)
 
     def _keep_record(self, trainer: L.Trainer) -> None:
         folder = Path(trainer.default_root_dir) if self._own is None else self._own.directory
         if self.watch is not None and folder is not None and trainer.is_global_zero:
             self.watch.keep(folder / FILE_NAME)
-
-    def _save_from_outside(self, directory: str, error: RankFailed) -> int:
-        """Save the record while the main thread waits for another process, which is gone; returns the exit code."""
-        record = self.record
-        record.steps = self.telemetry.steps_done
-        record.status, record.reason, record.signal = "failed", str(error), error.fault.signum
-        if record.signal is not None:
-            record.status = "interrupted"
-        folder = Path(directory) if self._own is None else self._own.directory
-        if folder is not None:
-            record.save(folder)
-        return record.exit_code
 
 
 def logs_of(trainer: L.Trainer) -> Logs:

@@ -128,14 +128,13 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         with undisturbed():
             conclude(
                 record,
-                run_dir if job.leads else None,
+                run_dir if is_first_process() else None,
                 console,
                 close_pages=job.close_pages,
                 instead=replaced if refused else None,
             )
             if keeper is not None:
                 keeper.end()
-    console.quiet = not job.leads
     print_end(console, record, run_dir)
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
@@ -153,7 +152,7 @@ def _keeper(file: Path) -> Sentinel | None:
         sentinel = Sentinel(rank, {rank: name_of(rank)}, {})
     except OSError:  # a full process table
         return None
-    sentinel.send(f"={file.absolute()}")
+    sentinel.send(record=str(file.absolute()))
     if rank:
         until_watched.append(sentinel.end)
     return sentinel
@@ -277,12 +276,6 @@ class Job:
     def cause(self, error: BaseException) -> BaseException:
         """What is behind ``error``: perhaps another process, which has failed."""
         return error if self._compile is None or self._compile.failed_by is None else self._compile.failed_by
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes the record: the first one, or, where that one is dead, the next."""
-        watch = None if self._compile is None else self._compile.watch
-        return is_first_process() if watch is None else watch.leads
 
     def go(self, stop: StopRequest) -> None:
         """Build everything and run to the end, to an error or to a stop."""

@@ -1,9 +1,9 @@
-"""Sentinel: a small process that writes into the record how its process was killed, and ends one that stands still with
-Python's lock while another process has died.
+"""Sentinel: a small process beside each process of a training, which hears of the others and ends its own where it
+stands still.
 
-``Watch`` ends its process from a thread, which needs that lock. Some calls into a CUDA driver keep it and wait for the
-device, and the device for a collective of the dead process. That was seen while Inductor compiled. The sentinel holds
-the same connections, and a pipe on which the thread shows that it runs. Run as a script: the standard library alone.
+A process that waits in a collective for a dead one, or in a call that keeps Python's lock, cannot end itself. So the
+connections between processes are the sentinels'. A sentinel passes on that its process fails or dies, writes that into
+the record, and ends its process some seconds after another one has failed. Run as a script: the standard library alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import contextlib
 import json
 import os
 import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-PATIENCE_SECONDS = 15.0
-"""How long the thread may be silent once another process has died."""
+GRACE_SECONDS = 8.0
+"""How long a process may go on once another one has failed, or stand still while it ends for a reason of its own."""
+EXIT_SECONDS = 2.0
+"""How long a process has to leave with an exit code of its own."""
+AND_SO = "; this process ends with it"
 
 
 class Sentinel:
@@ -30,7 +35,7 @@ class Sentinel:
     Args:
         rank: Of this process.
         names: Of the processes, by rank.
-        connections: To other processes, by rank.
+        connections: To the sentinels of other processes, by rank.
 
     Raises:
         OSError: No process can be started.
@@ -39,11 +44,22 @@ class Sentinel:
     def __init__(
         self, rank: int, names: Sequence[str] | Mapping[int, str], connections: Mapping[int, socket.socket]
     ) -> None:
-        places = [f"{connection.fileno()}={rank}={names[rank]}" for rank, connection in connections.items()]
+        places = [f"{connection.fileno()}={other}={names[other]}" for other, connection in connections.items()]
+        self._connections = connections  # open here, too: nobody loses this process by the end of its sentinel
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(PATIENCE_SECONDS), names[rank], *places],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                __file__,
+                str(os.getpid()),
+                str(GRACE_SECONDS),
+                str(rank),
+                names[rank],
+                *places,
+            ],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # torchrun kills a process with its group
             pass_fds=[connection.fileno() for connection in connections.values()],
@@ -52,19 +68,29 @@ class Sentinel:
         self._pipe = self._process.stdin
         os.set_blocking(self._pipe.fileno(), False)
 
-    def send(self, what: str = "") -> None:
-        """The thread runs. ``-RANK``: that process may go; ``+RANK``: it trains again; ``=FILE``: the record as it is
-        now."""
+    def send(self, **what: Any) -> None:
+        """``record``: the file with the record as it is now. ``inside``: whether this process trains. ``fault``: what
+        it fails by. ``ending``: it ends by itself. ``moves``: it does not stand still."""
         with contextlib.suppress(OSError, ValueError):
-            self._pipe.write(f"{what}\n".encode())
+            self._pipe.write(json.dumps(what).encode() + b"\n")
+
+    def heard(self, every_seconds: float) -> Iterator[dict[str, Any]]:
+        """What it says until it ends, and an empty dictionary each time it has been silent for ``every_seconds``."""
+        assert self._process.stdout is not None
+        held, pipe = b"", self._process.stdout.fileno()
+        while True:
+            if not select.select([pipe], [], [], every_seconds)[0]:
+                yield {}
+                continue
+            came = os.read(pipe, 4096)
+            if not came:
+                return
+            *lines, held = (held + came).split(b"\n")
+            yield from map(json.loads, lines)
 
     def end(self) -> None:
         """The process can speak for itself from now on."""
-        self.send("=")
-        self.close()
-
-    def close(self) -> None:
-        """This is a fork of the process."""
+        self.send(record="")
         self._pipe.close()
 
 
@@ -78,15 +104,16 @@ class Record:
     def __init__(self, file: str) -> None:
         self._file, self._written = file, _written(file)
 
-    def end(self, reason: str) -> None:
-        """Write that it failed for ``reason``, unless somebody has written there since."""
+    def end(self, reason: str, signum: int | None = None) -> None:
+        """Write that it failed for ``reason``, or was interrupted, unless somebody has written there since."""
         if self._written is not None and self._written != _written(self._file):
             return
         with contextlib.suppress(OSError, ValueError):
             values = json.loads(Path(self._file).read_text(encoding="utf-8"))
             if values["status"] == "running":
+                said = {"status": "failed" if signum is None else "interrupted", "reason": reason, "signal": signum}
                 new = Path(f"{self._file}.{os.getpid()}")
-                new.write_text(json.dumps({**values, "status": "failed", "reason": reason}, indent=1), encoding="utf-8")
+                new.write_text(json.dumps({**values, **said}, indent=1), encoding="utf-8")
                 os.replace(new, self._file)
 
 
@@ -96,58 +123,127 @@ def _written(file: str) -> int | None:
     return None
 
 
-def main(parent: int, patience_seconds: float, name: str, *places: str) -> None:
-    """Look until the process ``parent``, called ``name``, ends, or end it."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    ranks = {int(one.split("=")[0]): one.split("=", 2)[1:] for one in places}
-    poll = select.poll()
-    poll.register(0, select.POLLIN)
-    for descriptor in ranks:
-        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
-    lost: dict[str, str] = {}
-    left: set[str] = set()
-    record = Record("")
-    heard, held = time.monotonic(), b""
-    alive = True
-    while alive:
-        alive = os.getppid() == parent  # asked before reading: its last words come in any case
-        for descriptor, _ in poll.poll(1000 if alive else 0):
-            if descriptor:
-                poll.unregister(descriptor)
-                rank, other = ranks[descriptor]
-                if b'"inside": false' not in unread(descriptor):
-                    lost[rank] = other
-                continue
-            came = os.read(0, 4096)
-            if not came:
-                alive = False
-                break
-            heard = time.monotonic()
-            *lines, held = (held + came).split(b"\n")
-            for line in lines:
-                kind, what = line[:1], line[1:].decode()
-                if kind == b"=":
-                    record = Record(what)
-                else:
-                    (left.discard if kind == b"+" else left.add)(what)
-        dead = [other for rank, other in lost.items() if rank not in left]
-        if alive and dead and time.monotonic() - heard > patience_seconds:
-            reason = f"rank {dead[0]}: ended without a word; this process stood still, and is ended with it"
-            with contextlib.suppress(OSError):
-                os.write(2, f"failed: {reason}\n".encode())
-            record.end(reason)
-            os.kill(parent, signal.SIGKILL)
+class Supervision:
+    """What a sentinel knows of its process ``parent`` and of the others."""
+
+    def __init__(self, parent: int, grace_seconds: float, rank: int, name: str, *places: str) -> None:
+        self._parent, self._grace_seconds, self._rank, self._name = parent, grace_seconds, rank, name
+        self._others: dict[int, socket.socket] = {}
+        self._names: dict[int, str] = {}
+        for descriptor, other, its_name in (place.split("=", 2) for place in places):
+            self._others[int(other)], self._names[int(other)] = socket.socket(fileno=int(descriptor)), its_name
+        self._training = set(self._others)
+        self._inside, self._ending = True, False
+        self._fault: dict[str, Any] | None = None
+        self._fault_at = self._moved_at = time.monotonic()
+        self._record = Record("")
+
+    def run(self) -> None:
+        """Until the process ends."""
+        selector, held = selectors.DefaultSelector(), dict[int, bytes]()
+        selector.register(0, selectors.EVENT_READ)
+        for other, connection in self._others.items():
+            selector.register(connection, selectors.EVENT_READ, other)
+        with contextlib.suppress(OSError):  # a kernel without them: its end is seen within a second
+            selector.register(os.pidfd_open(self._parent), selectors.EVENT_READ)
+        alive = True
+        while alive:
+            alive = self._is_alive()  # asked before reading: its last words come in any case
+            for key, _ in selector.select(1 if alive else 0):
+                came = b""
+                with contextlib.suppress(OSError):
+                    came = os.read(key.fd, 4096)
+                if came:
+                    *lines, held[key.fd] = (held.get(key.fd, b"") + came).split(b"\n")
+                    for line in lines:
+                        self._hear(json.loads(line), key.data)
+                    continue
+                selector.unregister(key.fileobj)
+                if key.data is None:
+                    alive = False
+                elif key.data in self._training:
+                    self._find(ended_without_a_word(key.data, self._names[key.data]), key.data)
+            if alive:
+                self._end_what_stands_still()
+        if self._inside:
+            fault = self._fault or ended_without_a_word(self._rank, self._name)
+            self._end_record(fault)
+            if self._fault is None and self._others and not self._rank:
+                print_error(f"failed: {fault['line']}")
+            self._find(fault)
+
+    def _is_alive(self) -> bool:
+        return os.getppid() == self._parent
+
+    def _hear(self, said: dict[str, Any], other: int | None) -> None:
+        if "fault" in said:
+            self._find(said["fault"], other)
+        elif other is not None:
+            (self._training.add if said["inside"] else self._training.discard)(other)
+            self._tell({"rank": other, **said})
+        elif "inside" in said:
+            self._inside = said["inside"]
+            if self._inside:
+                self._fault, self._ending = None, False
+            self._pass_on(said)
+        elif "record" in said:
+            self._record = Record(said["record"])
+        else:
+            self._ending = self._ending or "ending" in said
+            self._moved_at = time.monotonic()
+
+    def _find(self, fault: dict[str, Any], heard_from: int | None = None) -> None:
+        if self._fault is None and (self._inside or fault["rank"] != self._rank):
+            self._fault, self._fault_at = fault, time.monotonic()
+            self._tell({"fault": fault})
+            self._pass_on({"fault": fault}, but=heard_from)
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps(what).encode() + b"\n")
+
+    def _pass_on(self, what: dict[str, Any], but: int | None = None) -> None:
+        for other, connection in self._others.items():
+            if other != but:
+                with contextlib.suppress(OSError):
+                    connection.sendall(json.dumps(what).encode() + b"\n")
+
+    def _end_what_stands_still(self) -> None:
+        """End the process where it is: its main thread waits for one that is gone."""
+        now, fault = time.monotonic(), self._fault
+        if fault is None or not self._inside or now - self._fault_at < self._grace_seconds:
             return
-    record.end(f"rank {name}: ended without a word")
+        if self._ending and now - self._moved_at < self._grace_seconds:
+            return
+        self._end_record(fault)
+        if not self._rank:
+            print_error(f"{'failed' if fault['signum'] is None else 'interrupted'}: {self._consequence(fault)}")
+        self._tell({"exit": 1 if fault["signum"] is None else 128 + fault["signum"]})
+        until = time.monotonic() + EXIT_SECONDS
+        while self._is_alive() and time.monotonic() < until:
+            time.sleep(0.05)
+        if self._is_alive():
+            os.kill(self._parent, signal.SIGKILL)
+        self._inside = False  # all is said
+
+    def _end_record(self, fault: dict[str, Any]) -> None:
+        self._record.end(self._consequence(fault), fault["signum"])
+
+    def _consequence(self, fault: dict[str, Any]) -> str:
+        return fault["line"] if fault["rank"] == self._rank else fault["line"] + AND_SO
 
 
-def unread(descriptor: int) -> bytes:
-    """What the other end has sent before it ended, and nobody has read."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        return connection.recv(65536, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    return b""
+def ended_without_a_word(rank: int, name: str) -> dict[str, Any]:
+    return {"rank": rank, "line": f"rank {name}: ended without a word", "signum": None}
+
+
+def print_error(line: str) -> None:
+    """Not print: whatever the main thread is doing to the stream."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
+    for _signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(_signum, signal.SIG_IGN)
+    Supervision(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]).run()

@@ -1,16 +1,13 @@
 """Watch: a process that fails or dies ends the others of its training within seconds, in one line that names it.
 
-Each process holds a connection to the first one, which passes on what it hears. The system closes it when a process
-ends, however that happens, so that nobody has to give signs of life. A process that is slow, or holds Python's lock
-in a long compile, is no fault. Waiting is said, with the line of code at which each process is.
+Each process has a sentinel, and each sentinel a connection to the first process's, which passes on what it hears. A
+process that is slow, or holds Python's lock in a long compile, is no fault.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import json
 import os
 import re
 import secrets
@@ -21,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +28,16 @@ from torch import nn
 
 from strategies.errors import one_line, origin_of
 from trainer.loops.processes import host_group
-from trainer.loops.sentinel import Record, Sentinel
+from trainer.loops.sentinel import AND_SO, GRACE_SECONDS, Record, Sentinel, print_error
 
 ROOT = Path(__file__).parents[2]
 CONNECT_SECONDS = 20.0
-LEARN_SECONDS = 2.0
+LEARN_SECONDS = 5.0
 """How long a process that lost another one waits to hear why."""
-GRACE_SECONDS = 8.0
-"""How long a process may stand still once another one has failed, before it is ended where it is."""
-SAVE_SECONDS = 5.0
-"""How long saving may take, and the processes that are asked to stop."""
+STOP_SECONDS = 5.0
+"""How long processes that are asked to stop may take."""
 END_SECONDS = 20.0
 """How long a process that has trained to the end waits for the others to say the same."""
-WAITING_SECONDS = 30.0
-"""After how long a wait is said, and again each time it has doubled."""
-REPORT_SECONDS = 10
 CONSEQUENCE = re.compile(
     r"another process|connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|timed out", re.I
 )
@@ -60,16 +52,14 @@ class Fault:
     line: str
     signum: int | None = None
     """The signal that asked it to stop."""
-    died: bool = False
-    """Whether it ended without a word, so that it writes no record either."""
 
 
 class RankFailed(RuntimeError):
     """Another process of the training has failed or died."""
 
     def __init__(self, fault: Fault) -> None:
-        super().__init__(f"{fault.line}; this process ends with it")
-        self.fault, self.signum = fault, fault.signum
+        super().__init__(fault.line + AND_SO)
+        self.signum = fault.signum
 
 
 class Watch:
@@ -91,37 +81,30 @@ class Watch:
         connections: Mapping[int, socket.socket],
         children: Mapping[int, subprocess.Popen[Any]],
     ) -> None:
-        self.rank, self._names, self._connections, self._children = rank, names, connections, children
+        self.rank, self._names, self._children = rank, names, children
         self.fault: Fault | None = None
-        self.save: Callable[[RankFailed], int] = lambda error: 1
-        """Saves what can be saved from another thread than the main one; returns the exit code."""
-        self._learned, self._lock = threading.Event(), threading.Lock()
+        self._learned = threading.Event()
         self._inside = dict.fromkeys(connections, True)
         self._open, self._failing = True, False
         self._batches = 0
-        self._still: tuple[Any, float] = (None, time.monotonic())
-        self._places: dict[int, str] = {}
-        self._say_after = WAITING_SECONDS
         self._sentinel = Sentinel(rank, names, connections)
-        for other, connection in connections.items():
-            threading.Thread(target=self._listen, args=(other, connection), name="watch", daemon=True).start()
-        threading.Thread(target=self._tick, name="watch", daemon=True).start()
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def keep(self, record: Path) -> None:
         """Have this file say why, where this process can no longer write it."""
-        self._sentinel.send(f"={record.absolute()}")
+        self._sentinel.send(record=str(record.absolute()))
 
     def begin(self) -> None:
         """Another training of the same processes begins."""
         self._learned.clear()
         self.fault, self._failing, self._open = None, False, True
-        self._tell({"inside": True})
+        self._sentinel.send(inside=True)
 
     def end(self) -> None:
         """This process has trained to the end, and may go."""
         if self._open and not self._failing:
             self._open = False
-            self._tell({"inside": False})
+            self._sentinel.send(inside=False)
 
     def wait(self) -> None:
         """Wait until the others have ended their training, too. Raises RankFailed where one of them fails at that."""
@@ -139,6 +122,7 @@ class Watch:
     def failed(self, error: BaseException) -> BaseException:
         """The training ends here by ``error``: tell the others. Returns what is behind it: RankFailed where that is
         another process."""
+        self._sentinel.send(ending=True)
         if isinstance(error, RankFailed) or CONSEQUENCE.search(str(error)):
             self._learned.wait(LEARN_SECONDS)
             self._failing = True
@@ -146,7 +130,8 @@ class Watch:
                 return RankFailed(self.fault)
         self._failing = True
         signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
-        self._found(Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", signum))
+        fault = Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", signum)
+        self._sentinel.send(fault=dataclasses.asdict(fault))
         if hasattr(error, "signum"):
             self._stop_children(error.signum)
         return error
@@ -155,7 +140,7 @@ class Watch:
         """Pass a stop at once on to the processes that this one has started: nobody else will wait for them."""
         for process in self._children.values():
             process.send_signal(signum)
-        until = time.monotonic() + SAVE_SECONDS
+        until = time.monotonic() + STOP_SECONDS
         for process in self._children.values():
             try:
                 process.wait(max(0.0, until - time.monotonic()))
@@ -163,88 +148,26 @@ class Watch:
                 process.kill()
                 process.wait()
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes the record: the first one, or, where that one is dead, the next."""
-        return self.rank == (1 if self.fault is not None and self.fault.died and self.fault.rank == 0 else 0)
+    def _listen(self) -> None:
+        """Hear what the sentinel says, and say once a second whether this process moves."""
+        still: Any = None
+        for said in self._sentinel.heard(every_seconds=1.0):
+            if "fault" in said:
+                self.fault = Fault(**said["fault"])
+                self._learned.set()
+            elif "exit" in said:
+                os._exit(said["exit"])
+            elif "inside" in said:
+                self._inside[said["rank"]] = said["inside"]
+            elif (at := (self._batches, _place())) != still:
+                still = at
+                self._sentinel.send(moves=True)
 
-    # ---- what is heard and said ------------------------------------------------------------------------------------
 
-    def _listen(self, other: int, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in lines_of(connection):
-                said = json.loads(line)
-                if "fault" in said:
-                    self._found(Fault(**said["fault"]), heard_from=other)
-                elif "inside" in said:
-                    self._inside[other] = said["inside"]
-                    self._sentinel.send(f"{'+' if said['inside'] else '-'}{other}")
-                else:
-                    self._places[other] = said["place"]
-        if self._inside[other]:
-            code = None
-            if other in self._children:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = self._children[other].wait(1)
-            self._found(Fault(other, f"rank {self._names[other]}: {ending(code)}", died=True))
-
-    def _found(self, fault: Fault, heard_from: int | None = None) -> None:
-        with self._lock:
-            if self.fault is not None or not (self._open or fault.rank != self.rank):
-                return
-            self.fault, self._fault_at = fault, time.monotonic()
-        self._learned.set()
-        self._tell({"fault": dataclasses.asdict(fault)}, but=heard_from)
-
-    def _tell(self, what: dict[str, Any], but: int | None = None) -> None:
-        for other, connection in self._connections.items():
-            if other != but:
-                with contextlib.suppress(OSError):
-                    connection.sendall(json.dumps(what).encode() + b"\n")
-
-    # ---- standing still --------------------------------------------------------------------------------------------
-
-    def _tick(self) -> None:
-        for count in itertools.count(1):
-            time.sleep(1)
-            self._sentinel.send()
-            if self._open:
-                self._look(report=count % REPORT_SECONDS == 0)
-
-    def _look(self, *, report: bool) -> None:
-        """Apart, because a frame that is kept keeps all tensors of its function."""
-        frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
-        at, now = (self._batches, id(frame), getattr(frame, "f_lasti", 0)), time.monotonic()
-        if at != self._still[0]:
-            self._still, self._say_after = (at, now), WAITING_SECONDS
-        still = now - self._still[1]
-        if self.fault is not None:
-            alone = self.fault.rank != self.rank and not self._failing
-            if now - self._fault_at > GRACE_SECONDS and (alone or still > GRACE_SECONDS):
-                self._end(self.fault)
-        elif report:
-            self._places[self.rank] = place_of(frame)
-            if self.rank:
-                self._tell({"place": self._places[self.rank]})
-            elif still > self._say_after:
-                self._say_after *= 2
-                self._say(still)
-
-    def _say(self, seconds: float) -> None:
-        """Say where all processes are, those first that are not within torch, which perhaps waits for them."""
-        known = sorted(self._places.items(), key=lambda one: ("torch/" in one[1], one[0]))
-        places = [f"rank {self._names[rank]} is at {place}" for rank, place in known]
-        print_error(f"no progress for {seconds:.0f} s, the run waits: {'; '.join(places)}")
-
-    def _end(self, fault: Fault) -> None:
-        """End this process where it is: its main thread waits for one that is gone."""
-        error, codes = RankFailed(fault), [1]
-        if self.leads:
-            saving = threading.Thread(target=lambda: codes.append(self.save(error)), daemon=True)
-            saving.start()  # apart: what is open may be locked by the thread that stands still
-            saving.join(SAVE_SECONDS)
-            print_error(f"{'failed' if fault.signum is None else 'interrupted'}: {error}")
-        os._exit(codes[-1])
+def _place() -> tuple[int, int]:
+    """Where the main thread is. Apart, because a frame that is kept keeps all tensors of its function."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return id(frame), getattr(frame, "f_lasti", 0)
 
 
 _current: tuple[object, Watch | None] | None = None
@@ -289,8 +212,6 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
         made = Watch(rank, names, _connected(rank, server, *gathered[0][2:]), _children(launcher))
     except OSError as error:
         rank_zero_warn(f"processes that die are not noticed, they cannot reach rank {names[0]}: {error}")
-    if _current is None:
-        os.register_at_fork(after_in_child=_forget)
     _current = dist.group.WORLD, made
     while until_watched:
         until_watched.pop()()
@@ -327,7 +248,7 @@ class Launched:
         for rank, process in self._children.items():
             if process.poll():
                 name = name_of(rank, process.pid)
-                return Fault(rank, f"rank {name}: {ending(process.returncode)}", died=True)
+                return Fault(rank, f"rank {name}: {ending(process.returncode)}")
         return None
 
     def _look(self) -> None:
@@ -394,24 +315,6 @@ def _children(launcher: Any) -> dict[int, subprocess.Popen[Any]]:
     return dict(enumerate(processes, start=1))
 
 
-def _forget() -> None:
-    """In a data loader's worker: its connections would outlive the process that it belongs to."""
-    if _current is not None and _current[1] is not None:
-        for connection in _current[1]._connections.values():
-            with contextlib.suppress(OSError):
-                os.close(connection.detach())
-        _current[1]._sentinel.close()
-
-
-def lines_of(connection: socket.socket) -> Iterator[bytes]:
-    """What comes, until the other end is closed. A file of it would be locked by the thread that reads, for whoever
-    flushes all files at the end of the process."""
-    held = b""
-    while came := connection.recv(4096):
-        *lines, held = (held + came).split(b"\n")
-        yield from lines
-
-
 def code_of(module: nn.Module) -> dict[str, str]:
     """Checksums of the files that hold the code of ``module`` and of this project, by what they are."""
     kinds = {kind for one in module.modules() for kind in type(one).__mro__}
@@ -429,19 +332,3 @@ def checksum(*files: Path) -> str:
         with contextlib.suppress(OSError):
             total = zlib.crc32(file.read_bytes(), total)
     return f"{total:08x}"
-
-
-def place_of(frame: Any) -> str:
-    """The line at which a thread is, as ``file.py:12 in function``, below Python's own library."""
-    library = str(Path(os.__file__).parent)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((library, "<")) and "site-packages" not in frame.f_code.co_filename
-    ):
-        frame = frame.f_back
-    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def print_error(line: str) -> None:
-    """Not print: whatever the main thread is doing to the stream."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
