@@ -352,46 +352,26 @@ def recomputes(module: nn.Module) -> bool:
 
 def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
     own = kind.forward
-    drew: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(self, *args, **kwargs)
-        if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        if not torch.compiler.is_compiling() and _in_capture():
+            # Torch cannot read and restore the generator's state there; in a graph of the compiler's it need not.
+            raise CannotCapture(
+                f"checkpointing: {type(self).__name__} runs eager, and torch cannot repeat its random numbers within a "
+                "CUDA graph: compile=[checkpointing,regional,cuda_graph]"
+            )
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return own(self, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return own(self, *args, **kwargs)
 
-            return checkpoint(call, *args, use_reentrant=False, **kwargs)
-        return _on_cuda(own, self, args, kwargs, drew)
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     # Of its own name: a compiler keeps what it knows of a piece of code by file, line and name, and so do its messages.
     code = forward.__code__.replace(co_name=f"{kind.__name__}.forward")
     return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
 
 
-def _on_cuda(own: Any, module: nn.Module, args: Any, kwargs: Any, drew: weakref.WeakSet[nn.Module]) -> Any:
-    """Where a CUDA graph may be being captured: torch cannot read and restore the generator's state within one."""
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing and module in drew:
-        raise CannotCapture(
-            f"checkpointing: {type(module).__name__} draws random numbers, which its second computation can repeat "
-            "within a CUDA graph only where it is compiled: compile=[checkpointing,regional,cuda_graph]"
-        )
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = None if capturing else _random_offset(module)
-        results = own(module, *args, **kwargs)
-        if before is not None and _random_offset(module) != before:
-            drew.add(module)
-        return results
-
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=not capturing, **kwargs)
-
-
-def _random_offset(module: nn.Module) -> int | None:
-    """How far the generator of the module's device is, known on the host; None off a GPU."""
-    device = next((parameter.device for parameter in module.parameters()), None)
-    if device is None or device.type != "cuda":
-        return None
-    return torch.cuda.default_generators[device.index].get_offset()
+def _in_capture() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -11,9 +11,7 @@ from tests.trainer.runs import curve, relative_differences, train
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    "strategy", ["checkpointing", "[checkpointing,cuda_graph]", "[checkpointing,regional,cuda_graph]"]
-)
+@pytest.mark.parametrize("strategy", ["checkpointing", "[checkpointing,regional,cuda_graph]"])
 def test_checkpointed_steps_have_eagers_losses_captured_or_not(strategy: str, tmp_path: Path) -> None:
     changes = ("trainer.accelerator=gpu", "trainer.max_steps=8")
     train(tmp_path / "eager", *changes)
@@ -24,11 +22,11 @@ def test_checkpointed_steps_have_eagers_losses_captured_or_not(strategy: str, tm
     assert max(relative_differences(curve(tmp_path / "run"), curve(tmp_path / "eager"))) < 1e-3
 
 
-def test_a_checkpointed_block_with_dropout_is_not_captured_uncompiled(tmp_path: Path) -> None:
-    changes = ("trainer.accelerator=gpu", "trainer.max_steps=6", "task.size.dropout=0.1")
-    record = train(tmp_path, *changes, strategy="[checkpointing,cuda_graph]")
+def test_a_checkpointed_block_is_not_captured_uncompiled(tmp_path: Path) -> None:
+    record = train(tmp_path, "trainer.accelerator=gpu", "trainer.max_steps=6", strategy="[checkpointing,cuda_graph]")
     assert record.status == "finished"
-    assert any("draws random numbers" in reason for reason in record.report["cuda_graph"]["refused"])
+    assert record.report["cuda_graph"]["graphs"] == 0
+    assert any("runs eager, and torch cannot repeat" in reason for reason in record.report["cuda_graph"]["refused"])
 
 
 def test_a_scaler_clips_a_fused_optimizer(tmp_path: Path) -> None:
