@@ -43,9 +43,7 @@ class Cached(Strategy):
     """File with the key that signs artifacts; null = the environment variable ``CRUCIBLE_CACHE_KEY``, if it is set.
     Without a key only a local folder that nobody else can write is read."""
     max_gib: float = 10.0
-    """Size of the store, GiB, above which the bundles used longest ago are removed."""
-    read_only: bool = False
-    """Store nothing: for jobs that may read a shared cache but not fill it."""
+    """Size of the store, GiB, above which the oldest bundles are removed."""
     timeout_seconds: float = 30.0
     """Longest time that fetching, and storing, may take."""
     storage_options: dict[str, Any] = field(default_factory=dict)

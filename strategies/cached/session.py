@@ -124,10 +124,6 @@ class Session:
                 fetched.append(store.load(name, fingerprint=self._fingerprint))
             except Refused as reason:
                 refused.append(f"bundle {name[-12:]} refused: {reason}")
-                continue
-            if not self._options.read_only:
-                with contextlib.suppress(Exception):  # its age only decides what is evicted first
-                    store.touch(name)
         return fetched, refused
 
     def close(self, findings: dict[str, Any]) -> None:
@@ -172,9 +168,7 @@ class Session:
             timed = f", but {now['kernels_timed']} timings of kernels did not" if now["kernels_timed"] else ""
             self.notes.append(f"warm start: all {now['graph_hits']} graphs came from the cache{timed}")
         new = now["graph_misses"] or built or not findings.keys() <= self.findings.keys()
-        if self._options.read_only and (new or not self._loaded):
-            self.notes.append("what was compiled is not stored: read_only")
-        return not self._options.read_only and bool(new or not self._loaded)
+        return bool(new or not self._loaded)
 
     def _store(self, libraries: dict[str, bytes], findings: dict[str, Any]) -> None:
         saved = torch.compiler.save_cache_artifacts()

@@ -139,17 +139,12 @@ class ArtifactStore:
         self._write(self.path(name), signature + data)
         return Stored(name, len(signature) + len(data))
 
-    def touch(self, name: str) -> None:
-        """Note that a bundle served just now; elsewhere than in a local folder its age stays that of its writing."""
-        if self.local:
-            os.utime(self.path(name))
-
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
     def evict(self, *, max_bytes: float, keep: Iterable[str] = ()) -> list[Stored]:
-        """Remove what was used longest ago until the rest fits ``max_bytes``, never one in ``keep``; returns it."""
+        """Remove what was written longest ago until the rest fits ``max_bytes``, never one in ``keep``; returns it."""
         bundles, kept, removed = self.bundles(), set(keep), []
         total = sum(stored.size for stored in bundles)
         if total > max_bytes:

@@ -211,15 +211,14 @@ def age(store: ArtifactStore, name: str, seconds: float) -> None:
     os.utime(store.path(name), (time.time() - seconds,) * 2)
 
 
-def test_the_bundle_used_longest_ago_is_evicted_first(local: ArtifactStore) -> None:
-    old, used, new = (save(local, bytes([number]) * 5000) for number in range(3))
-    for name, seconds in ((old, 300), (used, 400), (new, 100)):
+def test_the_oldest_bundle_is_evicted_first(local: ArtifactStore) -> None:
+    old, younger, new = (save(local, bytes([number]) * 5000) for number in range(3))
+    for name, seconds in ((old, 300), (younger, 200), (new, 100)):
         age(local, name, seconds)
-    local.touch(used)
     total = sum(stored.size for stored in local.bundles())
     assert [stored.name for stored in local.evict(max_bytes=total)] == []
     assert [stored.name for stored in local.evict(max_bytes=total - 1)] == [old]
-    assert [stored.name for stored in local.evict(max_bytes=0, keep=[new])] == [used]
+    assert [stored.name for stored in local.evict(max_bytes=0, keep=[new])] == [younger]
     assert local.names(PROGRAM) == [new]
     assert {Path(path).stem for path in os.listdir(local.root)} == {new}
 

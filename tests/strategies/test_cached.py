@@ -83,11 +83,11 @@ def test_a_memory_store_is_signed_with_the_key_of_the_environment(monkeypatch: p
     assert run(Cached(url=url), compiled="a")["state"] == "cold"
     assert run(Cached(url=url), hits="a")["state"] == "warm"
     monkeypatch.setenv("CRUCIBLE_CACHE_KEY", "another key altogether")
-    report = run(Cached(url=url, read_only=True))
+    report = run(Cached(url=url))
     assert report["state"] == "idle"
     assert "does not match the key" in report["refused"][0]
     monkeypatch.delenv("CRUCIBLE_CACHE_KEY")
-    assert "no key to check it with" in run(Cached(url=url, read_only=True))["refused"][0]
+    assert "no key to check it with" in run(Cached(url=url))["refused"][0]
 
 
 def test_nothing_is_written_that_nobody_could_load(tmp_path: Path) -> None:
@@ -236,12 +236,6 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("")
     report = run(Cached(url=str(tmp_path / "store")), compiled="a")
     assert (report["state"], "save_error" in report) == ("cold", True)
-
-
-def test_read_only_stores_nothing_and_says_so(tmp_path: Path) -> None:
-    report = run(Cached(url=str(tmp_path / "store"), read_only=True), compiled="a")
-    assert "not stored: read_only" in report["notes"]
-    assert not (tmp_path / "store").exists()
 
 
 def test_a_bundle_larger_than_the_cap_is_not_stored(tmp_path: Path) -> None:
