@@ -14,7 +14,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import HostState, Names, Value, entries_of
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
-from strategies.optimizer.step import GraphedStep, graphed, installed, optimizers_in
+from strategies.optimizer.step import GraphedStep, graphed
 from strategies.prepare import collected_later
 from strategies.torch_patches import UnreducedGradients, as_capturing, settle_shards
 
@@ -133,7 +132,7 @@ class StepCapture:
         finally:
             self._report_refusals()
         if micro.ends and not whole:
-            with self._once(evaluated=1):
+            with self._evaluating_once():
                 outputs = micro.optimize(outputs)
         return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
 
@@ -149,8 +148,9 @@ class StepCapture:
             reaching = contextlib.nullcontext() if whole and micro.begins else self._reaching(micro)
             with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place(), reaching:
                 if whole:
-                    with unchanged(self._of) if self._graphs.capturing else self._once():
-                        return micro.run(batch), logged, self._keep()
+                    if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
+                        raise CannotCapture("a hook on its step runs on the host")
+                    return micro.run(batch), logged, self._keep()
                 results = micro.forward_backward(batch), logged, Kept(None)
                 if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
                     self._graphs.unfit = StateChanges(UNLIKE)
@@ -189,12 +189,12 @@ class StepCapture:
         return outputs
 
     @contextlib.contextmanager
-    def _once(self, evaluated: int = 0) -> Iterator[None]:
-        """Inside, an optimizer steps. Capture is given up where it evaluates the loss more than once."""
+    def _evaluating_once(self) -> Iterator[None]:
+        """Inside, an optimizer steps after a graph. Capture is given up where it evaluates the loss again."""
         again: list[Any] = []
         with self._loop.around_training_step(again.append, lambda _: None):
             yield
-        if evaluated + len(again) > 1:
+        if again:
             self._stop(f"{type(self._of).__name__} {SEVERAL}")
 
     def _keep(self) -> Kept:
@@ -329,43 +329,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
     held = [optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     held += [group["params"] for group in optimizer.param_groups]
     return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held])
-
-
-@contextlib.contextmanager
-def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, a step of ``optimizer`` is captured. Raises CannotCapture, with all of it put back, where that changes
-    what the optimizer, or one within it, holds on the host (a count of its own steps): no replay would."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise CannotCapture("a hook on its step runs on the host")
-    if installed(optimizer) is not None:  # its part on the host is done before each replay
-        yield
-        return
-    names: list[Names] = []
-    values: list[Value] = []
-    contents: list[Any] = []
-    for one in optimizers_in(optimizer):
-        name = type(one).__name__
-        contents.append((one.state, f"{name}.state", entries_of(one.state)))
-        held = [(vars(one), name), *((group, f"{name}.param_groups") for group in one.param_groups)]
-        held += [(state, f"{name}.state") for state in one.state.values()]
-        held += [(value, f"{name}.{key}") for key, value in vars(one).items() if type(value) is dict]
-        names += [Names(mapping, f"{label}.", expected=dict(mapping)) for mapping, label in held]
-        for parameter, state in one.state.items():
-            values += [
-                Value(f"{name}.state.{key}", value.tolist, value.tolist(), put=partial(_fill, value))
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.device != parameter.device
-            ]
-    before = HostState(names, contents, values=values)
-    yield
-    if changes := list(before.changes()):
-        for change in changes:
-            change.undo()
-        raise CannotCapture(f"its step changes {changes[0].what} on the host, which a replay would not")
-
-
-def _fill(tensor: Tensor, numbers: Any) -> None:
-    tensor.copy_(torch.tensor(numbers))
 
 
 def _hooks(module: nn.Module) -> Iterator[str]:

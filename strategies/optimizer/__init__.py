@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +34,9 @@ class Optimizer(CompileOptions):
     """One kernel for each repeated block instead of a dozen passes over all tensors, compiled once for all blocks.
 
     Adam, AdamW and SGD of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones
-    included. Others are compiled as they are written, or run eager where that cannot be; the record's report says
-    which. ``param_groups`` and state dicts stay as they are without this strategy.
+    included. Torch's others are compiled as they are written. Everybody else's run eager: what their steps do on the
+    host is not known. The record's report says which. ``param_groups`` and state dicts stay as they are without this
+    strategy.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -184,15 +182,14 @@ class Optimizer(CompileOptions):
 def reason_for_eager(optimizer: Any, program: Program) -> str | None:
     import torch
 
+    from strategies.optimizer.step import not_torchs_own
+
     if not isinstance(optimizer, torch.optim.Optimizer):
         return "it is not a torch.optim.Optimizer"
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it evaluates the loss within its step, as often as the loss demands"
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        return "its step has been replaced already"
-    if not _takes_closure_first(optimizer):
-        return "its step may call its closure more than once, or after its own work"
+    if (reason := not_torchs_own(optimizer)) is not None:
+        return reason
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True keeps a graph of each step"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -201,21 +198,6 @@ def reason_for_eager(optimizer: Any, program: Program) -> str | None:
     if any(getattr(module, "sparse", False) is True for module in program.module.modules()):
         return "the module has embeddings with sparse gradients"
     return None
-
-
-def _takes_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step calls a closure once at most, and only where there is one: ours calls it before the update."""
-    code = inspect.unwrap(type(optimizer).step).__code__
-    if code.co_argcount < 2:
-        return True
-    closure, tested, called = code.co_varnames[1], 0, 0
-    for one, after in itertools.pairwise(dis.get_instructions(code)):
-        if closure in (one.argval if isinstance(one.argval, tuple) else (one.argval,)):
-            if not one.opname.startswith("LOAD_FAST"):  # bound anew, or kept in a closure of its own
-                return False
-            test = after.argval is None or "JUMP" in after.opname or after.opname == "TO_BOOL"
-            tested, called = tested + test, called + (not test)
-    return called <= min(tested, 1)
 
 
 def _is_special(optimizer: torch.optim.Optimizer) -> bool:

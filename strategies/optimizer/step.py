@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from strategies.base import CannotCapture
 
 ATTRIBUTE = "_compiled_update"
 """Attribute of the optimizer that holds the update."""
+
+
+NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
+"""Torch's optimizers whose steps are all alike."""
 
 
 class NothingCompiled(RuntimeError):
@@ -138,12 +141,14 @@ def uninstall(optimizer: torch.optim.Optimizer) -> None:
         update.uninstall()
 
 
-def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """``optimizer``, and those that it holds as attributes: SAM and Lookahead step another one."""
-    found = [optimizer]
-    for one in found:
-        found += [held for held in vars(one).values() if isinstance(held, torch.optim.Optimizer) and held not in found]
-    return found
+def not_torchs_own(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why it is not known what a step of ``optimizer`` does on the host; None for a step of ``torch.optim``."""
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return "its step has been replaced already"
+    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        return "its step is not torch's own, and what it does on the host is not known"
+    return None
 
 
 def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
@@ -209,11 +214,9 @@ class GenericUpdate(Update):
             try:
                 self._attempt()
                 return
+            except BackendCompilerFailed:
+                raise
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                # A rate that is a tensor, as a factor that has to be a number (``alpha=``), is no fault of the backend.
-                inner = getattr(error, "inner_exception", None)
-                if isinstance(error, BackendCompilerFailed) and not isinstance(inner, GuardOnDataDependentSymNode):
-                    raise
                 # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
                 self.form = "eager"
                 reason = str(error).strip().splitlines()[0]
@@ -255,18 +258,24 @@ def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
     update = installed(optimizer)
     if update is None:
+        if (reason := not_torchs_own(optimizer) or _counts_on_host(optimizer)) is not None:
+            raise CannotCapture(reason)
         return OwnStep(optimizer)
     if update.form == "functional":
         return update
     raise CannotCapture(f"the {update.form} form of the compiled step reads the host")
 
 
-class OwnStep(GraphedStep):
-    """Torch's own step, which counts on the device.
+def _counts_on_host(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a captured step of one of torch's optimizers would not count; ``OwnStep`` moves what is ``capturable``."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, NOT_COUNTING) or all("capturable" in group or group.get("fused") for group in groups):
+        return None
+    return f"{type(optimizer).__name__} counts its steps on the host"
 
-    Args:
-        optimizer: One of ``torch.optim`` with ``capturable`` or ``fused``; another one as long as no rate changes.
-    """
+
+class OwnStep(GraphedStep):
+    """Torch's own step, which counts on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -115,9 +115,10 @@ STRATEGIES: dict[str, list[Strategy]] = {
     "optimizer": [Optimizer(backend="aot_eager")],
 }
 REASONS = {
-    Counts: "hyperparameters change",
-    CountsInState: "CountsInState.state.step on the host",
-    Lookahead: "Lookahead.count on the host",
+    Counts: "its step is not torch's own",
+    CountsInState: "its step is not torch's own",
+    Lookahead: "its step is not torch's own",
+    torch.optim.Adagrad: "Adagrad counts its steps on the host",
     Sharpness: "evaluates the loss several times",
     torch.optim.LBFGS: "evaluates the loss several times",
 }
