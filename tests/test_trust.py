@@ -23,8 +23,8 @@ from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import find
 from trainer.sweep.environment import described
 from trainer.sweep.plan import Ledger
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.tensorboard import strategies_table
+from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.tensorboard import events_table
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\ud800"
 STORE = "+compile.cached.storage_options"
@@ -78,7 +78,7 @@ def test_credentials_of_the_environment_are_used_and_not_written(
     made.reason = one_line(ConnectionError("https://me:hush@host/x: 403"))
     assert "hush" not in json.dumps([made.config, made.command, made.reason]), "what TensorBoard and the console show"
     made.report["mine"] = {"mirror": "https://me:hush@host/x"}
-    assert "hush" not in strategies_table(made)
+    assert "hush" not in events_table([Event(kind="fallback", reason="https://me:hush@host/x")])
     made.save(tmp_path / "run")
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"record.json", "config.yaml", "overrides.yaml"} <= {path.name for path in written}

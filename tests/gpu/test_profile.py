@@ -31,22 +31,20 @@ def test_idle_time_and_kernels_are_read(strategy: str, backend: str, tmp_path: P
     facts = record.report["profile"]
     assert record.status == "finished"
     assert facts["steps"] == 4
-    assert 0 < facts["idle_share_while_profiled"] < 1
     assert facts["idle_share"] is None or 0 <= facts["idle_share"] < 1
-    assert facts["kernels_per_step"] >= facts["launches_per_step"] > 10
-    assert facts["busy_seconds_per_step"] * 4 < facts["seconds"]
+    assert facts["busy_seconds_per_step"] > 0
+    assert sum(row["calls_per_step"] for row in facts["kernels"]) > 10
     assert sum(row["share"] for row in facts["kernels"]) <= 1.0001
     assert kernels_in(tmp_path, record) > 4 * 10
-    assert "GPU idle" in summary(record)["profile"]
+    assert facts["kernels"][0]["name"][:40] in summary(record)["profile"]
 
 
-def test_kernels_of_a_captured_step_are_seen_without_launches(tmp_path: Path) -> None:
+def test_kernels_of_a_captured_step_are_seen(tmp_path: Path) -> None:
     changes = ("compile.cuda_graph.required=true", "trainer.max_steps=60")
     record = train(tmp_path, *PROFILED, *changes, strategy="[regional,cuda_graph]", backend="inductor")
     facts = record.report["profile"]
     assert record.status == "finished", record.reason
-    assert facts["kernels_per_step"] > 10
-    assert facts["launches_per_step"] < facts["kernels_per_step"] / 2
+    assert sum(row["calls_per_step"] for row in facts["kernels"]) > 10
     assert kernels_in(tmp_path, record) > 4 * 10
 
 

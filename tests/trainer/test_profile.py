@@ -14,7 +14,7 @@ import pytest
 from torch._C._autograd import DeviceType
 
 from tests.trainer.lightning_modules import Blocks, fit
-from tests.trainer.runs import events_of, train
+from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.config import compose
 from trainer.console import summary
@@ -37,7 +37,6 @@ def test_a_few_steady_steps_are_recorded_and_are_neither_steady_nor_warm_up(prof
     facts = record.report["profile"]
     assert facts["steps"] == 3
     assert facts["first_step"] > 2 + 3
-    assert facts["seconds"] > 0
     shares = [row["share"] for row in facts["operators"]]
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(shares) <= 1
@@ -47,9 +46,6 @@ def test_a_few_steady_steps_are_recorded_and_are_neither_steady_nor_warm_up(prof
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#") for name in names) == 3
     assert "profile/trace.json.gz" in summary(record)["profile"]
-    page = events_of(folder).Tensors("run/profile/text_summary")[-1].tensor_proto.string_val[0].decode()
-    for said in ("- steps: 3\n", facts["operators"][0]["name"], "https://ui.perfetto.dev"):
-        assert said in page
 
 
 def test_a_run_that_is_too_short_says_why_there_is_no_profile(tmp_path: Path) -> None:
@@ -129,14 +125,10 @@ def test_idle_is_what_no_kernel_of_any_stream_covers() -> None:
         event("gemm2", 250.0, 400.0),  # another stream
         event("gemm2", 700.0, 800.0),
         event("Optimizer.step#SGD.step", 0.0, 900.0, annotates=True),
-        event("cudaLaunchKernel", 50.0, 60.0, on=DeviceType.CPU),
-        event("cudaGraphLaunch", 80.0, 90.0, on=DeviceType.CPU),
         event("aten::mm", 80.0, 90.0, on=DeviceType.CPU),
     ]
     facts = profile.of_device(events, steps=2)
     assert facts["busy_seconds_per_step"] == pytest.approx(400e-6 / 2)
-    assert facts["idle_share_while_profiled"] == pytest.approx(1 - 400 / 700)
-    assert (facts["kernels_per_step"], facts["launches_per_step"]) == (1.5, 1.0)
     top = facts["kernels"][0]
     assert (top["name"], top["calls_per_step"]) == ("gemm2", 1.0)
     assert top["share"] == pytest.approx(250 / 450)
@@ -154,7 +146,6 @@ def test_exposed_communication_is_what_runs_while_nothing_computes() -> None:
         event("aten::mm", 250.0, 500.0, on=DeviceType.CPU),
     ]
     facts = profile.of_collectives(kernels, steps=2, on_cuda=True)
-    assert facts["communication_seconds_per_step"] == pytest.approx(250e-6 / 2)
     assert facts["exposed_communication_seconds_per_step"] == pytest.approx(100e-6 / 2)
     assert facts["exposed_communication_share"] == pytest.approx(100 / 500)
     assert "communication that nothing hides 20%" in profile_line({**facts, "kernels": []})
@@ -168,15 +159,8 @@ def test_exposed_communication_is_what_runs_while_nothing_computes() -> None:
 
 
 def test_the_idle_share_of_a_step_is_taken_of_steps_that_no_profiler_slowed_down() -> None:
-    facts = {"busy_seconds_per_step": 0.002, "idle_share_while_profiled": 0.9, "kernels": []}
+    facts = {"busy_seconds_per_step": 0.002, "kernels": []}
     assert with_idle_share(facts, 0.004)["idle_share"] == pytest.approx(0.5)
     assert with_idle_share(facts, 0.001)["idle_share"] is None, "steps of another size"
     assert with_idle_share(facts, None)["idle_share"] is None
     assert profile_line(with_idle_share(facts, 0.004)).startswith("GPU idle 50% of the time")
-    assert profile_line(facts).startswith("GPU idle 90% of the time")
-
-
-def test_compiled_code_has_a_name_that_can_be_read() -> None:
-    name = "## Call CompiledFxGraph fqbae67dd24d3aheudxebgmnqgsfoc277ific4khaqqt6xq2iirq ##"
-    assert profile.readable(name) == "compiled graph fqbae67d"
-    assert len(profile.readable("void " + "x" * 300)) == profile.MAX_NAME

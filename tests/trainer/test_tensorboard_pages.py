@@ -14,7 +14,7 @@ from tests.trainer.runs import PAGES, SCALARS, STEPS, events_of, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.report.run_verdict import run_verdict
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.tensorboard import FINAL, TensorBoardPages, events_table, strategies_table
+from trainer.telemetry.tensorboard import FINAL, TensorBoardPages, events_table
 
 OF_THE_TASK = ("val/",)
 
@@ -91,13 +91,12 @@ def test_the_text_pages_are_there(finished: tuple[RunRecord, EventAccumulator]) 
     assert f"| strategies | {record.label} |" in text(events, "run/summary")
     pages = {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")}
     pages = {page for page in pages if not page.startswith(OF_THE_TASK)}
-    expected = PAGES - {"run/profile"}
-    assert pages == (expected - {"compile/events", "run/strategies"} if record.label == "eager" else expected)
+    assert pages == (PAGES - {"compile/events"} if record.label == "eager" else PAGES)
     if record.label != "eager":
         for event in record.events:
             # The table shows the end of the path: file, line and function.
             assert str(event.location).rpartition("/")[2] in text(events, "compile/events")
-        assert "| parity | verdict | passed |" in text(events, "run/strategies")
+        assert "| parity with eager | passed" in text(events, "run/summary")
 
 
 def test_a_finished_run_has_a_whole_row_in_the_hparams_table(finished: tuple[RunRecord, EventAccumulator]) -> None:
@@ -134,14 +133,6 @@ def test_equal_events_are_one_row_and_their_text_cannot_break_the_table() -> Non
     assert "| 2 | 2 | a \\| b<br>c | `model.py:3 forward` |" in row, "twice, first in step 2"
     assert row.replace("\\|", "").count("|") == header.count("|")
     assert events_table([]) == "No graph breaks, recompiles or fallbacks."
-
-
-def test_what_strategies_found_is_a_table_that_no_text_can_break() -> None:
-    report = {"ours": {"tables": {"rows_read": 3, "reason": "a | b\nc"}, "not_known": None}}
-    header, _, *rows = strategies_table(RunRecord(task="captioning", report=report)).splitlines()
-    assert rows == ["| ours | tables.rows_read | 3 |", "| ours | tables.reason | a \\| b<br>c |"]
-    assert all(row.replace("\\|", "").count("|") == header.count("|") for row in rows)
-    assert strategies_table(RunRecord(task="captioning")) == "Nothing to report."
 
 
 def test_pages_that_cannot_be_written_at_the_end_do_not_take_the_record_with_them(

@@ -195,13 +195,6 @@ def headlines(report: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return lines
 
 
-def rows(report: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Name, fact and value of everything in ``report``; what does not exist is left out."""
-    for name, facts in report.items():
-        for fact, value in flat(facts):
-            yield name, fact, shown(fact, value)
-
-
 def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Facts by dotted name; those that are None or empty are left out."""
     for name, value in facts.items():

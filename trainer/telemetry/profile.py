@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.telemetry import hardware
-from trainer.telemetry.files import cut, flat, shown, words
+from trainer.telemetry.files import cut
 from trainer.telemetry.meter import Step
 
 DIRECTORY = "profile"
@@ -29,12 +28,10 @@ TOP = 10
 SHOWN = 3
 """Of these in the summary."""
 MAX_NAME = 80
-LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
 COLLECTIVE = re.compile(r"^(nccl|rccl|gloo:)|^void (nccl|rccl)", re.IGNORECASE)
 """Kernels of collectives on a GPU, and what gloo does on the host."""
 COMPUTE = re.compile(r"^(aten::|CompiledFunction|## Call CompiledFxGraph)")
 """What computes on a CPU; what dispatches a collective does not."""
-COMPILED = re.compile(r"^## Call CompiledFxGraph (\w{8})\w* ##$")
 QUIET_STEPS = 3
 """Steady steps in a row before the recording."""
 SETTINGS = {
@@ -91,7 +88,6 @@ class StepProfiler:
             hardware.wait(self._device)
             self._recorder = self._profiler()
             self._recorder.start()
-            self._began = time.perf_counter()
             self.recording = True
 
     def stop(self) -> None:
@@ -101,11 +97,9 @@ class StepProfiler:
         self.recording, self._quiet = False, 0
         with self._safely():
             hardware.wait(self._device)
-            seconds = time.perf_counter() - self._began
             self._recorder.stop()
             if self._done:
-                facts = {"first_step": self._first, "steps": self._done, "seconds": seconds}
-                self._end(facts | self._read(self._done))
+                self._end({"first_step": self._first, "steps": self._done} | self._read(self._done))
             del self._recorder
 
     def finish(self) -> None:
@@ -153,49 +147,37 @@ Span = tuple[float, float]
 
 
 def of_device(events: Iterable[Any], steps: int) -> dict[str, Any]:
-    """Idle share, kernels and launches of a recording of ``steps`` steps, from the profiler's function events."""
+    """Busy seconds and kernels of a recording of ``steps`` steps, from the profiler's function events."""
     kernels: defaultdict[str, list[Span]] = defaultdict(list)
-    launches = 0
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.name].append(_span(event))
-        launches += event.device_type == DeviceType.CPU and LAUNCH.match(event.name) is not None
     spans = [span for each in kernels.values() for span in each]
     if not spans:
         return {"not_seen": "the profiler saw no kernel: is CUPTI there, and allowed to this user?"}
-    busy = covered(spans)
-    return {
-        "idle_share_while_profiled": 1 - busy / _length(spans),
-        "busy_seconds_per_step": busy / 1e6 / steps,
-        "kernels_per_step": len(spans) / steps,
-        "launches_per_step": launches / steps,
-        "kernels": top([(name, sum(e - b for b, e in each), len(each)) for name, each in kernels.items()], steps),
-    }
+    spent = [(name, sum(end - begin for begin, end in each), len(each)) for name, each in kernels.items()]
+    return {"busy_seconds_per_step": covered(spans) / 1e6 / steps, "kernels": top(spent, steps)}
 
 
 def of_collectives(events: Iterable[Any], steps: int, *, on_cuda: bool) -> dict[str, Any]:
-    """Seconds of a step in which a collective runs, and of these such in which nothing computes, that and its share of
-    the recording; nothing where there is no collective. It includes waiting for slower ranks."""
+    """Seconds of a step in which a collective runs while nothing computes, and their share of the recording; nothing
+    where there is no collective. It includes waiting for slower ranks."""
     there = [event for event in events if (event.device_type == DeviceType.CUDA) is on_cuda]
     there = [event for event in there if not (on_cuda and event.is_user_annotation)]
     collectives = [_span(event) for event in there if COLLECTIVE.match(event.name)]
     compute = [_span(e) for e in there if not COLLECTIVE.match(e.name) and (on_cuda or COMPUTE.match(e.name))]
     if not collectives:
         return {}
-    exposed = covered([*collectives, *compute]) - covered(compute)
+    every = [*collectives, *compute]
+    exposed, length = covered(every) - covered(compute), max(end for _, end in every) - min(begin for begin, _ in every)
     return {
-        "communication_seconds_per_step": covered(collectives) / 1e6 / steps,
         "exposed_communication_seconds_per_step": exposed / 1e6 / steps,
-        "exposed_communication_share": exposed / _length([*collectives, *compute]),
+        "exposed_communication_share": exposed / length,
     }
 
 
 def _span(event: Any) -> Span:
     return event.time_range.start, event.time_range.end
-
-
-def _length(spans: list[Span]) -> float:
-    return max(end for _, end in spans) - min(begin for begin, _ in spans)
 
 
 def covered(spans: list[Span]) -> float:
@@ -213,20 +195,13 @@ def top(spent: Sequence[tuple[str, float, int]], steps: int) -> list[dict[str, A
     total = sum(microseconds for _, microseconds, _ in spent)
     return [
         {
-            "name": readable(name),
+            "name": cut(name.removeprefix("void "), MAX_NAME),
             "share": microseconds / total,
             "milliseconds_per_step": microseconds / 1e3 / steps,
             "calls_per_step": calls / steps,
         }
         for name, microseconds, calls in sorted(spent, key=lambda one: -one[1])[:TOP]
     ]
-
-
-def readable(name: str) -> str:
-    """A kernel's or operator's name for people: what is compiled is named so, and templates are cut."""
-    if found := COMPILED.match(name):
-        return f"compiled graph {found[1]}"
-    return cut(name.removeprefix("void "), MAX_NAME)
 
 
 def with_idle_share(facts: Mapping[str, Any], steady_seconds: float | None) -> dict[str, Any]:
@@ -243,7 +218,6 @@ def profile_line(facts: Mapping[str, Any]) -> str:
     if "reason" in facts:
         return f"none: {facts['reason']}"
     idle, exposed = facts.get("idle_share"), facts.get("exposed_communication_share")
-    idle = facts.get("idle_share_while_profiled") if idle is None else idle
     longest = (facts.get("kernels") or facts.get("operators") or [])[:SHOWN]
     parts = [
         facts.get("not_seen"),
@@ -253,18 +227,3 @@ def profile_line(facts: Mapping[str, Any]) -> str:
         facts.get("trace"),
     ]
     return " · ".join(part for part in parts if part)
-
-
-def profile_page(facts: Mapping[str, Any]) -> str:
-    if "reason" in facts:
-        return f"No profile: {facts['reason']}"
-    lists = ("kernels", "operators")
-    lines = [f"- {words(name)}: {shown(name, value)}" for name, value in flat(facts) if name not in lists]
-    for title in lists:
-        if facts.get(title):
-            lines += ["", f"**{title}**", "", "| name | share | ms a step | calls a step |", "|---|---|---|---|"]
-        for row in facts.get(title, ()):
-            figures = f"{row['share']:.1%} | {row['milliseconds_per_step']:.3f} | {row['calls_per_step']:.1f}"
-            name = row["name"].replace("|", "\\|")
-            lines.append(f"| {name} | {figures} |")
-    return "\n".join([*lines, "", "The trace of the run's folder opens at https://ui.perfetto.dev."])

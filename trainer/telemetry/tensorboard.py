@@ -29,8 +29,6 @@ from strategies.loop import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
 from trainer.telemetry.files import finite
-from trainer.telemetry.files import rows as facts_in
-from trainer.telemetry.profile import profile_page
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source import shown
 
@@ -89,10 +87,6 @@ class TensorBoardPages:
         step = record.steps or 0
         rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.items())
         self._writer.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
-        if record.strategies:
-            self._writer.add_text("run/strategies", strategies_table(record), step)
-        if "profile" in record.report:
-            self._writer.add_text("run/profile", profile_page(record.report["profile"]), step)
         if record.status == "finished":
             self.scalars(final_figures(record), step)
             self._writer._get_file_writer().add_summary(Summary(value=[row_ends()]))
@@ -110,12 +104,6 @@ def events_table(events: Iterable[Event]) -> str:
         where = shown(location) if shown(location) != location else "/".join(location.split("/")[-3:])
         lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | `{where}` |")
     return "\n".join(lines) if counted else "No graph breaks, recompiles or fallbacks."
-
-
-def strategies_table(record: RunRecord) -> str:
-    report = {name: facts for name, facts in record.report.items() if name != "profile"}  # which has its own page
-    lines = [f"| {_cell(name)} | {_cell(fact)} | {_cell(value)} |" for name, fact, value in facts_in(report)]
-    return "\n".join(["| strategy | fact | value |", "|---|---|---|", *lines]) if lines else "Nothing to report."
 
 
 def _cell(text: str) -> str:
