@@ -49,9 +49,8 @@ BUSY = "load 10 on 2 cores, others took 53% of the processor time"
         ({"waited_share": None}, BUSY),
         ({"waited_share": None, "processors": 16}, None),
         ({"other_processors": None}, None),
-        ({"other_processors": None, "gpu_other_share": 0.3}, "others used the GPU 30% of the time"),
         ({"other_processors": 0.0, "gpu_throttled": ["power brake"]}, "the GPU was throttled (power brake)"),
-        ({"other_processors": 0.0, "gpu_clock_mhz": 1200, "gpu_clock_limit_mhz": 1980}, None),
+        ({"other_processors": 0.0, "gpu_clock_mhz": 1200}, None),
     ],
 )
 def test_it_is_busy_where_others_took_what_the_run_wanted(changes: dict[str, Any], busy: str | None) -> None:
@@ -94,7 +93,7 @@ def test_workers_of_the_run_are_not_others(monkeypatch: pytest.MonkeyPatch) -> N
     assert (ended[1] - own) / os.sysconf("SC_CLK_TCK") == pytest.approx(took, abs=0.15)
     assert ended[0] - every >= 0.9 * (ended[1] - own)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert os.getppid() in dict(machine._tree()), "ranks that are siblings are not others either"
+    assert os.getppid() in machine._tree(), "ranks that are siblings are not others either"
 
 
 def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,13 +147,10 @@ def test_a_throttled_board_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, answer in (
         ("nvmlDeviceGetClockInfo", 1200),
-        ("nvmlDeviceGetMaxClockInfo", 1980),
         ("nvmlDeviceGetPowerUsage", 690_000),
         ("nvmlDeviceGetEnforcedPowerLimit", 700_000),
         ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x40 | 0x4),  # the power cap is as under any full load
         ("nvmlDeviceGetTemperature", 61),
-        ("nvmlDeviceGetComputeRunningProcesses", []),
-        ("nvmlDeviceGetProcessUtilization", []),
     ):
         monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
     watch = MachineMonitor(object())

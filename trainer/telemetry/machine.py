@@ -31,8 +31,6 @@ LONG_WAIT = 0.05
 """Share of the time that a thread of this process waited for a processor, from which on others did harm."""
 MAX_TIME = 0.25
 """Share of the processors that others may use where nobody knows how long this process waited."""
-MUCH_USE = 0.05
-"""Share of the time that others may compute on the GPU."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +49,6 @@ class MachineFacts:
     """Share of the time that the thread which waited longest had to wait for a processor."""
     gpu_clock_mhz: int | None = None
     """Lowest clock of the multiprocessors that was seen; one reading a log window."""
-    gpu_clock_limit_mhz: int | None = None
     gpu_power_watts: float | None = None
     """Highest power that was seen."""
     gpu_power_limit_watts: float | None = None
@@ -59,8 +56,6 @@ class MachineFacts:
     """Highest temperature that was seen."""
     gpu_throttled: list[str] = field(default_factory=list)
     """Reasons for a low clock that were seen, without the power cap."""
-    gpu_other_share: float | None = None
-    """Share of the time that other processes computed on the GPU."""
 
     @property
     def busy(self) -> str | None:
@@ -72,8 +67,6 @@ class MachineFacts:
             if share >= MAX_TIME if waited is None else waited >= LONG_WAIT:
                 load = "" if self.load_average is None else f"load {self.load_average:.2g} on {self.processors} cores, "
                 reasons.append(f"{load}others took {share:.0%} of the processor time")
-        if self.gpu_other_share is not None and self.gpu_other_share >= MUCH_USE:
-            reasons.append(f"others used the GPU {self.gpu_other_share:.0%} of the time")
         if self.gpu_throttled:
             reasons.append(f"the GPU was throttled ({', '.join(self.gpu_throttled)})")
         return "; ".join(reasons) or None
@@ -171,7 +164,7 @@ class MachineMonitor:
         """The steady part begins; only the first call counts."""
         if self._began is None:
             self._ticks, self._waits = _ticks(self._processors), _waits()
-            self._began, self._since = time.monotonic(), time.time_ns() // 1000
+            self._began = time.monotonic()
 
     def look(self) -> None:
         """Read the GPU's clock, power and reasons; takes about a millisecond."""
@@ -183,7 +176,6 @@ class MachineMonitor:
         with contextlib.suppress(Exception):  # what a board, a container or an older pynvml does not tell stays None
             clock = pynvml.nvmlDeviceGetClockInfo(board, pynvml.NVML_CLOCK_SM)
             facts.gpu_clock_mhz = min(clock, facts.gpu_clock_mhz or clock)
-            facts.gpu_clock_limit_mhz = pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_SM)
             facts.gpu_power_watts = max(pynvml.nvmlDeviceGetPowerUsage(board) / 1e3, facts.gpu_power_watts or 0.0)
             facts.gpu_power_limit_watts = pynvml.nvmlDeviceGetEnforcedPowerLimit(board) / 1e3
             reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
@@ -205,26 +197,7 @@ class MachineMonitor:
             facts.other_processors = max(0.0, (every - own) / os.sysconf("SC_CLK_TCK") / seconds)
         waits = [after - self._waits[thread] for thread, after in _waits().items() if thread in self._waits]
         facts.waited_share = max(waits) / 1e9 / seconds if waits else None
-        facts.gpu_other_share = self._gpu_others()
         return facts
-
-    def _gpu_others(self) -> float | None:
-        if self._board is None:
-            return None
-        import pynvml
-
-        try:
-            ours = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self._board)}
-            samples = pynvml.nvmlDeviceGetProcessUtilization(self._board, self._since)
-            own = {pid for pid, _ in _tree()}
-        except Exception:  # as above
-            return None
-        if os.getpid() not in ours:  # numbered by another namespace: nobody knows which of them is this one
-            return None
-        shares: defaultdict[int, list[int]] = defaultdict(list)
-        for sample in samples:
-            shares[sample.pid].append(sample.smUtil)
-        return sum(sum(each) / len(each) for pid, each in shares.items() if pid not in own) / 100
 
 
 def _ticks(processors: list[int]) -> tuple[int, int] | None:
@@ -234,14 +207,14 @@ def _ticks(processors: list[int]) -> tuple[int, int] | None:
         wanted = {f"cpu{number}" for number in processors}
         # user, nice, system, irq, softirq, steal: neither idle nor waiting for a disk
         every = sum(int(line[place]) for line in lines if line[0] in wanted for place in (1, 2, 3, 6, 7, 8))
-        own = sum(ticks for _, ticks in _tree())
+        own = sum(_tree().values())
     except (OSError, ValueError, IndexError):
         return None
     return (every, own) if wanted and own else None
 
 
-def _tree() -> list[tuple[int, int]]:
-    """Each process of this run, and its clock ticks with those of children that have ended."""
+def _tree() -> dict[int, int]:
+    """Clock ticks of each process of this run, with those of its children that have ended."""
     ticks: dict[int, int] = {}
     children: defaultdict[int, list[int]] = defaultdict(list)
     for entry in PROC.iterdir():
@@ -255,7 +228,7 @@ def _tree() -> list[tuple[int, int]]:
     found = [os.getppid() if beside else os.getpid()]
     for process in found:
         found += children[process]
-    return [(process, ticks[process]) for process in found if process in ticks]
+    return {process: ticks[process] for process in found if process in ticks}
 
 
 def _waits() -> dict[str, int]:
