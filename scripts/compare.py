@@ -46,8 +46,8 @@ how the figures are made:
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
 has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
 
-  against    which arms moved since FILE was written by --json: the ratio beyond the tolerance and both intervals, the
-             warm-up by a quarter and a second, memory beyond the tolerance, graphs, breaks and recompiles at all
+  against    which arms moved since FILE was written by --json: the ratio beyond the tolerance and both intervals,
+             graphs, breaks and recompiles at all
 
 Exit codes: 0 compared, 1 a training failed or an arm is worse than in --against, 2 refused (wrong arguments, no
 records, runs that are unlike).
@@ -114,7 +114,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
     against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
     add("--against", type=Path, metavar="FILE", help=against_help)
-    tolerance_help = "by how much ratio and memory may differ from it (default: %(default)g)"
+    tolerance_help = "by how much the ratio may differ from it (default: %(default)g)"
     add("--tolerance", type=at_least(0), default=TOLERANCE, metavar="SHARE", help=tolerance_help)
     unlike_help = "compare runs of other devices, versions or precisions too (default: refused)"
     add("--allow-unlike", action="store_true", help=unlike_help)
@@ -157,13 +157,11 @@ def write(target: str, text: str) -> None:
 
 # ---- drift: has a strategy become slower? The file is what ``--json FILE`` wrote of earlier runs -------------------
 
-TOLERANCE, WARMUP_TOLERANCE = 0.03, 0.25
-"""By how much a ratio or memory, and a warm-up, may differ, relatively, beyond their noise."""
-MIN_WARMUP_SECONDS = 1.0
-"""Warm-ups that differ by less are taken for the same: processes start that much apart."""
+TOLERANCE = 0.03
+"""By how much a ratio may differ, relatively, beyond its noise."""
 NO_WORKLOAD = frozenset({"task", "compile", "repeat", "resume", "peer"}) | LOOSE | SILENT
 """Overrides that do not tell one workload from another; the task is named by itself."""
-WORSE, BETTER, NOT_JUDGED, SINCE = "WORSE", "better", "not judged", "  since then"
+WORSE, BETTER, NOT_JUDGED = "WORSE", "better", "not judged"
 Moves = list[tuple[str, str]]
 """What is to be said of an arm: its kind, and ``ratio 1.500x (1.480 to 1.520) -> 1.400x (1.390 to 1.410)``."""
 
@@ -188,7 +186,7 @@ def drift_lines(arms: Mapping[str, Moves | None]) -> list[str]:
     lines, counts = [], Counter[str]()
     for name, moves in arms.items():
         lines += [f"not measured: {name}"] if moves is None else []
-        lines += [f"{kind}: {name}: {text}" if kind != SINCE else f"{kind}: {text}" for kind, text in moves or []]
+        lines += [f"{kind}: {name}: {text}" for kind, text in moves or []]
         counts[verdict(moves)] += 1
     counted = [f"{counts[kind]} {kind}" for kind in ("worse", BETTER, NOT_JUDGED, "not measured") if counts[kind]]
     return [*lines, f"{len(arms)} arm{'' if len(arms) == 1 else 's'}: {', '.join(counted) or 'none moved'}"]
@@ -233,50 +231,33 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float = 
     """What moved between two rows of one arm."""
     if now["runs_failed"]:
         return [(WORSE, f"{now['runs_failed']} of its runs failed")]
-    found: Moves = []
-    if busy := next((flag for row in (now, before) for flag in row["flags"] if flag.startswith(BUSY)), None):
-        found.append((NOT_JUDGED, f"times: {busy}"))
-    else:
-        found += _moved("ratio", "{:.3f}x", before, now, tolerance)
-        found += _moved("cold_warmup_seconds", "{:.1f} s", before, now, WARMUP_TOLERANCE)
-    found += _moved("peak_device_memory_gib", "{:.2f} GiB", before, now, tolerance)
-    for count in ("graphs", "graph_breaks", "recompiles"):  # the same in every run of the same code
-        found += _moved(count, "{}", before, now, 0.0)
-    if verdict(found) in (WORSE.lower(), BETTER):
-        old, new = (
-            {**row["versions"], "commit": (row["runs"][0].get("git_commit") or "")[:12]} for row in (before, now)
-        )
-        changed = [
-            f"{what} {value} -> {new.get(what)}" for what, value in old.items() if value and new.get(what) != value
-        ]
-        found.append((SINCE, ", ".join(changed) or "neither versions nor commit changed"))
+    busy = next((flag for row in (now, before) for flag in row["flags"] if flag.startswith(BUSY)), None)
+    found = _ratio_moved(before, now, tolerance) if busy is None else [(NOT_JUDGED, f"ratio: {busy}")]
+    for name in ("graphs", "graph_breaks", "recompiles"):  # the same in every run of the same code
+        old, new = before[name], now[name]
+        if old is not None and old != new:
+            # Fewer graphs are not better: less may have been compiled.
+            kind = NOT_JUDGED if new is None else WORSE if name == "graphs" or new > old else BETTER
+            found.append((kind, f"{name.replace('_', ' ')} {old} -> {new}"))
     return found
 
 
-def _moved(name: str, form: str, before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> Moves:
-    """A figure moved when it did by more than the tolerance, and the two intervals are apart."""
-    old, new, what = before[name], now[name], name.replace("_", " ")
+def _ratio_moved(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> Moves:
+    """The ratio moved when it did by more than the tolerance, and the two intervals are apart."""
+    old, new = before["ratio"], now["ratio"]
     if old is None:
         return []
     if new is None:
-        return [(WORSE if name == "ratio" else NOT_JUDGED, f"{what} was {form.format(old)}, and is not known now")]
-    if abs(new - old) <= max(tolerance * old, MIN_WARMUP_SECONDS if name == "cold_warmup_seconds" else 0.0):
+        return [(WORSE, f"ratio was {old:.3f}x, and is not known now")]
+    if abs(new - old) <= tolerance * old:
         return []
-    spans = [tuple(row.get(f"{name}_{end}") for end in ("low", "high")) for row in (before, now)]
-    if name == "ratio" and None in (*spans[0], *spans[1]):
+    (low, high), (new_low, new_high) = ((row["ratio_low"], row["ratio_high"]) for row in (before, now))
+    if None in (low, high, new_low, new_high):
         return [(NOT_JUDGED, "ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")]
-    texts = []
-    for value, ends in zip((old, new), spans, strict=True):
-        span = " to ".join(form.format(end).rstrip(" sx") for end in ends if end is not None)
-        texts.append(form.format(value) + (f" ({span})" if len(set(ends)) > 1 else ""))
-    (low, high), (new_low, new_high) = (
-        [value if end is None else end for end in ends] for value, ends in zip((old, new), spans, strict=True)
-    )
-    move = f"{what} {' -> '.join(texts)}"
-    if new_low > high or new_high < low:
-        # Fewer graphs are not better: less may have been compiled.
-        return [(WORSE if name == "graphs" or (new < old) == (name == "ratio") else BETTER, move)]
-    return [(NOT_JUDGED, f"{move} is within the noise; more rounds or steps would show it")] * (name == "ratio")
+    move = f"ratio {old:.3f}x ({low:.3f} to {high:.3f}) -> {new:.3f}x ({new_low:.3f} to {new_high:.3f})"
+    if new_low <= high and new_high >= low:
+        return [(NOT_JUDGED, f"{move} is within the noise; more rounds or steps would show it")]
+    return [(WORSE if new < old else BETTER, move)]
 
 
 if __name__ == "__main__":
