@@ -33,7 +33,6 @@ from trainer.report.published import (
     range_text,
     refresh,
     rows_of,
-    same_table,
 )
 from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE, conditions_of, plain_lines
@@ -46,7 +45,6 @@ examples:
   crucible verify h200-gpt2/whole --smoke                    # its arm on a small model, on a CPU: does it work here?
   crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl; tables, pictures anew
   crucible verify --tables                                   # tables and pictures of docs made anew from their records
-  crucible verify --same outputs/sweeps/<time>               # one arm as two: how often is a difference called?
 
 A figure holds where the median of the rounds here is within the published range, or beyond it by at most:
 {TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
@@ -58,7 +56,6 @@ APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
 """Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""
 OWN = ("repeat=", "profile=")
 EXPERIMENT = re.compile(r"^experiment=(\w+)$")
-MAX_FALSE_CALLS = 0.05
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,11 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def work(options: argparse.Namespace) -> int:
     """Raises ValueError for a row or runs that are not there."""
-    if options.same:
-        lines = same_table(find(options.what or ["outputs"]))
-        print("\n".join(lines))
-        shares = [float(share) for line in lines for share in re.findall(r"\(([\d.]+)%\)", line)]
-        return int(any(share > 100 * MAX_FALSE_CALLS for share in shares))
     if options.publish:
         file = options.records / f"{options.publish}.jsonl"
         print(f"{file}: {publish(options.what, file)} records")
@@ -215,14 +207,13 @@ def report(
 def parse(arguments: list[str]) -> argparse.Namespace:
     made = parser("verify", __doc__ or "", MORE)
     add = made.add_argument
-    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish and --same")
+    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish")
     add("--list", action="store_true", help="show the rows, run nothing")
     add("--smoke", action="store_true", help="train its arm on a small model; compare the loss with eager's")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
     add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
     add("--tables", action="store_true", help="make tables and pictures of the pages anew from their records")
-    add("--same", action="store_true", help="one arm as two: how often is a difference called?")
     add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
     return made.parse_args(arguments)
 

@@ -135,13 +135,3 @@ def test_what_an_arm_sets_beside_its_strategies_is_the_arms(tmp_path: Path) -> N
     arguments = verify.sweep_arguments(row, base, rounds=1, smoke=False, out=tmp_path)
     arm = "[whole] compile.whole.mode=reduce-overhead run=peer"
     assert arguments[2:5] == [*eager.command[:2], f'hydra.launcher.arms=["eager","{arm}"]']
-
-
-def test_an_arm_that_is_faster_than_itself_is_a_fault(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = [0.1 if place % 2 else 0.2 for place in range(40)]
-    started = [f"2026-11-22T12:{place:02}:00+00:00" for place in range(40)]
-    runs = [record("eager", step_seconds=step, started=at) for step, at in zip(steps, started, strict=True)]
-    assert verify.main(["--same", str(on_disk(tmp_path / "always", runs))]) == 1
-    assert "18 (100.0%)" in capsys.readouterr().out

@@ -189,3 +189,10 @@ def test_an_arm_is_no_faster_than_itself_but_a_lasting_difference_is_seen() -> N
     assert called <= 0.05 * of
     called, _, of = false_calls(noisy(1.1), 5)
     assert called == of
+
+
+def test_published_equal_arms_are_called_different_in_at_most_one_comparison_of_twenty() -> None:
+    for file in published.RECORDS.glob(f"{published.SAME}*.jsonl"):
+        for pairs in published.GROUPS:
+            called, alone, of = false_calls(find([file]), pairs)
+            assert called <= alone <= 0.05 * of
