@@ -122,7 +122,6 @@ ADVICE: list[tuple[str, RunRecord, str | None]] = [
         record(FASTER, padded_share=0.3, events=[Event(kind="recompile", reason="size")] * 3),
         "python -m trainer task=toy 'compile=[buckets,regional]'",
     ),
-    ("warm but short", record(FASTER, cache="warm"), "python -m trainer task=toy compile=regional trainer.max_steps="),
     (
         "host-bound",
         record(FASTER, device_type="cuda", steady_steps=5000, report={"profile": {"idle_share": 0.6}, "slowdown": {

@@ -25,8 +25,6 @@ MANY_RECOMPILES = 3
 IDLE_SHARE, FULL_UTILIZATION = 0.2, 0.4
 """A GPU that is idle for more of a step, or whose matrix units do less than that, may wait for the host's launches."""
 SHORT = "takes 5% of a run at most, and this one was too short"
-LONGER = 1.5
-"""A run this many times as long as break-even has made up for the wait, and gained something."""
 
 
 def run_verdict(record: RunRecord) -> RunVerdict:
@@ -135,11 +133,8 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     if recompiles >= MANY_RECOMPILES and record.padded_share and not {"buckets", "dynamic"} & set(names):
         why = f"{recompiles} recompiles: pads batches to a few lengths, a graph each"
         return command(record, _compile(["buckets", *chosen])), why
-    if outcome == FASTER and verdict.paid is False and verdict.break_even_steps is not None:
-        if record.cache in ("cold", None) and "cached" not in names:
-            return command(record, _compile(["cached", *chosen])), "the next start takes its graphs from a store"
-        steps = statistics.rounded(LONGER * verdict.break_even_steps).replace(",", "")
-        return command(record, same, f"trainer.max_steps={steps}"), "long enough to pay"
+    if outcome == FASTER and verdict.paid is False and record.cache in ("cold", None) and "cached" not in names:
+        return command(record, _compile(["cached", *chosen])), "the next start takes its graphs from a store"
     if "cuda_graph" not in names and _waits_for_host(record):
         return command(record, _compile([*chosen, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
     why = "rounds of whole runs may show one" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
@@ -187,8 +182,7 @@ def _edit(record: RunRecord, changes: Mapping[str, str], *, module: str, sweep: 
     classes = [
         (STRATEGIES[name].__name__ if name in STRATEGIES else name, "..." if name in given else "") for name in names
     ]
-    steps = f", Trainer(max_steps={changes['trainer.max_steps']})" if "trainer.max_steps" in changes else ""
-    return f"Compile([{', '.join(f'{name}({options})' for name, options in classes)}]){steps}"
+    return f"Compile([{', '.join(f'{name}({options})' for name, options in classes)}])"
 
 
 # ---- in words ---------------------------------------------------------------------------------------------------
