@@ -82,7 +82,7 @@ def compared(options: argparse.Namespace) -> int:
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
     scaled = tables.scalings(runs)
     if not options.allow_unlike:
-        refuse_unlike(comparisons, several_devices=bool(scaled))
+        refuse_unlike(comparisons)
     if options.markdown is not None:
         write(options.markdown, tables.markdown(comparisons, scaled))
     if options.json is not None:
@@ -125,24 +125,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def refuse_unlike(comparisons: Sequence[WorkloadComparison], *, several_devices: bool = False) -> None:
-    """Raise ValueError when runs of a workload differ in what decides their speed, or no two are of one workload, nor
-    of one training on ``several_devices`` and on one."""
+def refuse_unlike(comparisons: Sequence[WorkloadComparison]) -> None:
+    """Raise ValueError when runs of a workload differ in what decides their speed."""
     for found in comparisons:
         if found.unlike:
             raise ValueError(
                 f"runs of {found.workload} are unlike: {'; '.join(found.unlike)}. Name the runs that belong together, "
                 "or use --allow-unlike"
             )
-    if several_devices:
-        return
-    if len(comparisons) > 1 and all(
-        len(found.rows) == 1 and found.task == comparisons[0].task for found in comparisons
-    ):
-        raise ValueError(
-            "no two of these runs are of one workload, which makes nothing to compare: "
-            f"{', '.join(found.workload for found in comparisons)}. Use --allow-unlike to see each by itself"
-        )
 
 
 def write(target: str, text: str) -> None:

@@ -56,15 +56,6 @@ def test_unlike_runs_are_refused_in_one_line_that_says_how_to_go_on(
     assert "unlike: device: NVIDIA H200 (1 run), NVIDIA A100 (1 run)" in capsys.readouterr().out
 
 
-def test_runs_of_which_no_two_are_of_one_workload_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save([record("eager"), record("whole", batch_size=64)], tmp_path)
-    assert main([str(tmp_path)]) == 2
-    assert "captioning (batch_size=32), captioning (batch_size=64)" in capsys.readouterr().err
-    assert main([str(tmp_path), "--allow-unlike"]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

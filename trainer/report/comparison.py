@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,7 +173,7 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
         notes=notes_on(measured),
     )
     if found.baseline_row is None:
-        found.verdict = _without(baseline, base, cells)
+        found.verdict = _without(baseline, base)
         return found
     found.crossings = _crossings(found.rows)
     found.verdict = _verdict(found, max(at_steps))
@@ -360,15 +359,11 @@ def _is(cell: Cell, name: str) -> bool:
     return name in (cell.arm, cell.label)
 
 
-def _without(name: str, base: Cell | None, cells: Sequence[Cell]) -> str:
-    """What to say when there is nothing to compare with, and how to get it."""
+def _without(name: str, base: Cell | None) -> str:
+    """What to say when there is nothing to compare with."""
     if base is not None:
         return f"no {name} run of this workload has finished, so there is nothing to compare with"
-    command = cells[0].runs[0].record.command
-    words = [
-        word for word in command if not word.lstrip("+~").startswith(("compile", "run=peer", "run.peer", "run.backend"))
-    ]
-    how = f": {shlex.join(['python', '-m', 'trainer', *words, 'compile=eager'])}" if name == "eager" else ""
+    how = "; compile=eager makes one" if name == "eager" else ""
     return f"there is no {name} run of this workload to compare with{how}"
 
 
