@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Made = TypeVar("Made")
-MAX_DEPTH = 50
-"""Levels of lists and mappings within each other; ours have about six."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0 and C1, of which escape sequences are made), those that turn the direction of text around
 (https://trojansource.codes), line separators, and halves of characters that no output can encode."""
@@ -72,19 +70,16 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be
     read or is not ``what``."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        _limit(values, MAX_DEPTH)
+        values = printable(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     except RecursionError as error:
-        raise ValueError(f"{file}: not {what} (more than {MAX_DEPTH} levels of nesting)") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not {what} (byte {error.start} is not UTF-8)") from error
-    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not {what} (it is nested too deeply)") from error
+    except ValueError as error:  # also bytes that are not UTF-8
         raise ValueError(f"{file}: not {what} ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not {what} (the whole is {_name(values)}, not an object)")
-    return printable(values)
+    return values
 
 
 def build(kind: type[Made], values: Any, path: str = "") -> Made:
@@ -129,15 +124,6 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _name(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
-
-
-def _limit(value: Any, levels: int) -> None:
-    if not isinstance(value, dict | list):
-        return
-    if not levels:
-        raise RecursionError
-    for each in value.values() if isinstance(value, dict) else value:
-        _limit(each, levels - 1)
 
 
 def printable(value: Any, *, lines: bool = False) -> Any:

@@ -126,11 +126,7 @@ class RankFigures:
     exposed_communication_seconds: float | None = None
     """Of a step, in collectives while nothing computes: the median of every hundredth step as DDP times it, else by
     the profiler. Waiting for a slower rank is part of it."""
-    data_wait_share: float | None = None
     compile_seconds: float | None = None
-    cache_hits: int | None = None
-    cache_misses: int | None = None
-    warmup_seconds: float | None = None
     peak_device_memory_gib: float | None = None
     peak_process_memory_gib: float | None = None
 

@@ -284,7 +284,6 @@ class Telemetry:
 
     def _figures(self, rank: int, step_seconds: float | None, exposed_seconds: float | None) -> RankFigures:
         """What this process measured so far."""
-        compiled = self.compiler.figures() if self.compiler.compilations else None
         number = "" if self._device.index is None else f" {self._device.index}"
         return RankFigures(
             rank=rank,
@@ -292,9 +291,7 @@ class Telemetry:
             device=hardware.device_name(self._device) + number,
             steady_step_seconds_median=step_seconds,
             exposed_communication_seconds=exposed_seconds,
-            data_wait_share=self.meter.steady.rates().data_wait_share,
-            **{name: getattr(compiled, name, None) for name in ("compile_seconds", "cache_hits", "cache_misses")},
-            warmup_seconds=self.meter.warmup_seconds + (self.preflight_seconds or 0.0),
+            compile_seconds=self.compiler.compile_seconds if self.compiler.compilations else None,
             peak_device_memory_gib=hardware.peak_device_gib(self._device),
             peak_process_memory_gib=hardware.peak_process_gib(),
         )
