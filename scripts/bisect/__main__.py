@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from scripts.arguments import composed_training, exit_code, own_caches, parser
-from scripts.bisect.search import OPTIMIZER, Culprit, Outcome, Report, Search, Site, named, searched
+from scripts.bisect.search import OPTIMIZER, Culprit, Outcome, Report, Search, named, searched
 from strategies import Modular, Stage, Strategy
 from strategies.base import holds
-from strategies.compose import label, ordered
-from strategies.modular import Part
+from strategies.compose import label
+from strategies.options import ModuleRequest
 from trainer.config import compose
 from trainer.process import StopRequest, leaving
-from trainer.telemetry.source import shown
 
 EXAMPLES = """\
 examples:
@@ -36,6 +35,7 @@ examples:
 Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments or a step that cannot be compared, 3 it
 takes several submodules together, 128 + signal interrupted.
 """
+NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
 DIFFERS = "computes something else than eager"
 PLAIN = re.compile(r"[\w./:+*?@%-]+")
 """Text that Hydra reads without quotes."""
@@ -49,43 +49,48 @@ def main(arguments: list[str] | None = None) -> int:
 def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     """Search, suggest, print; progress goes to stderr."""
     config, overrides = composed_training(options.overrides, config_dir=options.config_dir, looks="bisect tries")
-    strategies = list(config.compile.values())
-    searched(strategies)
-    report = Report(task=config.task.title, strategies=label(strategies))
+    given = list(config.compile.values())
+    strategies, notes = searched(given)
     progress = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    sites: list[Site] = []
+    console = Console(highlight=False, soft_wrap=True)
+    found: list[tuple[Report, Mapping[str, Any]]] = []
     with progress.status("building data and model") as status, own_caches("bisect", "scripts.bisect.bench"):
         from scripts.bisect.bench import Bench, with_config
-        from scripts.explain.run import quiet_compiler
+        from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
 
         def begins(number: int, what: str) -> None:
             stop.check()
             status.update(f"{number}  {what}")
 
+        def ended(number: int, what: str, outcome: Outcome) -> None:
+            progress.print(trial_line(number, what, outcome))
+
         def use(bench: Bench) -> None:
             stop.install()
-            sites.append(bench.site)
-            Search(
-                bench,
-                report,
-                begins=begins,
-                ended=lambda number, what, outcome: progress.print(trial_line(number, what, outcome)),
-            ).run()
+            found.append((Search(bench, begins=begins, ended=ended).run(), bench.requests))
 
         with quiet_compiler():  # what fails is in a trial's line
-            with_config(config, use)
+            with_config(config, strategies, use)
         stop.check()
-    console = Console(highlight=False, soft_wrap=True)
-    for line in lines(report):
+    report, requests = found[0]
+    for line in lines(report, f"{config.task.title}, {label(given)}"):
         console.print(line)
+    for note in [*notes, *([ONE_DEVICE.format("tried")] if several_devices(config) else [])]:
+        console.print(f"[dim]note: {escape(note)}[/]")
     if report.rest_is_clean:
-        suggested = modular_overrides(overrides, strategies, sites[0], report.rest)
+        suggested = modular_overrides(overrides, given, requests, report.rest)
         if options.config_dir is None:  # whose plugin.py need not bear to be run twice
             compose(suggested)  # what is suggested is a command that is understood
         folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
         command = shlex.join(["python", "-m", "trainer", *folder, *suggested])
         console.print(f"[bold]continue with[/]: {escape(command)}")
-    return report.exit_code
+    return exit_of(report)
+
+
+def exit_of(report: Report) -> int:
+    if not report.whole.differs:
+        return NOTHING_WRONG
+    return FOUND if report.culprits else ONLY_TOGETHER
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -97,26 +102,23 @@ def trial_line(number: int, what: str, outcome: Outcome) -> str:
     return f"{number:3}  {what}: " + (f"not compared: {outcome.reason}" if outcome.reason else "equal")
 
 
-def lines(report: Report) -> Iterator[str]:
-    """The report in words, with rich's markup."""
-    what = f"{report.task}, {report.strategies}"
-    assert report.whole is not None
-    if report.whole.differs:
-        yield f"[bold red]{escape(what)} {DIFFERS}[/]: {_seen(report.whole)}"
-        for culprit in report.culprits:
-            yield from _culprit(culprit)
-        if report.together:
-            yield f"[bold]only together[/]: {escape(', '.join(report.together))}: none of them {DIFFERS} alone"
+def lines(report: Report, what: str) -> Iterator[str]:
+    """The report in words, with rich's markup; ``what`` was searched."""
+    if not report.whole.differs:
+        yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance"
+        return
+    yield f"[bold red]{escape(what)} {DIFFERS}[/]: {_seen(report.whole)}"
+    if not report.culprits:
+        yield f"[bold]only together[/]: no submodule {DIFFERS} alone"
+    for culprit in report.culprits:
+        yield from _culprit(culprit)
+    if report.rest:
         rest = escape(named(report.rest))
         if report.rest_is_clean:
             yield f"[bold]the rest[/]: {len(report.rest)} submodules equal eager without it: {rest}"
-        elif report.rest_is_clean is False:
-            yield f"[bold]the rest[/] does not equal eager ({escape(report.rest_reason or '')}): {rest}"
-    else:
-        yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance"
-    for note in report.notes:
-        yield f"[dim]note: {escape(note)}[/]"
-    yield f"[dim]{report.trials} trial{'s' * (report.trials != 1)} in {report.seconds:.0f} s on {report.device}[/]"
+        else:
+            why = (report.rest_outcome and report.rest_outcome.reason) or ""
+            yield f"[bold]the rest[/] does not equal eager ({escape(why)}): {rest}"
 
 
 def _seen(outcome: Outcome) -> str:
@@ -124,10 +126,9 @@ def _seen(outcome: Outcome) -> str:
 
 
 def _culprit(culprit: Culprit) -> Iterator[str]:
-    about = ", ".join(filter(None, (culprit.kind, culprit.source and shown(culprit.source))))
-    path = culprit.path + (f" ({about})" if about else "")
+    path = culprit.node.path + (f" ({culprit.node.about})" if culprit.node.about else "")
     yield f"[bold]culprit[/]: {escape(path)}: compiled alone it {DIFFERS}: {_seen(culprit.outcome)}"
-    if culprit.own_code:
+    if culprit.node.children:
         yield "  none of what it is made of does: it is its own code, or its parts in one graph"
     if culprit.copies:
         yield f"  so do, compiled together, {len(culprit.copies)} more like it: {escape(named(culprit.copies))}"
@@ -137,28 +138,22 @@ def _culprit(culprit: Culprit) -> Iterator[str]:
 
 
 def modular_overrides(
-    overrides: Sequence[str], strategies: Iterable[Strategy], site: Site, rest: Sequence[str]
+    overrides: Sequence[str], strategies: Iterable[Strategy], requests: Mapping[str, Any], rest: Sequence[str]
 ) -> list[str]:
-    """The trainer's overrides with ``modular`` for ``rest`` in the place of the strategy that compiled it before."""
+    """The trainer's overrides with ``modular`` for ``rest`` in the place of the strategy that compiled it before; each
+    part has the options of its region, by whose path they are in ``requests``."""
     parts = {}
     for path in rest:
         if path != OPTIMIZER:
-            request = next(given for region, given in site.requests.items() if holds(region, path))
-            parts[path] = Part(how="whole", **request)
-    kept: list[Strategy] = [Modular(parts=parts)] if parts else []
-    kept += [each for each in strategies if each.stage not in (Stage.MODULE, Stage.OPTIMIZER)]
-    kept += [each for each in strategies if each.stage is Stage.OPTIMIZER and OPTIMIZER in rest]
-    chosen = ordered(kept)
-    names = [each.name for each in chosen]
-    given = [each for each in overrides if not re.match(r"[+~]*compile[=.]", each)]
+            request = next(given for region, given in requests.items() if holds(region, path))
+            parts[path] = {"how": "whole", **_changed_options(request)}
+    gone = {each.name for each in strategies if each.stage is Stage.MODULE}
+    gone |= {each.name for each in strategies if each.stage is Stage.OPTIMIZER and OPTIMIZER not in rest}
+    names = ([Modular.name] if parts else []) + [each.name for each in strategies if each.name not in gone]
+    keys = "|".join([r"compile=", *(rf"compile\.{name}[.=]" for name in gone)])
+    given = [each for each in overrides if not re.match(rf"[+~]*({keys})", each)]
     given.append(f"compile=[{','.join(names)}]" if len(names) > 1 else f"compile={(names or ['eager'])[0]}")
-    for each in chosen:
-        for name, value in _changed_options(each).items():
-            sign = "+" if isinstance(value, Mapping) else ""  # a mapping of anything: its keys are new
-            if isinstance(each, Modular):
-                value = {path: {"how": part.how, **_changed_options(part)} for path, part in value.items()}
-            given.append(f"{sign}compile.{each.name}.{name}={written(value)}")
-    return given
+    return given + ([f"+compile.{Modular.name}.parts={written(parts)}"] if parts else [])
 
 
 def written(value: Any) -> str:
@@ -176,15 +171,11 @@ def written(value: Any) -> str:
     return str(value)
 
 
-def _changed_options(options: Any) -> dict[str, Any]:
-    """The options that are not at their default."""
-    changed = {}
-    for option in dataclasses.fields(options):
-        factory = option.default_factory
-        default = option.default if factory is dataclasses.MISSING else factory()
-        if (value := getattr(options, option.name)) != default:
-            changed[option.name] = value
-    return changed
+def _changed_options(request: Any) -> dict[str, Any]:
+    """The options of ``torch.compile`` that are not at their default."""
+    neutral = ModuleRequest()
+    names = [option.name for option in dataclasses.fields(ModuleRequest)]
+    return {name: getattr(request, name) for name in names if getattr(request, name) != getattr(neutral, name)}
 
 
 if __name__ == "__main__":

@@ -4,27 +4,22 @@ eager, each try from the same state. Nothing is trained."""
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import inspect
 import itertools
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import nn
 
-from scripts.bisect.search import OPTIMIZER, Node, Outcome, Site, searched
+from scripts.bisect.search import OPTIMIZER, Node, Outcome
 from scripts.explain.batches import copied, kind_of, wrap_training_loader
-from scripts.explain.run import ONE_DEVICE, several_devices, training
+from scripts.explain.run import training
 from strategies import Modular, Program, Stage, Strategy
 from strategies.base import holds
 from strategies.compose import aside
 from strategies.errors import one_line
-from strategies.modular import Part
 from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.callback import Compile
@@ -33,9 +28,8 @@ from trainer.guards.parity import ParityGate
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop
 from trainer.settings import Config
+from trainer.telemetry.source import shown
 
-OPTIONS = tuple(option.name for option in dataclasses.fields(ModuleRequest))
-"""Names of the options that reach torch.compile."""
 MAX_BATCHES = 32
 """Batches among which different shapes are looked for."""
 MAX_SHAPES = 4
@@ -51,37 +45,31 @@ class Bench:
         batches: On their device, one of each shape, by what they look like.
         passes: Quiet for as long as the bench is used.
 
+    Attributes:
+        requests: By the paths of the regions, the strategy, or the part of one, whose options they are compiled with.
+
     Raises ValueError where nothing can be tried: a step that cannot be repeated, or that fails in eager.
     """
 
     def __init__(
         self,
-        trainer: L.Trainer,
         program: Program,
         strategies: Sequence[Strategy],
         batches: dict[str, Any],
         passes: LightningLoop,
-        *,
-        notes: Sequence[str] = (),
     ) -> None:
         reason = passes.why_not_apart()
         if reason is not None:
             raise ValueError(f"no step can be tried and undone: {reason}")
-        self._trainer, self._program, self._batches, self._passes = trainer, program, batches, passes
-        self._requests = _requests(program, strategies)
-        strategy = next((each for each in strategies if each.stage is Stage.MODULE), None)
+        self._program, self._batches, self._passes = program, batches, passes
+        self.requests = _requests(program, strategies)
         paths = [region.path for region in program.regions]
         uncompile(program)
         self._snapshot = Snapshot(passes, list(batches.values()), program)
         called = self._called()
-        self.site = Site(
-            regions=[_node(program.module.get_submodule(path), path, called) for path in paths],
-            strategy=strategy.name if strategy is not None else None,
-            requests={path: _not_neutral(self._requests[path]) for path in paths},
-            optimizer=bool(program.compiled_beside_regions),
-            device=trainer.strategy.root_device.type,
-            notes=list(notes),
-        )
+        self.everything = [_node(program.module.get_submodule(path), path, called) for path in paths]
+        if program.compiled_beside_regions:
+            self.everything.append(Node(path=OPTIMIZER))
 
     def trial(self, paths: Sequence[str]) -> Outcome:
         """Do one trial from the state of the first step."""
@@ -109,8 +97,8 @@ class Bench:
     def _compile(self, paths: Sequence[str]) -> None:
         """In place, with the options of the region that each path lies in."""
         for path in paths:
-            region = next(region for region in self._requests if holds(region, path))
-            arguments: dict[str, Any] = self._requests[region].compile_arguments()
+            region = next(region for region in self.requests if holds(region, path))
+            arguments: dict[str, Any] = self.requests[region].compile_arguments()
             # Compiled apart, what were parts of one graph would have one code for their several sizes.
             if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
                 arguments["dynamic"] = False
@@ -150,37 +138,33 @@ def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any
     return requests
 
 
-def _not_neutral(request: Any) -> dict[str, Any]:
-    """Options that a ``Part`` would have to be given to be compiled like ``request``."""
-    values = {name: copy.deepcopy(getattr(request, name)) for name in OPTIONS}
-    return {name: value for name, value in values.items() if value != getattr(Part(), name)}
-
-
 def _node(module: nn.Module, path: str, called: set[int]) -> Node:
     kind = type(module)
-    try:
-        begins = f"{Path(str(inspect.getsourcefile(kind))).resolve()}:{inspect.getsourcelines(kind)[1]}"
-    except (TypeError, OSError):  # no source to read
-        begins = None
+    about = kind.__name__
+    with contextlib.suppress(TypeError, OSError):  # no source to read
+        about += f", {shown(str(inspect.getsourcefile(kind)))}:{inspect.getsourcelines(kind)[1]}"
     sizes = [tuple(parameter.shape) for parameter in module.parameters()]
     return Node(
         path=path,
-        kind=kind.__name__,
-        source=begins,
+        about=about,
         likeness=f"{kind.__module__}.{kind.__qualname__} {module!r} {sizes}",
-        called=id(module) in called,
-        children=[_node(child, f"{path}.{name}", called) for name, child in module.named_children()],
+        children=list(_children(module, path, called)),
     )
 
 
-def with_config(config: Config, use: Callable[[Bench], object]) -> None:
-    """Call ``use`` with the bench of ``config.task`` under ``config.compile``. Raises ValueError for bad input."""
-    strategies, notes = searched(config.compile.values())
-    if several_devices(config):
-        notes.append(ONE_DEVICE.format("tried"))
+def _children(module: nn.Module, path: str, called: set[int]) -> Iterator[Node]:
+    for name, child in module.named_children():
+        if id(child) in called:
+            yield _node(child, f"{path}.{name}", called)
+        else:
+            yield from _children(child, f"{path}.{name}", called)
+
+
+def with_config(config: Config, strategies: Sequence[Strategy], use: Callable[[Bench], object]) -> None:
+    """Call ``use`` with the bench of ``config.task`` under ``strategies``. Raises ValueError for bad input."""
 
     def callbacks(compile_: Compile) -> list[L.Callback]:
-        return [BenchCallback(compile_, use, notes), compile_]
+        return [BenchCallback(compile_, use), compile_]
 
     with training(config, strategies, callbacks, val_every_n_steps=0, checkpoint_every_n_steps=0) as made:
         fit(made.trainer, made.module, datamodule=made.data)
@@ -200,8 +184,8 @@ def fit(trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
 class BenchCallback(L.Callback):
     """Comes before ``Compile`` in the trainer's callbacks, hands over a bench and ends before the first step."""
 
-    def __init__(self, compile_: Compile, use: Callable[[Bench], object], notes: Sequence[str] = ()) -> None:
-        self._compile, self._use, self._notes = compile_, use, list(notes)
+    def __init__(self, compile_: Compile, use: Callable[[Bench], object]) -> None:
+        self._compile, self._use = compile_, use
         self._chosen: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -218,19 +202,13 @@ class BenchCallback(L.Callback):
         first, *others = self._chosen
         on_device = {first: batch, **{kind: passes.to_device(self._chosen[kind]) for kind in others}}
         with passes.quiet():
-            self._use(Bench(trainer, program, self._compile.strategies, on_device, passes, notes=self._notes))
+            self._use(Bench(program, self._compile.strategies, on_device, passes))
         raise _Done
 
     def _choose(self, loader: Any) -> Any:
         """The first batch of each shape."""
-        began, seen = time.perf_counter(), set()
         for batch in itertools.islice(loader, MAX_BATCHES):
-            seen.add(kind := kind_of(batch))
             if len(self._chosen) < MAX_SHAPES:
-                self._chosen.setdefault(kind, batch)
-            if time.perf_counter() - began > 60.0:  # a slow loader
-                break
-        if len(seen) > len(self._chosen):
-            self._notes.append(f"{len(seen)} shapes of batch were seen, {len(self._chosen)} of them tried")
+                self._chosen.setdefault(kind_of(batch), batch)
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
         return [copied(batch) for batch in list(self._chosen.values())[:1] * 2]

@@ -34,7 +34,7 @@ class Forgetful:
     """A bench whose planted backends begin each trial anew, as their process would."""
 
     def __init__(self, bench: Bench) -> None:
-        self._bench, self.site = bench, bench.site
+        self._bench, self.everything = bench, bench.everything
 
     def trial(self, paths: Sequence[str]) -> Outcome:
         planted.planted_seen.clear()
@@ -43,9 +43,9 @@ class Forgetful:
 
 def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: Any, **declared: Any) -> None:
     """Use the bench of a module of any kind."""
-    kept, notes = those_searched(strategies)
+    kept, _ = those_searched(strategies)
     compile_ = Compile(kept, parity="off", measure_peak=False, save=False, verbose=False, **declared)
-    callback = BenchCallback(compile_, use, notes)
+    callback = BenchCallback(compile_, use)
     with tempfile.TemporaryDirectory() as folder:
         trainer = throwaway_trainer(folder, [callback, compile_], max_steps=1, limit_val_batches=0)
         fit(trainer, module, train_dataloaders=loader)
@@ -63,13 +63,13 @@ def searched() -> Searched:
         **options: Any,
     ) -> Report:
         torch.manual_seed(0)
-        report = Report(task="planted", strategies="whole")
+        found: list[Report] = []
 
         def use(bench: Bench) -> None:
-            Search(Forgetful(bench), report).run()
+            found.append(Search(Forgetful(bench)).run())
 
         given = strategies or [Whole(backend=backend, **options)]
         with_module(Trained(net), loader(*rows), given, use, whole=["net"])
-        return report
+        return found[0]
 
     return search

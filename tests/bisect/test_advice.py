@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from scripts.bisect.__main__ import modular_overrides, written
-from scripts.bisect.search import OPTIMIZER, Node, Site
+from scripts.bisect.search import OPTIMIZER
 from strategies import Modular, Whole
 from strategies.optimizer import Optimizer
 from trainer.config import compose
-
-
-def site(**requests: object) -> Site:
-    region = Node(path="net", kind="Net")
-    return Site(regions=[region], strategy="whole", requests={"net": requests})
 
 
 def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
@@ -21,7 +16,7 @@ def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
     overrides = modular_overrides(
         given,
         [Whole(mode="max-autotune"), Optimizer()],
-        site(mode="max-autotune", fullgraph=False),
+        {"net": Whole(mode="max-autotune", fullgraph=False)},
         ["net.head", OPTIMIZER],
     )
     assert overrides == [
@@ -35,12 +30,12 @@ def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
 
 
 def test_an_optimizer_at_fault_is_left_out() -> None:
-    overrides = modular_overrides(["compile=[whole,optimizer]"], [Whole(), Optimizer()], site(), ["net"])
-    assert overrides == ["compile=modular", "+compile.modular.parts={net:{how:whole}}"]
+    overrides = modular_overrides(["compile=[whole,optimizer]"], [Whole(), Optimizer()], {"net": Whole()}, ["net"])
+    assert overrides == ["compile=modular", "+compile.modular.parts={net:{how:whole,fullgraph:false}}"]
 
 
 def test_nothing_left_is_eager() -> None:
-    assert modular_overrides(["compile=whole", "seed=1"], [Whole()], site(), []) == ["seed=1", "compile=eager"]
+    assert modular_overrides(["compile=whole", "seed=1"], [Whole()], {}, []) == ["seed=1", "compile=eager"]
 
 
 @pytest.mark.parametrize(

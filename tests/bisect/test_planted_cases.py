@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from scripts.bisect.__main__ import FOUND, NOTHING_WRONG, ONLY_TOGETHER, exit_of
 from scripts.bisect.search import OPTIMIZER, Report, Search
 from strategies import Modular, Optimizer, Regional, Whole
 from tests.bisect.conftest import Searched, with_module
@@ -13,18 +16,17 @@ from tests.bisect.planted import Cosine, Middle, Net, Plain, Sine, SineBetween
 
 def test_a_wrong_kernel_is_found_at_the_one_module_that_uses_it(searched: Searched) -> None:
     report = searched(Net(Plain(), Middle(Sine())), "planted_wrong_sine")
-    assert [blamed.path for blamed in report.culprits] == ["net.blocks.1.inner"]
-    assert report.culprits[0].kind == "Sine"
-    assert "planted.py:" in (report.culprits[0].source or "")
+    assert [blamed.node.path for blamed in report.culprits] == ["net.blocks.1.inner"]
+    assert re.match(r"Sine, .*planted.py:\d+$", report.culprits[0].node.about)
     assert report.rest_is_clean
     assert set(report.rest) == {"net.blocks.0", "net.blocks.1.before", "net.blocks.1.after", "net.head"}
-    assert report.exit_code == 1
+    assert exit_of(report) == FOUND
 
 
 def test_copies_of_a_culprit_are_tried_together(searched: Searched) -> None:
     strategies = [Regional(backend="planted_wrong_sine")]
     report = searched(Net(*(Middle(Sine()) for _ in range(3))), strategies=strategies)
-    assert [blamed.path for blamed in report.culprits] == ["net.blocks.0.inner"]
+    assert [blamed.node.path for blamed in report.culprits] == ["net.blocks.0.inner"]
     assert report.culprits[0].copies == [f"net.blocks.{number}.inner" for number in (1, 2)]
     assert report.rest == [f"net.blocks.{number}.{name}" for number in range(3) for name in ("before", "after")]
     assert report.rest_is_clean
@@ -32,12 +34,12 @@ def test_copies_of_a_culprit_are_tried_together(searched: Searched) -> None:
 
 def test_two_modules_that_are_fine_alone(searched: Searched) -> None:
     report = searched(Net(Plain(), Sine(), Cosine()), "planted_together")
-    assert [(blamed.path, blamed.own_code) for blamed in report.culprits] == [("net", True)]
-    assert report.together == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head"]
+    assert [blamed.node.path for blamed in report.culprits] == ["net"]
+    assert report.rest == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head"]
+    assert not report.rest_is_clean
     parts = {f"net.blocks.{number}": {"backend": "planted_together"} for number in (1, 2)}
     report = searched(Net(Plain(), Sine(), Cosine()), strategies=[Modular(parts=parts)])
-    assert (report.culprits, report.exit_code) == ([], 3)
-    assert report.together == ["net.blocks.1", "net.blocks.2"]
+    assert (report.culprits, report.rest, exit_of(report)) == ([], [], ONLY_TOGETHER)
 
 
 def test_one_shape_of_several(searched: Searched) -> None:
@@ -48,26 +50,26 @@ def test_one_shape_of_several(searched: Searched) -> None:
 def test_parts_of_modular_are_searched_with_their_own_options(searched: Searched) -> None:
     parts = {"net.blocks.1": {"backend": "eager"}, "net.blocks.2": {"backend": "planted_wrong_sine"}}
     report = searched(Net(Plain(), Sine(), Sine()), strategies=[Modular(parts=parts)])
-    assert [blamed.path for blamed in report.culprits] == ["net.blocks.2"]
+    assert [blamed.node.path for blamed in report.culprits] == ["net.blocks.2"]
     assert report.rest == ["net.blocks.1"]
 
 
 def test_the_optimizer_step_is_distinguished_from_the_model(searched: Searched) -> None:
     report = searched(Net(Plain()), strategies=[Whole(backend="eager"), Optimizer(backend="planted_wrong_step")])
-    assert [blamed.path for blamed in report.culprits] == [OPTIMIZER]
+    assert [blamed.node.path for blamed in report.culprits] == [OPTIMIZER]
     assert report.rest == ["net"]
     assert report.rest_is_clean
 
 
 def test_code_between_submodules_leaves_these_compiled(searched: Searched) -> None:
     report = searched(Net(SineBetween(Plain())), "planted_wrong_sine")
-    assert [(blamed.path, blamed.own_code) for blamed in report.culprits] == [("net.blocks.0", True)]
+    assert [blamed.node.path for blamed in report.culprits] == ["net.blocks.0"]
     assert report.rest == ["net.blocks.0.before", "net.blocks.0.inner", "net.blocks.0.after", "net.head"]
     assert report.rest_is_clean
 
 
 def test_what_does_not_compile_is_referred_to_explain(searched: Searched) -> None:
-    with pytest.raises(ValueError, match=r"^compile=whole: the compiled step cannot be.*nothing compiles.*explain"):
+    with pytest.raises(ValueError, match=r"^the compiled step cannot be.*nothing compiles.*explain"):
         searched(Net(Plain()), "planted_failing")
 
 
@@ -81,7 +83,7 @@ def test_what_eager_itself_does_not_repeat_is_not_called_equal(
 
 
 def test_nothing_wrong_with_a_demo_model() -> None:
-    report = Report(task="boring", strategies="whole")
+    found: list[Report] = []
     loader = BoringModel().train_dataloader()
-    with_module(BoringModel(), loader, [Whole(backend="aot_eager")], lambda bench: Search(bench, report).run())
-    assert (report.exit_code, report.trials) == (0, 1)
+    with_module(BoringModel(), loader, [Whole(backend="aot_eager")], lambda bench: found.append(Search(bench).run()))
+    assert exit_of(found[0]) == NOTHING_WRONG

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scripts.bisect.search import Node, Outcome, Report, Search, Site
+from scripts.bisect.search import Node, Outcome, Report, Search
 
 
-def node(path: str, *children: Node, kind: str | None = None, called: bool = True) -> Node:
-    return Node(path=path, kind=kind or path, likeness=kind or path, called=called, children=list(children))
+def node(path: str, *children: Node, kind: str | None = None) -> Node:
+    return Node(path=path, likeness=kind or path, children=list(children))
 
 
 class Tries:
     """A bench of names."""
 
     def __init__(self, regions: Sequence[Node], differs: Callable[[set[str]], bool]) -> None:
-        self.site, self._differs = Site(regions=list(regions), strategy="whole"), differs
+        self.everything, self._differs = list(regions), differs
         self.tried: list[frozenset[str]] = []
 
     def trial(self, paths: Sequence[str]) -> Outcome:
@@ -26,8 +26,8 @@ class Tries:
 
 
 def search(regions: Sequence[Node], differs: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
-    bench, found = Tries(regions, differs), Report(task="mine", strategies="whole")
-    Search(bench, found).run()
+    bench = Tries(regions, differs)
+    found = Search(bench).run()
     assert len(bench.tried) == len(set(bench.tried)), "no set is tried twice"
     return found, bench.tried
 
@@ -42,41 +42,36 @@ NET = node("net", node("net.a", node("net.a.x"), node("net.a.y")), node("net.b")
 
 def test_one_culprit_and_all_the_rest() -> None:
     found, _ = search([NET], holding("net.a.y"))
-    assert [culprit.path for culprit in found.culprits] == ["net.a.y"]
+    assert [culprit.node.path for culprit in found.culprits] == ["net.a.y"]
     assert found.rest == ["net.a.x", "net.b", "net.c"]
     assert found.rest_is_clean
 
 
 def test_several_culprits_are_all_found() -> None:
     found, _ = search([NET], holding("net.a.y", "net.c"))
-    assert [culprit.path for culprit in found.culprits] == ["net.a.y", "net.c"]
+    assert [culprit.node.path for culprit in found.culprits] == ["net.a.y", "net.c"]
     assert found.rest == ["net.a.x", "net.b"]
 
 
 def test_a_module_whose_children_are_fine_is_at_fault_itself() -> None:
     found, _ = search([NET], lambda paths: bool(paths & {"net", "net.a"}))
-    assert [(culprit.path, culprit.own_code) for culprit in found.culprits] == [("net.a", True)]
+    assert [culprit.node.path for culprit in found.culprits] == ["net.a"]
     assert found.rest == ["net.a.x", "net.a.y", "net.b", "net.c"]
 
 
 def test_what_shows_only_together_is_told_as_such() -> None:
+    found, _ = search([node("net.b"), node("net.c")], lambda paths: {"net.b", "net.c"} <= paths)
+    assert (found.whole.differs, found.culprits, found.rest) == (True, [], [])
     found, _ = search([NET], lambda paths: bool(paths & {"net"}) or {"net.b", "net.c"} <= paths)
-    assert [culprit.path for culprit in found.culprits] == ["net"]
-    assert (found.together, found.rest) == (["net.a", "net.b", "net.c"], [])
-
-
-def test_a_list_that_is_never_called_is_looked_through() -> None:
-    blocks = [node(f"net.blocks.{number}", kind="Block") for number in range(3)]
-    net = node("net", node("net.blocks", *blocks, called=False))
-    found, _ = search([net], holding("net.blocks.2"))
-    assert [culprit.path for culprit in found.culprits] == ["net.blocks.2"]
-    assert found.rest == ["net.blocks.0", "net.blocks.1"]
+    assert [culprit.node.path for culprit in found.culprits] == ["net"], "its code, or its parts in one graph"
+    assert found.rest == ["net.a", "net.b", "net.c"]
+    assert not found.rest_is_clean
 
 
 def test_one_of_many_alike_is_found_in_few_trials() -> None:
     net = node("net", *(node(f"net.{number}", kind="Block") for number in range(64)))
     found, tried = search([net], holding("net.37"))
-    assert [culprit.path for culprit in found.culprits] == ["net.37"]
+    assert [culprit.node.path for culprit in found.culprits] == ["net.37"]
     assert len(tried) < 20
 
 
@@ -85,6 +80,6 @@ def test_copies_that_show_it_too_are_blamed_in_one_trial(count: int) -> None:
     paths = [f"net.{number}" for number in range(count)]
     net = node("net", node("net.head"), *(node(path, kind="Block") for path in paths))
     found, tried = search([net], holding(*paths))
-    assert (found.culprits[0].path, found.culprits[0].copies) == (paths[0], paths[1:])
+    assert (found.culprits[0].node.path, found.culprits[0].copies) == (paths[0], paths[1:])
     assert found.rest == ["net.head"]
     assert len(tried) < 8

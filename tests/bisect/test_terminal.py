@@ -8,13 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from scripts.bisect.__main__ import lines, trial_line
-from scripts.bisect.search import Culprit, Outcome, Report
+from scripts.bisect.search import Culprit, Node, Outcome, Report
 
 
 def said(**facts: Any) -> str:
-    report = Report(task="mine", strategies="whole", device="cpu", **facts)
     console = Console(file=io.StringIO(), width=500)
-    for line in lines(report):
+    for line in lines(Report(**facts), "mine, whole"):
         console.print(line)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -25,8 +24,9 @@ def test_nothing_wrong() -> None:
 
 def test_a_culprit_with_class_and_batch() -> None:
     seen = Outcome(differs=True, reason="loss 0.1 of eager's away", batch="4 x 8")
-    culprit = Culprit(path="net.a", kind="A", source="/x/a.py:3", outcome=seen, own_code=True, copies=["net.c"])
-    text = said(whole=seen, culprits=[culprit], rest=["net.b"], rest_is_clean=True)
+    node = Node(path="net.a", about="A, /x/a.py:3", children=[Node(path="net.a.x")])
+    culprit = Culprit(node=node, outcome=seen, copies=["net.c"])
+    text = said(whole=seen, culprits=[culprit], rest=["net.b"], rest_outcome=Outcome(differs=False))
     for line in (
         "mine, whole computes something else than eager: loss 0.1 of eager's away, with the batch 4 x 8",
         "culprit: net.a (A, /x/a.py:3): compiled alone it computes something else than eager: loss 0.1",
@@ -38,8 +38,8 @@ def test_a_culprit_with_class_and_batch() -> None:
 
 
 def test_what_differs_only_together() -> None:
-    text = said(whole=Outcome(differs=True), together=["net.a", "net.b"])
-    assert "only together: net.a, net.b: none of them computes something else than eager alone" in text
+    text = said(whole=Outcome(differs=True))
+    assert "only together: no submodule computes something else than eager alone" in text
 
 
 def test_a_line_for_each_trial() -> None:
