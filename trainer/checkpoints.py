@@ -124,7 +124,6 @@ class Checkpoints(L.Callback):
         self.path = directory / DIRECTORY / LAST
         self._every, self._at_end, self._stop, self._losses = every_n_steps, at_end, stop, losses
         self._saved: str | None = None
-        self._validated = False
         self._restored: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -148,7 +147,6 @@ class Checkpoints(L.Callback):
         if step == self._step:  # inside an accumulation
             return
         self._step = step
-        self._require_written(trainer, pending=self._validated)
         self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
         stop = self._asked_to_stop()
         ends = step == trainer.max_steps
@@ -156,19 +154,15 @@ class Checkpoints(L.Callback):
             self._check(everything=ends)
         if stop or (self._at_end and ends) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
-            self._require_written(trainer)
             self._saved = f"{self.path} (step {step})"
         if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Another callback may save the best checkpoint now."""
-        self._validated = True
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What is being written is whole; from here on a signal ends the process at once."""
-        self._require_written(trainer, pending=self._validated, wait=True)
+        if isinstance(writer := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            writer.settle()
         self._stop.in_training = False
         if self._agreement is not None:
             self._agreement.settle()
@@ -194,18 +188,6 @@ class Checkpoints(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
         self._restored = state_dict.get("ranks", [state_dict])  # earlier versions kept one process's
-
-    def _require_written(self, trainer: L.Trainer, *, pending: bool = True, wait: bool = False) -> None:
-        """Raise in all processes what a write of the first one's has met; ``wait``: also one that goes on."""
-        writer = trainer.strategy.checkpoint_io
-        if not isinstance(writer, AtomicCheckpointIO):
-            return
-        if wait:
-            writer.settle()
-        if self._agreement is not None and (pending or (wait and writer.background)):
-            self._validated = False
-            if (refused := trainer.strategy.broadcast(writer.refused)) is not None:
-                raise refused
 
     def _asked_to_stop(self) -> bool:
         """Whether this process or, a step ago, any of them was: they see a signal at different steps and leave at the

@@ -241,39 +241,3 @@ def test_each_process_resumes_its_own_random_numbers_and_stops_with_the_other(tm
     assert not {number for step in one for number in step} & {number for step in other for number in step}
     alone = train(tmp_path / "alone", "trainer.max_steps=5", f"resume={tmp_path / 'first'}")
     assert (alone.status, alone.steps) == ("finished", 5)
-
-
-FULL = """
-import contextlib, json, os, sys
-from pathlib import Path
-import torch
-from tests.trainer.runs import train
-from trainer.loops import checkpoint_io
-
-folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
-torch.set_num_threads(1)
-written_whole = checkpoint_io.written_whole
-
-@contextlib.contextmanager
-def full(target, mode):
-    if target.name == refused:
-        raise OSError(28, "No space left on device")
-    with written_whole(target, mode) as file:
-        yield file
-
-checkpoint_io.written_whole = full
-facts = {}
-for refused, often in (("last.ckpt", "checkpoint_every_n_steps"), ("best.ckpt", "val_every_n_steps")):
-    record = train(folder / refused, "trainer.devices=2", "trainer.max_steps=6", f"trainer.{often}=2")
-    facts[refused] = {"reason": record.reason, "steps": record.steps}
-(folder / f"{rank}.json").write_text(json.dumps(facts))
-"""
-
-
-def test_a_checkpoint_that_cannot_be_written_ends_both_with_its_reason(tmp_path: Path) -> None:
-    one, other = said_by_two(FULL, tmp_path)
-    assert one == other
-    for name in ("last.ckpt", "best.ckpt"):
-        file = tmp_path / name / "checkpoints" / name
-        assert one[name]["reason"] == f"OSError: [Errno 28] No space left on device: '{file}'"
-    assert [facts["steps"] for facts in one.values()] == [2, 3]

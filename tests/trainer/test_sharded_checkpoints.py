@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from tests.processes import Pair, on_ranks
+from tests.processes import Pair, RanksFailed, on_ranks
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
 from trainer.checkpoints import find_checkpoint, step_of
-from trainer.loops import checkpoint_io
+from trainer.loops import checkpoint_io, sentinel
 from trainer.loops.checkpoint_io import INDEX, META, AtomicCheckpointIO, beside, is_directory
 from trainer.loops.fsdp2 import FSDP2
+from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 
@@ -317,17 +318,28 @@ def test_training_continues_while_a_directory_is_written_and_the_one_before_stay
     assert one == other == [end, [[], [], ["step=1.ckpt"], ["step=2.ckpt"], ["step=4.ckpt"]]]
 
 
-def full(folder: str) -> str | None:
-    """On two ranks: the first one's disk is full while a file is written beside the training."""
-    often = ("trainer.max_steps=4", "trainer.checkpoint_every_n_steps=2", "trainer.async_checkpoints=true")
+def full(folder: str, *options: str) -> None:
+    """On two ranks: the first one's disk is full when it writes a file."""
+    sentinel.GRACE_SECONDS = 2.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.loops.checkpoint_io.written_whole", refused)
-        return train(Path(folder), "trainer.devices=2", "trainer.strategy=ddp", *often, task="micro").reason
+        train(Path(folder), "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=6", *options, task="micro")
 
 
-def test_a_file_that_cannot_be_written_beside_the_training_ends_all(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["trainer.checkpoint_every_n_steps=2"], 2),
+        (["trainer.checkpoint_every_n_steps=3", "trainer.async_checkpoints=true"], 6),
+    ],
+)
+def test_a_file_that_cannot_be_written_ends_all(options: list[str], steps: int, pair: Pair, tmp_path: Path) -> None:
+    with contextlib.suppress(RanksFailed):  # where the other one waited for it, it was ended there
+        pair(full, str(tmp_path), *options)
+    record = RunRecord.load(tmp_path)
     file = tmp_path / "checkpoints" / "last.ckpt"
-    assert pair(full, str(tmp_path)) == [f"OSError: [Errno 28] No space left on device: '{file}'"] * 2
+    assert (record.status, record.reason) == ("failed", f"OSError: [Errno 28] No space left on device: '{file}'")
+    assert record.steps == steps
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(

@@ -16,23 +16,20 @@ import pickle
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
 
-from tasks.base import free_bytes, gib
 from trainer.loops.processes import host_group
 from trainer.telemetry.files import written_whole
 
@@ -49,25 +46,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Args:
         background: Whether ``save_checkpoint`` copies to host memory (pinned where a file's tensors are on a GPU) and
-            returns, while a thread writes. The next save waits for that, and so does the end of the training. What
-            does not fit into half of the free memory is written at once.
+            returns, while a thread writes. The next save waits for that, and so does the end of the training.
     """
 
     def __init__(self, *, background: bool = False) -> None:
         super().__init__()
         self.background = background
-        self.refused: OSError | None = None
-        """What the system said to a write of this process in a group: the others wait for it, and all end with it."""
         self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half. Raises OSError, in a
-        group of processes only later and in all."""
+        """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half. Raises OSError."""
         self.settle()
-        if self.refused is not None:
-            return
-        if self.background and fits(checkpoint):
+        if self.background:
             host = on_host(checkpoint)
             self.write_beside(lambda: self._write(host, Path(path)))
         else:
@@ -78,8 +69,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._writing = self._thread.submit(write)
 
     def settle(self) -> None:
-        """Wait for what is being written. Raises OSError that it has met; that of a file in a group is kept as
-        ``refused``, that of a directory all processes raise."""
+        """Wait for what is being written. Raises OSError that it has met; that of a directory all processes raise."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -99,8 +89,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         def removed() -> None:
             if writing is not None:
                 writing.result()
-            if self.refused is None:
-                remove(path)
+            remove(path)
 
         removed() if writing is None else self.write_beside(removed)
 
@@ -108,8 +97,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Wait for what is being written; what that has met is no reason beside an error that has come before."""
         with contextlib.suppress(*[Exception] if sys.exc_info()[1] is not None else []):
             self.settle()
-            if self.refused is not None:
-                raise self.refused
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         target = beside(path, "new") if is_directory(path) else path
@@ -123,31 +110,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             refused = error if isinstance(error, OSError) else error.__context__
             if not isinstance(refused, OSError) or refused.errno is None:
                 raise
-            said = OSError(refused.errno, refused.strerror, str(path))
-            if not grouped() or torch.distributed.get_world_size() == 1:
-                raise said from error
-            self.refused = said
-
-
-def fits(checkpoint: Mapping[str, Any], processes: int = 1) -> bool:
-    """Whether as large a copy by each of ``processes`` of this host takes at most half of its free memory."""
-    tensors: dict[Any, int] = {}
-    mapped(checkpoint, lambda _, tensor: tensors.update({_place(tensor): _own(tensor).nbytes}))
-    size, free = sum(tensors.values()) * processes, free_bytes()
-    if free is None or size <= free // 2:
-        return True
-    rank_zero_warn(f"a checkpoint of {gib(size)} is written at once: {gib(free)} of host memory are free")
-    return False
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            raise OSError(refused.errno, refused.strerror, str(path)) from error
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Alike for tied weights, which are tensors of their own in a state dict."""
-    own = _own(tensor)
-    return own.data_ptr(), own.shape, own.stride(), own.dtype
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:

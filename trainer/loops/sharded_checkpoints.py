@@ -22,7 +22,6 @@ from trainer.loops.checkpoint_io import (
     SPREAD,
     AtomicCheckpointIO,
     beside,
-    fits,
     is_directory,
     load_directory,
     mapped,
@@ -31,7 +30,7 @@ from trainer.loops.checkpoint_io import (
     remove,
     replace,
 )
-from trainer.loops.processes import host_group, largest
+from trainer.loops.processes import host_group
 from trainer.telemetry.files import written_whole
 
 
@@ -106,8 +105,6 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
     path = Path(strategy.broadcast(path))
     new, group = beside(path, "new"), host_group("checkpoints")
     tensors: dict[str, Any] = {"state_dict": {}}
-    waits = not (writer.background and not _linked(strategy) and fits(checkpoint, strategy.num_processes))
-    waits = bool(largest(waits, strategy.world_size))
 
     def taken(name: str, tensor: Tensor) -> Tensor:
         # What is not spread may differ, as running means do: the first process's is kept, as by every strategy.
@@ -133,7 +130,7 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
                     torch.save(rest, file)
                 replace(path)
 
-    if waits:
+    if not writer.background:
         with named(path):
             save(tensors, storage_writer=FileSystemWriter(new), process_group=group)
         finish()
@@ -149,12 +146,6 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
         finish()
 
     writer.write_beside(written)
-
-
-def _linked(strategy: ModelParallelStrategy) -> bool:
-    """Whether Lightning makes a link to a checkpoint as soon as its saving returns: then it has to be whole."""
-    assert strategy.lightning_module is not None
-    return any(getattr(one, "save_last", None) == "link" for one in strategy.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
