@@ -18,7 +18,6 @@ from tests.conftest import ROOT
 from tests.processes import on_ranks
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
-from trainer.loops import private
 from trainer.loops.lightning import LightningLoop
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -30,30 +29,11 @@ def oldest(package: str) -> str:
     return found.removeprefix(f"{package}>=").split(",")[0]
 
 
-class Looks(L.Callback):
-    """Sees the names that are missing while a module trains."""
-
-    found: list[str] | None = None
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        self.found = private.missing(trainer)
-
-
-def test_this_lightning_has_all_private_names_that_are_used(tmp_path: Path) -> None:
-    """A new minor version is let in (pyproject.toml) once this passes with it."""
-    looks = Looks()
-    fit(Blocks(), tmp_path, [looks])
-    assert looks.found == []
-
-
 def renamed() -> None:
-    """Import our own anew, as if Lightning had renamed some classes."""
+    """Import our own anew, as if Lightning had renamed a class."""
     from lightning.fabric.utilities import exceptions
-    from lightning.pytorch import trainer
-    from lightning.pytorch.loggers import logger
 
-    del exceptions.MisconfigurationException, logger.DummyLogger, trainer.call
-    sys.modules["lightning.pytorch.trainer.call"] = None  # type: ignore[assignment]
+    del exceptions.MisconfigurationException
     ours = [name for name in sys.modules if name.partition(".")[0] in ("trainer", "strategies", "tasks")]
     for name in ours:
         del sys.modules[name]
@@ -63,29 +43,23 @@ def renamed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("two_processes")
-def test_renamed_private_classes_do_not_break_the_import() -> None:
+def test_a_renamed_private_class_does_not_break_the_import() -> None:
     on_ranks(renamed, ranks=1)
 
 
-def test_a_training_without_a_private_name_goes_on_and_names_what_is_left_out(
+def test_a_training_under_an_untried_lightning_goes_on_and_names_what_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "OF_TRAINER", (*private.OF_TRAINER, "fit_loop._renamed"))
-    monkeypatch.setattr(private, "OF_LIGHTNING", (*private.OF_LIGHTNING, "lightning.pytorch.gone:Gone"))
+    monkeypatch.setattr(L, "__version__", "2.7.0")
     callback = Compile([Regional(backend="aot_eager")], blocks=("layers",))
     fit(Blocks(), tmp_path, [callback])
-    reason = f"Lightning {L.__version__} has no lightning.pytorch.gone:Gone, Trainer.fit_loop._renamed"
+    reason = "Lightning 2.7.0 was not tried: pip install"
     assert callback.record.regions_compiled
     assert any(reason in note for note in callback.record.notes), callback.record.notes
     assert callback.record.audits is not None
     assert reason in str(callback.record.audits.reason)
     loop = LightningLoop(L.Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path))
-    assert "has no lightning.pytorch.gone:Gone" in next(iter(loop.why_not_capture()))
-
-
-def test_what_needs_a_name_that_is_gone_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"has no lightning\.pytorch\.gone:Gone: pip install"):
-        private.resolve("lightning.pytorch.gone:Gone")
+    assert reason in next(iter(loop.why_not_capture()))
 
 
 def test_the_pin_is_the_one_that_messages_name() -> None:

@@ -21,13 +21,14 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
-from trainer.loops.private import CALL, LightningMicroBatch, ManualSteps, gone, missing, muted, replaced, resolve
+from trainer.loops.private import LightningMicroBatch, ManualSteps, muted, replaced, untried
 from trainer.loops.processes import Processes, evaluating
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ class LightningLoop(Processes):
             return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
         if getattr(trainer.strategy.model, "static_graph", False):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
-        if lost := missing(trainer):
-            return gone(lost)
+        if (reason := untried()) is not None:
+            return reason
         if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
             return "training_step takes its batches from the loader itself (dataloader_iter)"
         if not self.manual:
@@ -161,7 +162,7 @@ class LightningLoop(Processes):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        trainer, module, call_hooks = self._trainer, self._module, resolve(CALL)._call_callback_hooks
+        trainer, module, call_hooks = self._trainer, self._module, call._call_callback_hooks
 
         def of_others(whose: L.Trainer, *given: Any, **named: Any) -> None:
             if whose is not trainer:
@@ -170,7 +171,7 @@ class LightningLoop(Processes):
         with (
             # Other threads read these at any time: a progress bar finds itself in ``trainer.callbacks``. So that list
             # stays as it is, only its hooks are not called, and what stands in for a logger says what the logger says.
-            replaced(resolve(CALL), "_call_callback_hooks", of_others),
+            replaced(call, "_call_callback_hooks", of_others),
             replaced(trainer, "_loggers", [muted(logger) for logger in trainer.loggers]),
             # A manual step tells it when an optimizer step begins, and not when that ends with an error.
             replaced(trainer, "profiler", PassThroughProfiler()),
@@ -232,23 +233,23 @@ class LightningLoop(Processes):
         with evaluating(self._module), as_capturing(False), inference:
             if step == "training_step":
                 return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
-            resolve(CALL)._call_lightning_module_hook(trainer, "on_validation_epoch_start")
-            resolve(CALL)._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
+            call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
+            call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
             given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
-            return resolve(CALL)._call_strategy_hook(trainer, step, *given)
+            return call._call_strategy_hook(trainer, step, *given)
 
     def to_device(self, batch: Any) -> Any:
         """Convert and move a batch as Lightning's loops do, hooks of the module and the data module included."""
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return resolve(CALL)._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
     def why_not_capture(self) -> Iterator[str]:
         module = self._module
-        if lost := missing(self._trainer):
-            yield gone(lost)
+        if (reason := untried()) is not None:
+            yield reason
             return
         if not module.automatic_optimization:
             yield "manual optimization: the training step itself steps the optimizers"
@@ -396,14 +397,12 @@ class LightningLoop(Processes):
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _training_step(self, arguments: Mapping[str, Any]) -> Any:
-        return resolve(CALL)._call_strategy_hook(self._trainer, "training_step", *arguments.values())
+        return call._call_strategy_hook(self._trainer, "training_step", *arguments.values())
 
     def _optimizer_step(self, closure: Callable[[], Tensor]) -> None:
         trainer = self._trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
-        resolve(CALL)._call_lightning_module_hook(
-            trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure
-        )
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure)
 
     def _closure(self, batch: Any, inspect: Inspect | None) -> Callable[[], Tensor]:
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
@@ -430,7 +429,7 @@ class LightningLoop(Processes):
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         batch = _rebuilt(batch)
-        resolve(CALL)._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
+        call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
         return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
 
 

@@ -1,14 +1,13 @@
-"""Lightning's private pieces: which of its names we use, what stands in for some, and the steps made of them.
+"""Lightning's private pieces: what stands in for some, and the steps made of them.
 
-Lightning is pinned below its next minor version, and a user may install another one all the same. Names that are gone
-there end nothing: ``missing`` says which they are, and what needs them is left out with that reason.
+Lightning is pinned below its next minor version, and a user may install another one all the same. Then nothing ends:
+what needs names that it may have renamed is left out, with that reason (``untried``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,71 +18,18 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from strategies.loop import Inspect, Span
 
-CALL = "lightning.pytorch.trainer.call"
-"""Calls hooks. https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/trainer/call.py"""
-DUMMY_LOGGER = "lightning.pytorch.loggers.logger:DummyLogger"
-OF_LIGHTNING = (
-    DUMMY_LOGGER,
-    f"{CALL}:_call_callback_hooks",
-    f"{CALL}:_call_lightning_module_hook",
-    f"{CALL}:_call_strategy_hook",
-)
-_LOOP = "fit_loop.epoch_loop"
-OF_TRAINER = (
-    "_detect_anomaly",
-    "_loggers",
-    "fit_loop._should_accumulate",
-    f"{_LOOP}._build_kwargs",
-    f"{_LOOP}._results",
-    f"{_LOOP}.automatic_optimization._make_closure",
-    f"{_LOOP}.automatic_optimization._optimizer_step",
-    f"{_LOOP}.automatic_optimization._training_step",
-    f"{_LOOP}.automatic_optimization.optim_progress",
-    f"{_LOOP}.automatic_optimization.output_result_cls",
-    f"{_LOOP}.manual_optimization.advance",
-    f"{_LOOP}.manual_optimization.optim_step_progress",
-    f"{_LOOP}.val_loop._build_kwargs",
-    f"{_LOOP}.val_loop._build_step_args_from_hook_kwargs",
-    "lightning_module._current_fx_name",
-    "lightning_module._on_before_batch_transfer",
-    "precision_plugin._after_closure",
-    "strategy._lightning_optimizers",
-)
-"""Seen from a Trainer that trains."""
 
-
-def resolve(name: str) -> Any:
-    """Lightning's own ``name``. Raises RuntimeError where this version of Lightning has none."""
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(gone([name])) from error
-
-
-def gone(names: list[str]) -> str:
-    """That this version of Lightning lacks ``names``, and what to do."""
-    return f"Lightning {L.__version__} has no {', '.join(names)}: pip install 'lightning>=2.6,<2.7'"
-
-
-def missing(trainer: L.Trainer) -> list[str]:
-    """Names without which no step can be run apart from the training."""
-    lost = []
-    for name in OF_LIGHTNING:
-        try:
-            pkgutil.resolve_name(name)
-        except (ImportError, AttributeError):
-            lost.append(name)
-    for name in OF_TRAINER:
-        try:
-            attrgetter(name)(trainer)
-        except AttributeError:
-            lost.append(f"Trainer.{name}")
-    return lost
+def untried() -> str | None:
+    """Why no step is run apart from the training in this version of Lightning; None where it was tried."""
+    if L.__version__.startswith("2.6."):
+        return None
+    return f"Lightning {L.__version__} was not tried: pip install 'lightning>=2.6,<2.7'"
 
 
 @contextlib.contextmanager
@@ -103,7 +49,7 @@ def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
 def muted(logger: Logger) -> Logger:
     """In the place of ``logger``: writes nothing, and says the same of itself."""
     said = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}
-    return cast(Logger, type("Muted", (resolve(DUMMY_LOGGER),), {"of": logger, **said})())
+    return cast(Logger, type("Muted", (DummyLogger,), {"of": logger, **said})())
 
 
 def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, each_step: Callable[[], None]) -> None:
