@@ -220,9 +220,8 @@ class Auto(Strategy):
     margin: float = 0.02
     """Share of a step's time that a candidate must save: less is not worth a surprise."""
     remember: bool = True
-    """Whether what an earlier run of the same program, batch, machine and torch measured is used, and this one kept."""
-    memory: str | None = None
-    """Directory of remembered decisions; null = ``crucible/auto`` in the user's cache directory."""
+    """Whether what an earlier run of the same program, batch, machine and torch measured is used, and this one kept: in
+    ``crucible/auto`` of the user's cache directory."""
 
     @property
     def compiles(self) -> bool:

@@ -90,7 +90,7 @@ from trainer.callback import Compile
 print(*sys.modules)
 from strategies import Auto
 from tests.trainer.lightning_modules import Blocks, fit
-callback = Compile([Auto(planned_steps=30, memory=sys.argv[1])])
+callback = Compile([Auto(planned_steps=30, remember=False)])
 fit(Blocks(), sys.argv[1], [callback], max_steps=30)
 print(callback.record.report["auto"]["chosen"], "torch._inductor.compile_fx" in sys.modules)
 """

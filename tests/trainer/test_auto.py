@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,10 +249,12 @@ def test_a_candidate_that_needs_too_much_memory_is_out(
     assert losses == fit(Blocks(), tmp_path, [], **TRIED)
 
 
-def test_a_second_run_begins_with_what_was_best(tmp_path: Path, clock: Callable[..., None]) -> None:
+def test_a_second_run_begins_with_what_was_best(
+    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     clock(eager=0.0001, regional=0.00005, whole=0.00008)  # six of them are less than any set-up
-    remembering = {"remember": True, "memory": str(tmp_path / "memory")}
-    first, second = auto(**remembering), auto(**remembering)
+    first, second = auto(remember=True), auto(remember=True)
     fit(Blocks(), tmp_path, [first], **TRIED)
     losses = fit(Blocks(), tmp_path, [second], **TRIED)
     assert first.record.report["auto"]["remembered"] is None
@@ -264,25 +265,23 @@ def test_a_second_run_begins_with_what_was_best(tmp_path: Path, clock: Callable[
     assert second.record.report["auto"]["chosen"] == "regional"
     assert second.record.regions_compiled == second.record.regions == 3
     assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **TRIED), rel=1e-4)
-    short = auto(**{**remembering, "planned_steps": 6})
+    short = auto(remember=True, planned_steps=6)
     fit(Blocks(), tmp_path, [short])
     assert short.record.report["auto"]["chosen"] == "eager", "six steps do not pay for the same compile"
-    other = auto(**remembering)
+    other = auto(remember=True)
     fit(Blocks(), tmp_path, [other], max_steps=4, precision="bf16-mixed")
     assert other.record.report["auto"]["remembered"] is None, "another precision is another program"
 
 
 class Configured(Blocks):
-    """A module of somebody else: what a step's time depends on is a plain attribute here and there."""
+    """A module of somebody else: what a step's time depends on is a plain attribute."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
         self.activation = changes.get("activation", torch.nn.functional.gelu)
         self.layers[0].heads = changes.get("heads", 4)
         self.layers[1].drop = torch.nn.Dropout(changes.get("dropout", 0.1))
-        self.config = types.SimpleNamespace(
-            inner={"window": changes.get("window", 16)}, max_steps=changes.get("steps", 9)
-        )
+        self.max_steps = changes.get("steps", 9)
         self.adam = {"fused": False, "lr": changes.get("lr", 0.1), **changes.get("adam", {})}
         self.kind = changes.get("kind", torch.optim.AdamW)
 
@@ -304,7 +303,6 @@ def test_everything_that_a_step_depends_on_is_part_of_what_is_remembered() -> No
         {"activation": torch.nn.functional.relu},
         {"heads": 8},
         {"dropout": 0.0},
-        {"window": 32},
         {"kind": torch.optim.Adam},
         {"adam": {"foreach": True}},
         {"adam": {"amsgrad": True}},

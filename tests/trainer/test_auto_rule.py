@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.auto import EAGER, SETUP_SECONDS, SHARE, Arm, Knowledge
-from trainer.auto.remembered import MACHINE, Remembered, directory
+from trainer.auto.remembered import keep, memory_of, recall
 
 MARGIN = 0.02
 STARTED = 12.0
@@ -203,15 +203,13 @@ def test_whole_is_tried_where_regions_leave_most_of_the_gain(regional: float, tr
     assert (step is not None and step.name == "whole") is tried
 
 
-def test_a_compile_is_started_where_what_it_can_save_is_one_and_a_half_times_what_it_has_been_seen_to_take() -> None:
+def test_a_compile_is_started_where_what_it_can_save_is_one_and_a_half_times_what_it_may_take() -> None:
     known = arms(capture=False)
     eager = known.arms[EAGER, False]
     eager.step_seconds, eager.switched_at_step = 1.0, 0
     enough = int(1.5 * SETUP_SECONDS["regional"] / 0.35) + 1
     assert known.next(eager, enough - 1, STARTED) is None
     assert known.next(eager, enough, STARTED) is known.arms["regional", False]
-    known.seen_seconds = {"regional": [3.0, 4.0, 50.0]}
-    assert known.next(eager, int(1.5 * 4.0 / 0.35) + 1, STARTED) is known.arms["regional", False], "the median counts"
 
 
 def test_what_an_earlier_run_measured_takes_the_place_of_bounds() -> None:
@@ -240,62 +238,56 @@ def measured() -> Knowledge:
     return known
 
 
-def test_what_was_measured_is_remembered_and_its_setup_counts_for_other_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    assert Remembered(tmp_path, "a" * 64).keep(measured(), cache="cold") is None
+    known = measured()
+    known.arms["whole", True].not_ready = "killed"
+    assert keep(tmp_path / "a.json", known) is None
     known = arms()
-    assert Remembered(tmp_path, "a" * 64).recall(known)
-    regional = known.arms["regional", False]
-    assert (regional.step_seconds, regional.setup_seconds, regional.remembered) == (0.5, 7.0, True)
-    assert known.arms["whole", False].failed == "not compiled"
-    other = arms()
-    assert Remembered(tmp_path, "b" * 64).recall(other) is None
-    assert other.seen_seconds == {"regional": [7.0]}
+    assert recall(tmp_path / "a.json", known)
+    regional, whole = known.arms["regional", False], known.arms["whole", False]
+    assert (regional.step_seconds, regional.remembered, regional.cached) == (0.5, True, False)
+    assert (whole.failed, whole.cached) == ("not compiled", False)
+    assert not known.arms["whole", True].remembered, "a killed helper says nothing of it"
+    assert recall(tmp_path / "b.json", arms()) is None
 
 
-def test_a_warm_setup_counts_while_the_compilers_caches_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_in_the_compilers_caches_is_expected_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))
-    memory = Remembered(tmp_path, "a" * 64)
-    memory.keep(measured(), cache="cold")
-    again = measured()
-    again.arms["regional", False].setup_seconds = 1.0
-    memory.keep(again, cache="warm")
-    for there, seconds in ((False, 7.0), (True, 1.0)):
+    keep(tmp_path / "a.json", measured())
+    loads, compiles = SETUP_SECONDS["regional after a helper"], SETUP_SECONDS["regional"]
+    for there, seconds in ((False, compiles), (True, loads)):
         if there:
             caches.mkdir()
             (caches / "kernel").touch()
         known = arms()
-        memory.recall(known)
-        assert known.arms["regional", False].setup_seconds == seconds
+        recall(tmp_path / "a.json", known)
+        regional = known.arms["regional", False]
+        assert (regional.setup_seconds, regional.cached) == (seconds, there)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 4, "arms": 3, "written": "x"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 5, "arms": 3, "written": "x"}'])
 def test_a_damaged_or_foreign_memory_counts_as_none(tmp_path: Path, text: str) -> None:
-    memory = Remembered(tmp_path, "a" * 64)
-    memory.file.write_text(text)
-    (tmp_path / MACHINE).write_text(text)
+    file = tmp_path / "a.json"
+    file.write_text(text)
     known = arms()
-    assert memory.recall(known) is None
+    assert recall(file, known) is None
     assert known.arms["regional", False].step_seconds is None
-    assert memory.keep(measured(), cache="cold") is None
-    assert json.loads(memory.file.read_text())["arms"]["regional"]["step_seconds"] == 0.5
+    assert keep(file, measured()) is None
+    assert json.loads(file.read_text())["arms"]["regional"]["step_seconds"] == 0.5
 
 
 def test_memory_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    why = Remembered(tmp_path / "file" / "folder", "a" * 64).keep(measured(), cache="cold")
+    why = keep(tmp_path / "file" / "folder" / "a.json", measured())
     assert why is not None
     assert "Not a directory" in why
 
 
 def test_memory_lies_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert directory(None) == tmp_path / "crucible" / "auto"
+    assert memory_of("a" * 64) == tmp_path / "crucible" / "auto" / f"{'a' * 32}.json"
 
 
 def test_what_a_helper_compiles_costs_its_take_over_and_saves_nothing_before_it_is_ready() -> None:
@@ -313,22 +305,3 @@ def test_what_a_helper_compiles_costs_its_take_over_and_saves_nothing_before_it_
     assert known.next(eager, enough - int(ready), STARTED) is regional
     known.arms["whole", False].not_ready = "killed"
     assert known.next(eager, 10**6, STARTED, helper=True) is None
-
-
-def test_seconds_of_a_helper_and_of_a_take_over_are_remembered_apart_from_a_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caches = tmp_path / "inductor"
-    caches.mkdir()
-    (caches / "kernel").touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))
-    known = measured()
-    known.helped, known.arms["regional", False].helper_seconds = {"regional": True}, 30.0
-    known.arms["whole", False].failed, known.arms["whole", False].not_ready = None, "killed"
-    Remembered(tmp_path, "a" * 64).keep(known, cache="cold")
-    again = arms()
-    Remembered(tmp_path, "a" * 64).recall(again)
-    assert again.seen_seconds == {"regional after a helper": [7.0], "regional in a helper": [30.0]}
-    regional, whole = again.arms["regional", False], again.arms["whole", False]
-    assert (regional.cached, regional.setup_seconds, regional.helper_seconds) == (True, 7.0, 30.0)
-    assert (whole.cached, whole.failed, whole.not_ready) == (False, None, None), "a killed helper says nothing of it"

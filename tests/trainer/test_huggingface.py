@@ -162,7 +162,7 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
 
 
 def test_auto_chooses_on_real_steps(tmp_path: Path) -> None:
-    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], memory=str(tmp_path / "memory"))])
+    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], remember=False)])
     assert_same_training(trainer, bare(tmp_path / "bare"))
     assert record.report["auto"]["chosen"] == "eager"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,9 @@ SETUP_SECONDS = {
     "regional in a helper": 35.0,
     "whole in a helper": 70.0,
 }
-"""What taking over is expected to take where this machine has not seen it, the comparison with eager included. On H200s
-(docs/results) compiling took 6 to 35 s, 13 to 60 s, capturing 0.05 to 0.5 s, and a helper 34 to 42 s for regions."""
+"""What taking over is expected to take where this program has not run before, the comparison with eager included. On
+H200s (docs/results) compiling took 6 to 35 s, 13 to 60 s, capturing 0.05 to 0.5 s, and a helper 34 to 42 s for
+regions."""
 MAX_SAVED = 0.35
 """Share of a step that compiling its modules saves at most: it runs 1.35 to 1.55 times as fast in six models there."""
 WHOLE_OVER_REGIONAL = 0.05
@@ -92,14 +92,6 @@ class Arm:
         names = [name for name in (self.module,) if name != EAGER] + (["cuda_graph"] if self.captured else [])
         return "+".join(names) or EAGER
 
-    @property
-    def changed(self) -> str | None:
-        """What it does that ``before`` did not; None where that is not one thing."""
-        before = Arm() if self.before is None else self.before
-        changes = [self.module] if self.module != before.module else []
-        changes += ["cuda_graph"] if self.captured and not before.captured else []
-        return changes[0] if len(changes) == 1 and changes[0] != EAGER else None
-
     def over(self, other: Arm) -> float:
         """Its seconds over those of ``other``, on batches of the shapes that both had; of all where they had none."""
         shared = self.by_shape.keys() & other.by_shape.keys()
@@ -131,11 +123,9 @@ class Arm:
 
 @dataclass(slots=True, kw_only=True)
 class Knowledge:
-    """All arms of a run, and what this machine has seen of other programs."""
+    """All arms of a run."""
 
     arms: dict[tuple[str, bool], Arm]
-    seen_seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Those of ``SETUP_SECONDS`` that this machine has seen, of any program."""
     helped: dict[str, bool] = field(default_factory=dict)
     """What a helper process compiles, ``regional`` or ``whole``, and whether it has."""
 
@@ -145,17 +135,14 @@ class Knowledge:
         if arm.setup_seconds is not None and not any(one in self.helped for one in changed):
             return arm.setup_seconds
         changes = [TAKING_OVER.format(one) if one in self.helped else one for one in changed]
-        capture = self._seen("cuda_graph") if arm.captured else 0.0
+        capture = SETUP_SECONDS["cuda_graph"] if arm.captured else 0.0
         if capture and now.never_waited_steps is not None:
             capture = max(capture, CAPTURE_STEPS * (now.step_seconds or 0.0))
-        return sum(map(self._seen, changes)) + capture
+        return sum(SETUP_SECONDS[change] for change in changes) + capture
 
     def needs_helper(self, arm: Arm, now: Arm) -> bool:
         """Whether a helper process has to compile ``arm`` before it can take over from ``now``."""
         return arm.module != now.module and self.helped.get(arm.module) is False
-
-    def _seen(self, what: str) -> float:
-        return statistics.median(self.seen_seconds.get(what) or [SETUP_SECONDS[what]])
 
     def most_saved(self, arm: Arm, best: Arm) -> float:
         """The largest share of a step of ``best`` that ``arm`` may save."""
@@ -196,7 +183,7 @@ class Knowledge:
                 continue
             left = steps_left * best.step_seconds
             if helper:
-                left = max(0.0, left - (arm.helper_seconds or self._seen(HELPER.format(arm.module))))
+                left = max(0.0, left - SETUP_SECONDS[HELPER.format(arm.module)])
             saved, setup = left * self.most_saved(arm, best), self.expected_setup(arm, best)
             capturing = arm.module == best.module
             if arm.step_seconds is not None:

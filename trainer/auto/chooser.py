@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
@@ -20,7 +21,7 @@ from strategies.modules import Auto
 from strategies.regions import uncompile
 from trainer.auto import EAGER, NEVER_WAITED, Ahead, Arm, Choice, Knowledge
 from trainer.auto.candidates import Candidate, Candidates
-from trainer.auto.remembered import Remembered, directory, program_facts
+from trainer.auto.remembered import keep, memory_of, program_facts, recall
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
@@ -87,7 +88,7 @@ class Chooser:
         self._begun = False
         self._next: Arm | None = None
         self._recalled: str | None = None
-        self._memory: Remembered | None = None
+        self._memory: Path | None = None
         self._steps: list[tuple[Step, Any, bool]] = []
         self._shape: Any = None
         self._check_at = SETTLE_STEPS + TIMED_STEPS
@@ -147,8 +148,8 @@ class Chooser:
                 "processes": self._loop.world_size,
                 "micro_batches": self._loop.micro_batches,
             }
-            self._memory = Remembered(directory(self._auto.memory), fingerprint_of(facts))
-            self._recalled = self._memory.recall(self._known)
+            self._memory = memory_of(fingerprint_of(facts))
+            self._recalled = recall(self._memory, self._known)
             # The first process decides: clocks and caches of the others may say something else.
             self._known, self._recalled = self._loop.broadcast((self._known, self._recalled))
             self._candidates.known = self._known
@@ -368,7 +369,7 @@ class Chooser:
         self._program.report[self._auto.name] = asdict(choice)
         self._compare()
         if self._memory is not None and self._base.step_seconds is not None and self._loop.is_first_process:
-            not_kept = self._memory.keep(self._known, cache=self._telemetry.compiler.figures().cache)
+            not_kept = keep(self._memory, self._known)
             if not_kept is not None:
                 self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
         return self._strategies(self._best)
