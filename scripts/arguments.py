@@ -49,7 +49,7 @@ def own_caches(name: str, module: str) -> Iterator[None]:
     from trainer.sweep.environment import cache_variables
 
     def remove(error: type[BaseException] | None, *_: object) -> None:
-        with signals_wait("the caches are removed"):
+        with signals_wait():
             if error is not None and (prepare := sys.modules.get("strategies.prepare")):
                 prepare.stop_compiling()  # or it still writes there
             folder.cleanup()

@@ -76,35 +76,18 @@ def importing() -> Iterator[None]:
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
     ends the process by SIGABRT (seen at ``torch.distributed``).
     """
-    with signals_wait("everything is imported"), uncollected():
+    with signals_wait(), uncollected():
         yield
 
 
 @contextlib.contextmanager
-def signals_wait(until: str) -> Iterator[None]:
-    """Let signals that stop a run wait, a second one excepted; they then do what they did before."""
-    before = present_handlers()
-    waiting: list[int] = []
-
-    def wait(signum: int, _: FrameType | None) -> None:
-        if not waiting:
-            waiting.append(signum)
-            # Not print: this may interrupt one.
-            line = f"{signal.Signals(signum).name}: stopping once {until}; once more stops at once\n"
-            with contextlib.suppress(OSError):
-                os.write(2, line.encode())
-            return
-        waiting.clear()
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        signal.raise_signal(signum)
-
+def signals_wait() -> Iterator[None]:
+    """Inside, the system holds back signals that stop a run; they then do what they did before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, present_handlers())
     try:
-        with handled(dict.fromkeys(before, wait)):
-            yield
+        yield
     finally:
-        for each in waiting:
-            signal.raise_signal(each)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

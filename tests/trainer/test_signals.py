@@ -1,4 +1,4 @@
-"""Signals while torch is imported: they wait for its end, a second one does not."""
+"""Signals while torch is imported wait for its end."""
 
 from __future__ import annotations
 
@@ -42,13 +42,6 @@ def test_python_s_own_interrupt_waits_too() -> None:
         imported(signal.SIGINT, said=said)
     assert said == ["imported"]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    said: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        imported(signal.SIGTERM, signal.SIGINT, said=said)
-    assert said == []
 
 
 def test_a_failed_import_is_told_before_a_signal_that_waits_and_handlers_come_back() -> None:
