@@ -359,7 +359,7 @@ def test_a_users_folders_shadow_nothing_and_stay_importable(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('shadowed')" if name != "acme" else "")
     (tmp_path / "conf" / "config.yaml").write_text("seed: 99\n")
-    code = "from trainer.cli import claim_packages; claim_packages(); import acme, tasks, strategies.base"
+    code = "from trainer import working_directory_last; working_directory_last(); import acme, tasks, strategies.base"
     done = python(code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = python("from trainer.cli import main; main()", "--cfg", "job", cwd=tmp_path)

@@ -7,13 +7,22 @@ import sys
 
 
 def working_directory_last() -> None:
-    """Move it to the end, and warn of files in it that have the name of a module of Python's own."""
-    here = os.getcwd()
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if sys.path[:1] not in ([here], [""]) or here == ours:  # not with -P, and not for a checkout's own folder
+    """Let the working directory come last on the import path, after our packages: what it holds can be imported, as
+    plug-ins are, and hides nothing. Warn of files in it that have the name of a module of Python's own.
+
+    Python puts it first for ``python -m``, and leaves it out for a console script.
+    """
+    here = os.path.realpath(os.getcwd())
+    ours = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    first = sys.path[:1] in ([os.getcwd()], [""])
+    known = [entry for entry in sys.path if os.path.realpath(entry) != here]
+    if here == ours:  # a checkout's own folder
+        if not first:
+            sys.path[:] = [*known, here]
         return
-    sys.path[:] = [*sys.path[1:], here]
-    for name in sorted(os.listdir(here)):
+    # Not first: in an installation ours are site-packages, which must not come before the standard library.
+    sys.path[:] = [*known, *([] if ours in map(os.path.realpath, known) else [ours]), here]
+    for name in sorted(os.listdir(here)) if first else ():
         if name.endswith(".py") and name.removesuffix(".py") in sys.stdlib_module_names:
             print(
                 f"warning: {os.path.join(here, name)} has the name of a module of Python's own: this process takes "

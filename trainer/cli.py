@@ -28,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from trainer import errors
+from trainer import errors, working_directory_last
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -74,9 +74,9 @@ def main() -> None:
     from trainer.process import EARLY_PIPE, keep_streams, uncollected, waiting_early
     from trainer.sweep import environment, plan
 
+    working_directory_last()
     keep_streams()
     if EARLY_PIPE in os.environ:
-        claim_packages()
         with waiting_early(), uncollected():
             import trainer.run  # noqa: F401
     environment.end_with_parent()
@@ -85,7 +85,6 @@ def main() -> None:
     except ValueError as error:
         errors.report(error)
         sys.exit(REFUSED)
-    claim_packages()
     from trainer import config
     from trainer.sweep import folders, launcher
 
@@ -260,24 +259,3 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
 
         record = run(config, run_dir=run_dir, command=command)
     return record.exit_code, record.final_loss
-
-
-def claim_packages() -> None:
-    """Import our ``strategies`` and ``tasks``, whatever the working directory holds under these names.
-
-    Python puts the working directory first on the path for ``python -m`` and leaves it out for a console script.
-    Here it always comes last: the user's plug-in packages can be imported, and shadow nothing.
-    """
-    here = Path.cwd()
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
-    sys.path[:] = [str(ROOT), *others]
-    import strategies
-    import tasks
-
-    for package in (strategies, tasks):
-        if Path(package.__path__[0]).resolve().parent != ROOT:
-            raise ImportError(f"{package.__name__} was imported from {package.__path__[0]} before the command line")
-    # Not first for good: in an installation ROOT is site-packages, which must not come before the standard library.
-    # Still on the path, before the working directory, for worker processes that start a new interpreter.
-    ours = [] if any(Path(entry).resolve() == ROOT for entry in others) else [str(ROOT)]
-    sys.path[:] = [*others, *ours, *([] if here == ROOT else [str(here)])]
