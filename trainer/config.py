@@ -15,8 +15,7 @@ from typing import Any, get_type_hints
 import hydra
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,7 +28,7 @@ from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
 from trainer.cli import CONF
 from trainer.settings import RUN_MODES, Config
-from trainer.sweep.plan import SweepOptions
+from trainer.sweep.plan import SweepOptions, quoted
 
 
 def register() -> None:
@@ -199,16 +198,10 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
         if not Path(config_dir).is_dir():
             raise ValueError(f"--config-dir={config_dir!r} is not a folder")
         load_from_command_line(["--config-dir", config_dir])
+    theirs = [] if config_dir is None else [quoted(f"file://{Path(config_dir).resolve()}")]
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        if config_dir is not None:
-            # What Hydra does for its command line; its compose knows no further folder.
-            # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/utils.py (_run_hydra)
-            search_path = create_config_search_path(str(CONF))
-            search_path.prepend("command-line", Path(config_dir).resolve().as_uri(), anchor="schema")
-            GlobalHydra.instance().clear()
-            Hydra.create_main_hydra2(task_name="compose", config_search_path=search_path)
-        cfg = hydra_compose("config", overrides=list(overrides))
+        cfg = hydra_compose("config", overrides=[*overrides, *(f"hydra.searchpath=[{one}]" for one in theirs)])
         refuse_written_credentials(cfg)
         return to_config(cfg, overrides)
 

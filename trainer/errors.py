@@ -20,9 +20,7 @@ REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
 NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Config search path|provider=)")
 """Lines of Hydra's and OmegaConf's messages that speak of their insides."""
-FOREIGN = re.compile(
-    r"In '(?:schema/)?(?P<group>[\w/]+)/(?P<name>\w+)'.*Merge error: \w+ is not a subclass of (?P<base>\w+)", re.S
-)
+FOREIGN = re.compile(r"In '(?:schema/)?([\w/]+)/(\w+)'.*Merge error: \w+ is not a subclass of ", re.S)
 """What they say when an option belongs to another task: ``task=captioning task/data=torchvision``."""
 
 
@@ -34,21 +32,15 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
     if unnamed := re.match(r"Error parsing override '(.+)'\s+missing EQUAL", str(error)):
         return [f"error: {unnamed[1]} is not NAME=VALUE"]
-    if known := _not_for_this_task(error) or _unknown(error):
+    if known := _unknown(error):
         return [f"error: {known}"]
     lines: list[str] = []
     for cause in _causes(error, hidden=False):
-        for line in str(cause).splitlines():
-            text = line.rstrip()
-            if not text or NOISE.match(text) or text.strip() in (one.strip() for one in lines):
-                continue
-            # Adding a key with + helps in free-form mappings only; in a dataclass the option is misspelt.
-            if text.startswith("To append to your config") and "not in struct" not in str(cause.__cause__):
-                continue
-            if text.startswith("\t") and lines:  # available options come one to a line
-                lines[-1] += f" {text.strip()}" if lines[-1].endswith(":") else f", {text.strip()}"
-            else:
-                lines.append(text)
+        for line in map(str.strip, str(cause).splitlines()):
+            if line and line not in lines and not NOISE.match(line):
+                lines.append(line)
+    if foreign := FOREIGN.match("\n".join(lines)):
+        return [f"error: {foreign[1]}={foreign[2]} belongs to another task; task=NAME --help shows what that one takes"]
     if len(lines) == 2 and lines[0].startswith("Error merging override "):
         lines = [f"{lines[0].removeprefix('Error merging override ')}: {lines[1]}"]
     override = getattr(error, "override", None)
@@ -63,25 +55,13 @@ def _causes(error: BaseException | None, *, hidden: bool = True) -> Iterator[Bas
         error = error.__cause__ or (error.__context__ if hidden else None)
 
 
-def _not_for_this_task(error: BaseException) -> str | None:
-    """An option whose class does not derive from the task's, and those of its group whose class does."""
-    from tasks import SCHEMAS  # not above: the command line first makes sure that these are our tasks
-
-    found = FOREIGN.search("\n".join(map(str, _causes(error))))
-    if found is None:
-        return None
-    group, name, base = found["group"], found["name"], found["base"]
-    kinds = {path.rpartition("/")[2]: kind for path, kind in sorted(SCHEMAS.items()) if path.startswith(f"{group}/")}
-    fitting = [option for option, kind in kinds.items() if base in (each.__name__ for each in kind.__mro__)]
-    return f"{group}={name} belongs to another task" + (f"; this one takes {', '.join(fitting)}" if fitting else "")
-
-
 def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     """A group's option, a group or an option that does not exist, with the names that resemble it, else all of them.
 
     None for other errors, and for a key that ``+`` may add to a mapping without fixed keys.
     """
-    from tasks import SCHEMAS  # not above, see _not_for_this_task
+    # Not above: the command line imports this, and then puts a user's packages of the same names behind ours.
+    from tasks import SCHEMAS
     from tasks.base import suggest
     from trainer.cli import CONF
     from trainer.config import known_options
@@ -149,7 +129,7 @@ def _in_file(error: MarkedYAMLError) -> str:
 def report(error: BaseException, place: str = "") -> None:
     """Print what ``explain`` says on the standard error, without credentials; of what the system has refused, the file,
     or ``place``, which is an option that says where."""
-    from strategies.credentials import hidden  # not above, as in _not_for_this_task
+    from strategies.credentials import hidden  # not above, as in _unknown
 
     lines = explain(error)
     if isinstance(error, OSError) and not isinstance(error, REFUSALS):  # some of Hydra's are both
