@@ -13,31 +13,24 @@ from trainer.sweep import folders
 from trainer.sweep.folders import claim
 from trainer.telemetry.record import RunRecord
 
-EVERY_YEAR = "${now:%Y}"
-"""A time that all runs of a test share."""
-
 
 def test_runs_that_begin_at_once_have_a_folder_each(tmp_path: Path) -> None:
-    given = [f"hydra.run.dir=runs/{EVERY_YEAR}", "trainer.max_steps=7"]
-    runs = [trainer_process([*given, f"seed={seed}"], cwd=tmp_path) for seed in (10, 11, 12)]
+    runs = [trainer_process([f"seed={seed}", "trainer.max_steps=7"], cwd=tmp_path) for seed in (10, 11, 12)]
     for run in runs:
         _, errors = run.communicate(timeout=200)
         assert run.returncode == 0, errors
-    found = {RunRecord.load(folder).seed: folder for folder in (tmp_path / "runs").iterdir()}
+    found = {RunRecord.load(file.parent).seed: file.parent for file in (tmp_path / "outputs").rglob("record.json")}
     assert sorted(found) == [10, 11, 12]
     for seed, folder in found.items():
         assert f"seed={seed}" in (folder / ".hydra" / "overrides.yaml").read_text()
 
 
-def test_sweeps_that_begin_at_once_have_a_folder_each(tmp_path: Path) -> None:
-    for _ in range(2):
-        sweep = trainer_process(["-m", f"hydra.sweep.dir=sweeps/{EVERY_YEAR}", "compile=eager"], cwd=tmp_path)
-        _, errors = sweep.communicate(timeout=200)
-        assert sweep.returncode == 0, errors
-    first, second = sorted((tmp_path / "sweeps").iterdir())
-    assert second.name == f"{first.name}-2"
-    for folder in (first, second):
-        assert len(list(folder.glob("*/record.json"))) == 1
+def test_a_sweep_has_one_folder(tmp_path: Path) -> None:
+    sweep = trainer_process(["-m", "compile=eager"], cwd=tmp_path)
+    _, errors = sweep.communicate(timeout=200)
+    assert sweep.returncode == 0, errors
+    (folder,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert {file.name for file in folder.iterdir()} >= {"sweep.json", "multirun.yaml", "0-compile=eager"}
 
 
 def finished(folder: Path) -> None:
@@ -51,10 +44,6 @@ def killed(folder: Path) -> None:
 def failed(folder: Path) -> None:
     RunRecord(task="line", status="failed").save(folder)
     (folder / "error.log").touch()
-
-
-def refused(folder: Path) -> None:
-    RunRecord(task="line", status="failed", total_seconds=1.0).save(folder)
 
 
 def unreadable(folder: Path) -> None:
@@ -98,14 +87,13 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
 @pytest.mark.parametrize(
     ("left", "arguments"),
     [
-        (refused, []),
         (finished, ["resume=run"]),
         (killed, ["resume=run/checkpoints/last.ckpt"]),
         (checkpoint_alone, ["resume=run/checkpoints"]),
     ],
-    ids=["refused before", "resumed", "resumed by its file", "resumed without a record"],
+    ids=["resumed", "resumed by its file", "resumed without a record"],
 )
-def test_a_folder_of_a_refused_or_of_the_resumed_run_is_written_into(
+def test_a_folder_of_the_resumed_run_is_written_into(
     command_line: Any, called: list[Any], tmp_path: Path, left: Any, arguments: list[str]
 ) -> None:
     left(tmp_path / "run")
@@ -121,11 +109,8 @@ def test_only_the_first_process_claims(
     finished(tmp_path / "run")  # the first process's, which has begun meanwhile
     before = contents(tmp_path)
     assert command_line("hydra.run.dir=run") == 0
-    assert command_line(f"hydra.run.dir=runs/{EVERY_YEAR}") == 0
+    assert command_line() == 0
     assert contents(tmp_path) == before
-    monkeypatch.delenv(variable)
-    assert command_line(f"hydra.run.dir=runs/{EVERY_YEAR}") == 0
-    assert called[1]["run_dir"] == called[2]["run_dir"]
 
 
 def test_of_two_runs_that_claim_a_folder_at_once_one_is_refused(
@@ -133,7 +118,6 @@ def test_of_two_runs_that_claim_a_folder_at_once_one_is_refused(
 ) -> None:
     monkeypatch.setattr(folders, "taken", lambda folder, resume: None)  # both have looked before either wrote
     assert claim(RunRecord(task="first"), tmp_path, None) is None
-    monkeypatch.setattr(folders, "_was_refused", lambda folder: False)
     monkeypatch.setattr(Path, "exists", lambda path: False)
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok: None)
     with pytest.raises(ValueError, match="another run has just started in it"):

@@ -36,7 +36,7 @@ from trainer.process import Interrupted, StopRequest, process_settings, signal_a
 from trainer.script import conclude
 from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
-from trainer.sweep.folders import claim, release
+from trainer.sweep.folders import claim, put_back, release
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
@@ -66,8 +66,8 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         The record, its ``status`` finished, interrupted or failed, as written to ``run_dir``.
 
     Raises:
-        ValueError: Input that cannot be used, found before training began. The record then says ``failed``, but for
-            the one of a run that was to be resumed in its own folder, which stays.
+        ValueError: Input that cannot be used, found before training began. The folder has no record then, or that of
+            the run that was to be resumed in it.
         OSError: Nothing can be written into ``run_dir``.
         SystemExit: The task's code called ``sys.exit``; the record says ``failed`` and where.
     """
@@ -126,13 +126,10 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         raise
     finally:
         with undisturbed():
-            conclude(
-                record,
-                run_dir if is_first_process() else None,
-                console,
-                close_pages=job.close_pages,
-                instead=replaced if refused else None,
-            )
+            saves = is_first_process() and not refused
+            conclude(record, run_dir if saves else None, console, close_pages=job.close_pages)
+            if refused and is_first_process():
+                put_back(replaced, run_dir)
             if keeper is not None:
                 keeper.end()
     print_end(console, record, run_dir)

@@ -39,12 +39,11 @@ def conclude(
     *,
     close_pages: Callable[[dict[str, str]], None] | None,
     since_seconds: float | None = 0.0,
-    instead: bytes | None = None,
 ) -> None:
     """All that remains once ``record.status`` is known: the verdict, TensorBoard's last pages and the file.
 
     ``directory`` is None where nothing is saved, as on all processes but the first; ``close_pages`` gets the summary's
-    rows; the process was ``since_seconds`` old when the run began; ``instead`` is an earlier record to be put back.
+    rows; the process was ``since_seconds`` old when the run began.
     """
     record.verdict = run_verdict(record)
     if close_pages is not None:
@@ -60,10 +59,7 @@ def conclude(
     if directory is None:
         return
     try:
-        if instead is None:
-            record.save(directory)
-        else:
-            (directory / FILE_NAME).write_bytes(instead)
+        record.save(directory)
     except OSError as error:
         reason = f"{directory / FILE_NAME} was not written: {error.strerror}"
         if record.status == "finished":

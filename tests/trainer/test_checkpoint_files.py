@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import random
-import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,9 +182,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_in_one_line(
     assert str(raised.value).startswith("resume")
     assert str(given) in str(raised.value)
     assert "weights_only" not in str(raised.value), "torch's advice would run what was refused"
-    record = RunRecord.load(new)
-    assert (record.status, record.exit_code) == ("failed", 1)
-    assert re.search(complaint, str(record.reason))
+    assert not (new / "record.json").exists(), "so that the folder can be used again"
 
 
 def test_a_checkpoint_of_another_model_is_refused(run_dir: Path, tmp_path: Path) -> None:
