@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.micro.task import DEFAULTS, Micro
+from tasks.micro.task import DIMENSIONS, Micro
 from tests.report.records import record
 from trainer.report.runs import Run, group
 from trainer.settings import Config
@@ -106,7 +106,7 @@ def test_runs_are_placed_by_how_they_started_and_ended() -> None:
     assert cell.command.startswith("python -m trainer task=captioning")
 
 
-@pytest.mark.parametrize("model", DEFAULTS)
+@pytest.mark.parametrize("model", DIMENSIONS)
 def test_a_record_of_micro_says_which_of_its_models_it_is_of(model: str) -> None:
     assert described(Config(task=Micro(model=model)), []).task == f"micro {model}"
 
