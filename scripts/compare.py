@@ -30,24 +30,10 @@ from trainer.report.runs import LOOSE, SILENT, find
 from trainer.telemetry.files import printable, written_whole
 
 ABOUT = """\
-how the figures are made:
-  speed      the baseline's mean step time over the arm's, with a 95% interval: Student's t over three or more pairs of
-             runs that share seed, round and start, else Welch's t over the runs of both sides; none for single runs
-  ~          no difference is shown: the interval holds 1, there is none, or the runs of one arm are as far from each
-             other (standard deviation) as the arms are
-  ±          half the range from the smallest to the largest of the runs, over their median
-  pays back  steps after which a cold start has caught up with the baseline, warm-up and all time in the compiler
-             counted; none where no difference is shown
-  s to N     (markdown) seconds from the start of the process to the end of step N, without validation and checkpoints
-  scaling    of runs on several numbers of devices: samples/s over as many times those of one device, of the same
-             strategies; the median over rounds, ± half of their range
-  verdict    of arms that are shown to be faster, the one of least total time
+~ no difference is shown; ± half of the range over the runs. docs/comparing.md says how each figure is made.
 
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
 has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
-
-  against    which arms moved since FILE was written by --json: the ratio beyond the tolerance and both intervals,
-             graphs, breaks and recompiles at all
 
 Exit codes: 0 compared, 1 a training failed or an arm is worse than in --against, 2 refused (wrong arguments, no
 records, runs that are unlike).
@@ -106,13 +92,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     made = parser("compare", __doc__ or "", ABOUT)
     add = made.add_argument
     runs_help = "records, run folders, folders to search, or globs of these; or overrides to train (default: outputs)"
-    steps_help = "steps to give total times for; the verdict looks as far as the largest (default: 500 2000 20000)"
+    steps_help = "steps to give total times for (default: 500 2000 20000)"
     add("runs", nargs="*", metavar="RUN", help=runs_help)
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
     add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
     for kind in ("markdown", "json"):
         add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
-    against_help = "what --json wrote of earlier runs: which arms are worse now? (default: compared with nothing)"
+    against_help = (
+        "what --json wrote of earlier runs: in which arms did ratio, graphs or breaks move? (default: nothing)"
+    )
     add("--against", type=Path, metavar="FILE", help=against_help)
     tolerance_help = "by how much the ratio may differ from it (default: %(default)g)"
     add("--tolerance", type=at_least(0), default=TOLERANCE, metavar="SHARE", help=tolerance_help)
@@ -201,10 +189,10 @@ def _loaded(file: Path) -> list[dict[str, Any]]:
 
 
 def _arms(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows by the name of workload and arm, baselines left out; each with its workload's device and versions."""
+    """Rows by the name of workload and arm, baselines left out; each with its workload's device."""
     found: dict[str, dict[str, Any]] = {}
     for one in comparisons:
-        conditions = {name: one[name] for name in ("device", "processor", "versions")}
+        conditions = {name: one[name] for name in ("device", "processor")}
         base = [row for row in one["rows"] if row["arm"] == one["baseline"]]
         for row in one["rows"]:
             if row not in base:

@@ -83,12 +83,9 @@ def test_cold_starts_decide_and_warm_ones_where_no_arm_started_cold() -> None:
 def test_what_is_slower_or_pays_back_too_late_is_said_plainly() -> None:
     (slower,) = compared(*rounds("eager", 100), *rounds("whole", 110, warmup=31.0))
     assert slower.rows[1].break_even_steps == math.inf
-    assert slower.verdict == "no strategy tried is shown to beat eager within 20,000 steps"
-    late = rounds("whole", 99, warmup=61.0)
-    (later,) = compared(*rounds("eager", 100), *late)
-    assert later.verdict == "no strategy tried is shown to beat eager within 20,000 steps (whole from 60,000 on)"
-    (far,) = compared(*rounds("eager", 100), *late, at_steps=[100_000])
-    assert far.verdict == "for fewer than 60,000 steps use eager; above, whole"
+    assert slower.verdict == "no strategy tried is shown to beat eager for any number of steps"
+    (late,) = compared(*rounds("eager", 100), *rounds("whole", 99, warmup=61.0))
+    assert late.verdict == "for fewer than 60,000 steps use eager; above, whole"
 
 
 def test_where_no_difference_is_shown_there_is_no_break_even_and_no_advice() -> None:

@@ -111,13 +111,6 @@ def test_unlike_runs_are_found_and_marked(changes: dict[str, Any], said: str) ->
     assert found.verdict.endswith("(of runs that are unlike)")
 
 
-def test_commits_are_notes() -> None:
-    other = whole(git_commit="1111111111119999+dirty", versions={**whole().versions, "lightning": "2.7.0"})
-    found = against_eager(other)
-    assert found.unlike == []
-    assert found.notes == ["git commit: 7db0f83b6a0c (2 runs), 111111111111+dirty (1 run)"]
-
-
 def test_a_comparison_that_said_nothing_is_graver_than_one_that_passed() -> None:
     first = {"parity": {"verdict": "passed"}}
     second = {"parity": {"verdict": "not compared", "reason": "it draws"}}

@@ -11,10 +11,8 @@ from typing import Any
 from trainer.report import statistics
 from trainer.report.flags import (
     BUSY,
-    DECISIVE_VERSIONS,
     THIN,
     flags_of,
-    notes_on,
     parity_of,
     setup_seconds,
     step_seconds,
@@ -98,8 +96,6 @@ class WorkloadComparison:
     """All that there are, joined by `` / `` (then they are in ``unlike``); ``n/a`` when no record has one."""
     processor: str
     """Of the host, likewise."""
-    versions: dict[str, str]
-    """Of torch, triton and CUDA, likewise."""
     baseline: str
     """Arm that the others are compared with."""
     rows: list[Row]
@@ -109,8 +105,6 @@ class WorkloadComparison:
     were started; cold where as many."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
-    notes: list[str] = field(default_factory=list)
-    """Differences that need not matter: commit, number of steps; and what is missing for a comparison."""
     crossings: list[Crossing] = field(default_factory=list)
     """Which arm needs the least total time from which step on, from step 0. Of the arms that are shown to be faster,
     and the baseline."""
@@ -132,7 +126,7 @@ def compare_runs(
     Args:
         runs: Of any workloads; a workload is compared with itself only.
         baseline: Name of an arm, or of a label that one arm alone has.
-        at_steps: Numbers of steps to give total times for; the largest is where the verdict stops looking.
+        at_steps: Numbers of steps to give total times for.
 
     Raises ValueError when there are no runs, a number of steps is below 1, or the baseline asked for is none or several
     of the arms. ``eager`` alone may be missing: ratios are then None.
@@ -159,29 +153,26 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     measured = [run for cell in cells for run in cell.finished] or everything
     first = everything[0].record
     start = max(("cold", "warm"), key=lambda start: sum(bool(cell.started(start)) for cell in cells))
-    versions = {name: _joined([run.record.versions.get(name) for run in measured]) for name in DECISIVE_VERSIONS}
     found = WorkloadComparison(
         workload=workload,
         task=first.task,
         device=_joined([run.record.device for run in measured]) or "n/a",
         processor=_joined([run.record.processor for run in measured]) or "n/a",
-        versions={name: version for name, version in versions.items() if version},
         baseline=baseline if base is None else base.arm,
         start=start,
         rows=_rows(cells, base, start, at_steps),
         unlike=unlike_conditions(measured),
-        notes=notes_on(measured),
     )
     if found.baseline_row is None:
         found.verdict = _without(baseline, base)
         return found
     found.crossings = _crossings(found.rows)
-    found.verdict = _verdict(found, max(at_steps))
+    found.verdict = _verdict(found)
     return found
 
 
-def _verdict(found: WorkloadComparison, horizon: int) -> str:
-    """The sentence for a workload that has its baseline; no advantage beyond ``horizon`` steps counts."""
+def _verdict(found: WorkloadComparison) -> str:
+    """The sentence for a workload that has its baseline."""
     base = found.baseline
     judged = [(row, row.ratio) for row in found.rows[1:] if row.ratio is not None]
     if not judged:
@@ -195,7 +186,7 @@ def _verdict(found: WorkloadComparison, horizon: int) -> str:
         else:
             text = f"no difference from {base} is shown; more rounds or longer runs may show one"
     else:
-        text = _advice(found, horizon)
+        text = _advice(found)
     # What weakens it: thin figures of the arms that it names, or runs that are unlike.
     arms = {base, *(crossing.arm for crossing in found.crossings)}
     thin = any(flag.startswith(THIN) for row in found.rows if row.cell.arm in arms for flag in row.flags)
@@ -203,24 +194,20 @@ def _verdict(found: WorkloadComparison, horizon: int) -> str:
     return text + (f" ({', '.join(weak)})" if weak else "")
 
 
-def _advice(found: WorkloadComparison, horizon: int) -> str:
+def _advice(found: WorkloadComparison) -> str:
     """Which arm to use for how many steps."""
-    base = found.baseline
-    within = [crossing for crossing in found.crossings if crossing.from_steps <= horizon]
-    later = [crossing for crossing in found.crossings if crossing.from_steps > horizon]
-    beyond = f" ({later[0].arm} from {rounded(later[0].from_steps)} on)" if later else ""
-    caches = "with warm caches: " if found.start == "warm" else ""
-    if not within:
+    base, crossings = found.baseline, found.crossings
+    if not crossings:
         return f"steady steps differ from {base}'s; without what warming up takes there is no telling when it pays"
-    if len(within) == 1:
-        only = within[0].arm
-        if only == base:
-            return f"{caches}no strategy tried is shown to beat {only} within {horizon:,} steps{beyond}"
-        return f"{caches}use {only} for any number of steps{beyond}"
-    words = [f"{caches}for fewer than {rounded(within[1].from_steps)} steps use {within[0].arm}"]
-    for crossing, following in itertools.pairwise(within[1:]):
+    caches = "with warm caches: " if found.start == "warm" else ""
+    if len(crossings) == 1:
+        only = crossings[0].arm
+        advice = f"no strategy tried is shown to beat {base}" if only == base else f"use {only}"
+        return f"{caches}{advice} for any number of steps"
+    words = [f"{caches}for fewer than {rounded(crossings[1].from_steps)} steps use {crossings[0].arm}"]
+    for crossing, following in itertools.pairwise(crossings[1:]):
         words.append(f"from {rounded(crossing.from_steps)} to {rounded(following.from_steps)} {crossing.arm}")
-    return "; ".join([*words, f"above, {within[-1].arm}{beyond}"])
+    return "; ".join([*words, f"above, {crossings[-1].arm}"])
 
 
 def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Sequence[int]) -> list[Row]:

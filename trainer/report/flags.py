@@ -40,17 +40,6 @@ def setup_seconds(record: RunRecord) -> float | None:
     return None if record.setup_seconds is None else record.setup_seconds - (record.preparation_seconds or 0.0)
 
 
-def unlike_conditions(runs: Sequence[Run]) -> list[str]:
-    """Conditions that differ, a line each with the values and how many runs have them."""
-    return _differing([deciding(run.record) for run in runs])
-
-
-def notes_on(runs: Sequence[Run]) -> list[str]:
-    """The commits, where there are several: they need not matter."""
-    commits = ((run.record.git_commit or "").partition("+") for run in runs)
-    return _differing([{"git commit": commit[:12] + plus + dirty} if commit else {} for commit, plus, dirty in commits])
-
-
 def deciding(record: RunRecord) -> dict[str, str]:
     """What runs of one workload must share to be compared. What a record does not hold is left out."""
     values: dict[str, str | None] = {
@@ -63,9 +52,9 @@ def deciding(record: RunRecord) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _differing(facts: Sequence[dict[str, str]]) -> list[str]:
-    """``name: value (2 runs), other (1 run)`` for each name that has several values."""
-    lines = []
+def unlike_conditions(runs: Sequence[Run]) -> list[str]:
+    """``name: value (2 runs), other (1 run)`` for each condition that differs."""
+    lines, facts = [], [deciding(run.record) for run in runs]
     for name in dict.fromkeys(name for each in facts for name in each):
         counts = Counter(each[name] for each in facts if name in each)
         values = [f"{value} ({count} run{'' if count == 1 else 's'})" for value, count in counts.items()]

@@ -201,7 +201,6 @@ def remarks(found: WorkloadComparison) -> list[str]:
     }
     return [
         *(f"unlike: {line}" for line in found.unlike),
-        *(f"differs: {line}" for line in found.notes),
         *(f"{names}: {flag}" for flag, names in listed.items()),
     ]
 
@@ -293,7 +292,7 @@ def _escaped(text: str) -> str:
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
     """A list of workloads with their rows, the folders of their runs, crossings and verdict."""
-    names = ("workload", "task", "device", "processor", "versions", "baseline", "start", "verdict", "unlike", "notes")
+    names = ("workload", "task", "device", "processor", "baseline", "start", "verdict", "unlike")
     values = [
         {name: getattr(found, name) for name in names}
         | {"crossings": [asdict(crossing) for crossing in found.crossings], "rows": list(map(_plain, found.rows))}
