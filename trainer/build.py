@@ -59,7 +59,6 @@ def compile_callback(config: Config, record: RunRecord) -> Compile:
         on_slower=config.on_slower,
         on_difference=config.on_difference,
         profile=config.profile,
-        profile_steps=config.profile_steps,
     )
 
 

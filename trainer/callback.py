@@ -53,8 +53,8 @@ class Compile(CompiledTraining, L.Callback):
             new one for each training, complete when that is over.
         save: Whether that one is saved where the training logs, in a folder that holds no other.
         verbose: Whether the progress of compiling, and at the end that record's table and verdict are printed.
-        profile, profile_steps: Whether, and for how many optimizer steps, torch's profiler records a trace into
-            ``<default_root_dir>/profile``; they are left out of the steady figures.
+        profile: ``on``: torch's profiler records a few steady steps into ``<default_root_dir>/profile``; they are left
+            out of the steady figures.
         parity, on_compile_error, on_slower, on_difference: What is compared with eager, and what follows where a
             program does not compile, is slower, or differs later on; see ``trainer.settings.Config``.
 

@@ -13,7 +13,7 @@ from strategies.base import Strategy
 from strategies.compose import ordered
 from tasks.base import Task
 from trainer.guards import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
-from trainer.telemetry import profile_complaints
+from trainer.telemetry import PROFILE
 
 PRECISIONS = (
     "auto",
@@ -222,9 +222,7 @@ class Config:
 
     profile: str = "off"
     """``off`` or ``on``: torch's profiler records a few steady steps: a trace, the GPU's idle share, and the kernels
-    or operators that take longest."""
-    profile_steps: int = 5
-    """Optimizer steps that it records; they are no part of the steady figures."""
+    or operators that take longest. Those steps are no part of the steady figures."""
 
     def __post_init__(self) -> None:
         """Check the fields. Raises one ValueError that holds all complaints, a line each."""
@@ -232,14 +230,11 @@ class Config:
         if not 0 <= self.seed < 2**32:
             complaints.append(f"seed={self.seed} must be at least 0 and below 2**32")
         choices = {"parity": PARITY, "on_compile_error": ON_COMPILE_ERROR, "on_slower": ON_SLOWER}
-        choices |= {"on_difference": ON_DIFFERENCE, "on_nonfinite_loss": ON_NONFINITE_LOSS}
+        choices |= {"on_difference": ON_DIFFERENCE, "on_nonfinite_loss": ON_NONFINITE_LOSS, "profile": PROFILE}
         complaints += found_wrong(self, "", choices)
         if self.repeat is not None and self.repeat not in REPEAT:
             complaints.append(f"repeat={self.repeat!r} is not one of {REPEAT}, or null")
-        complaints += [
-            *profile_complaints(self.profile, self.profile_steps),
-            *self._of_peers(),
-        ]
+        complaints += self._of_peers()
         try:
             ordered(strategy for strategy in self.compile.values() if strategy is not None)  # None: refused by itself
         except ValueError as error:

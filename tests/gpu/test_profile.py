@@ -12,11 +12,12 @@ from scripts.doctor import ERROR, OK
 from scripts.doctor.__main__ import compiling, with_torch
 from tests.trainer.runs import train
 from trainer.console import summary
+from trainer.telemetry.profile import STEPS
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu
 ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=auto", "trainer.deterministic=false")
-PROFILED = (*ON_GPU, "profile=on", "profile_steps=4", "trainer.max_steps=40", "trainer.log_every_n_steps=10")
+PROFILED = (*ON_GPU, "profile=on", "trainer.max_steps=40", "trainer.log_every_n_steps=10")
 
 
 def kernels_in(folder: Path, record: RunRecord) -> int:
@@ -30,12 +31,12 @@ def test_idle_time_and_kernels_are_read(strategy: str, backend: str, tmp_path: P
     record = train(tmp_path, *PROFILED, strategy=strategy, backend=backend)
     facts = record.report["profile"]
     assert record.status == "finished"
-    assert facts["steps"] == 4
+    assert facts["steps"] == STEPS
     assert facts["idle_share"] is None or 0 <= facts["idle_share"] < 1
     assert facts["busy_seconds_per_step"] > 0
     assert sum(row["calls_per_step"] for row in facts["kernels"]) > 10
     assert sum(row["share"] for row in facts["kernels"]) <= 1.0001
-    assert kernels_in(tmp_path, record) > 4 * 10
+    assert kernels_in(tmp_path, record) > STEPS * 10
     assert facts["kernels"][0]["name"][:40] in summary(record)["profile"]
 
 
@@ -45,7 +46,7 @@ def test_kernels_of_a_captured_step_are_seen(tmp_path: Path) -> None:
     facts = record.report["profile"]
     assert record.status == "finished", record.reason
     assert sum(row["calls_per_step"] for row in facts["kernels"]) > 10
-    assert kernels_in(tmp_path, record) > 4 * 10
+    assert kernels_in(tmp_path, record) > STEPS * 10
 
 
 def test_steps_after_the_profile_are_what_they_were(tmp_path: Path) -> None:

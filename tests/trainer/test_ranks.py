@@ -40,7 +40,7 @@ class TimedOften(L.Callback):
 
 
 def train_with_a_slow_rank(folder: Path) -> RunRecord:
-    compile_ = Compile(warmup_steps=2, profile="on", profile_steps=2, verbose=False)
+    compile_ = Compile(warmup_steps=2, profile="on", verbose=False)
     options = {"devices": 2, "strategy": "ddp", "max_steps": 22, "max_epochs": -1}
     logger = TensorBoardLogger(folder, name="", version="")
     fit(SlowOnOne(), folder, [TimedOften(), compile_], logger=logger, **options)

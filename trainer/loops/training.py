@@ -29,7 +29,7 @@ from strategies.loop import Loop
 from strategies.prepare import Preparation
 from strategies.regions import give_up, uncompile
 from trainer.guards import Guarding
-from trainer.telemetry import hardware, profile_complaints
+from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry, fill_in
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -83,7 +83,6 @@ class CompiledTraining:
         on_slower: str = "warn",
         on_difference: str = "fail",
         profile: str = "off",
-        profile_steps: int = 5,
     ) -> None:
         self._guarding = Guarding(
             parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
@@ -108,14 +107,13 @@ class CompiledTraining:
             "parts": tuple(parts),
             "ragged": tuple(Ragged(*entry) for entry in ragged),
         }
-        complaints = profile_complaints(profile, profile_steps)
-        if complaints:
-            raise ValueError("\n".join(complaints))
+        if profile not in PROFILE:
+            raise ValueError(f"profile={profile!r} is not one of {PROFILE}")
         self._measured: dict[str, Any] = {
             "count": count,
             "warmup_steps": warmup_steps,
             "measure_peak": measure_peak,
-            "profile_steps": profile_steps if profile == "on" else None,
+            "profile": profile == "on",
         }
         self._loop: Loop | None = None
         self._settings = contextlib.ExitStack()

@@ -316,13 +316,7 @@ def _plain(row: Row) -> dict[str, Any]:
             figures |= {f"ratio_{part}": getattr(value, part, None) for part in ("low", "high", "pairs", "verdict")}
         elif name not in ("cell", "cost"):
             figures[name] = "never" if value == math.inf else value
-    kept = ("status", "seed", "round", "start", "git_commit", "warmup_seconds")
-    runs = [
-        {"directory": str(run.directory), "step_seconds": step_seconds(run.record)}
-        | {name: getattr(run.record, name) for name in kept}
-        for run in row.cell.runs
-    ]
-    return figures | {"runs": runs}
+    return figures | {"runs": [str(run.directory) for run in row.cell.runs]}
 
 
 # ---- scaling: one training on several numbers of devices -------------------------------------------------------------

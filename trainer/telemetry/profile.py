@@ -32,6 +32,8 @@ COLLECTIVE = re.compile(r"^(nccl|rccl|gloo:)|^void (nccl|rccl)", re.IGNORECASE)
 """Kernels of collectives on a GPU, and what gloo does on the host."""
 COMPUTE = re.compile(r"^(aten::|CompiledFunction|## Call CompiledFxGraph)")
 """What computes on a CPU; what dispatches a collective does not."""
+STEPS = 5
+"""Recorded; each adds thousands of events to a trace, and a viewer has to load them all."""
 QUIET_STEPS = 3
 """Steady steps in a row before the recording."""
 SETTINGS = {
@@ -44,12 +46,11 @@ class StepProfiler:
     """Decides, after each step, whether the recording begins or ends. What breaks in it never breaks the training.
 
     Args:
-        steps: How many are recorded.
         directory: The run's; the trace lies in a folder of its own in it. None = no trace is written.
     """
 
-    def __init__(self, steps: int, device: torch.device, directory: Path | None) -> None:
-        self._wanted, self._device, self._directory = steps, device, directory
+    def __init__(self, device: torch.device, directory: Path | None) -> None:
+        self._device, self._directory = device, directory
         self._done = self._quiet = self._first = 0
         self.recording = self._over = False
         self.facts: dict[str, Any] = {}
@@ -66,7 +67,7 @@ class StepProfiler:
 
     @property
     def full(self) -> bool:
-        return self.recording and self._done >= self._wanted
+        return self.recording and self._done >= STEPS
 
     def due(self, step: Step, *, warm: bool) -> bool:
         """Count ``step``, which is over; returns whether ``start`` is due."""

@@ -60,7 +60,7 @@ class Telemetry:
         count: BatchCounter | None,
         warmup_steps: int,
         measure_peak: bool | None = None,
-        profile_steps: int | None = None,
+        profile: bool = False,
     ) -> None:
         self.compiler = CompilerMonitor()
         self.reporter = EventReporter(enabled=False)
@@ -77,10 +77,8 @@ class Telemetry:
         self.preflight_seconds: float | None = None
         self.audit_seconds = 0.0
         self._every = 0
-        self._profile_steps = profile_steps
+        self._profile = profile
         self._profiler: StepProfiler | None = None
-        self.profiled: dict[str, Any] | None = None
-        """What a profile apart from the steps has found."""
         self.curves = Curves(self.meter)
         """The progress view reads its newest loss and speed from another thread."""
         self._after: str | None = None
@@ -106,9 +104,8 @@ class Telemetry:
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
         self.curves.begin(self._clock, self._peak)
-        if self._profile_steps is not None:
-            folder = Path(loop.directory) if loop.is_first_process else None
-            self._profiler = StepProfiler(self._profile_steps, self._device, folder)
+        if self._profile:
+            self._profiler = StepProfiler(self._device, Path(loop.directory) if loop.is_first_process else None)
         self.steps_done = loop.steps_done
         self.last_step = Step(self.steps_done)
         self._begin_step()
@@ -351,8 +348,7 @@ class Telemetry:
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
-        facts = self.profiled if self._profiler is None else self._profiler.facts
-        return None if facts is None else with_idle_share(facts, self.meter.median_seconds)
+        return None if self._profiler is None else with_idle_share(self._profiler.facts, self.meter.median_seconds)
 
 
 def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Program | None, *, together: bool) -> None:
