@@ -232,9 +232,6 @@ class Loop(Protocol):
     def quiet(self) -> AbstractContextManager[None]:
         """Inside, nothing is logged, profiled or seen by callbacks."""
 
-    def unlogged(self) -> AbstractContextManager[None]:
-        """Inside, what the training step logs is thrown away; callbacks and loggers stay as they are."""
-
     def apart(self) -> AbstractContextManager[None]:
         """Inside, a backward leaves the gradients of the processes apart."""
 

@@ -276,7 +276,7 @@ class Audits:
         if loop.anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
             raise RuntimeError("there is no memory for a copy of the state")
         weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
-        with loop.quiet(), loop.unlogged(), contextlib.ExitStack() as at_end:
+        with loop.quiet(), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore)
             random = loop.anywhere(pair.eager.drew and not pair.draws_alike)
             pair.eager.before.restore()

@@ -93,7 +93,7 @@ class Preflight:
     def _apart(self, batch: Any, *, captures: bool = True, frees: bool = True) -> Iterator[Snapshot]:
         """Inside, steps leave no trace: everything is put back at the end. Memory, too, where that ``frees``."""
         loop = self._loop
-        with loop.quiet(), loop.unlogged(), as_capturing(self._program.captures_steps and captures):
+        with loop.quiet(), as_capturing(self._program.captures_steps and captures):
             snapshot = Snapshot(loop, batch, self._program)
             try:
                 yield snapshot

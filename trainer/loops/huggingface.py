@@ -70,7 +70,7 @@ class HuggingFaceLoop(OneProcess):
         self._quiet = False
         self._figures: dict[str, float] = {}
         self._flops = 0.0
-        self._observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]] = []
+        self._observers = []
         self._saving: list[Callable[[str], None]] = []
         self._audit: Around | None = None
         self._audited = contextlib.ExitStack()
@@ -197,8 +197,6 @@ class HuggingFaceLoop(OneProcess):
                 delattr(self._trainer, name)
             vars(self._trainer).update(kept)
 
-    unlogged = quiet
-
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         self._mark()
         self.module.zero_grad()
@@ -254,16 +252,6 @@ class HuggingFaceLoop(OneProcess):
             self._audit = None
 
         return undo
-
-    @contextlib.contextmanager
-    def around_training_step(
-        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
-    ) -> Iterator[None]:
-        self._observers.append((before, after))
-        try:
-            yield
-        finally:
-            self._observers.remove((before, after))
 
     @contextlib.contextmanager
     def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:

@@ -178,11 +178,9 @@ class LightningLoop(Processes):
             replaced(module, "_current_fx_name", module._current_fx_name),
             replaced(module, "log", _log_nothing),
             replaced(module, "log_dict", _log_nothing),
+            replaced(trainer.fit_loop.epoch_loop._results, "log", _log_nothing),
         ):
             yield
-
-    def unlogged(self) -> contextlib.AbstractContextManager[None]:
-        return replaced(self._trainer.fit_loop.epoch_loop._results, "log", _log_nothing)
 
     def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
         from trainer.guards.snapshot import Snapshot

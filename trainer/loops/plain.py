@@ -73,6 +73,7 @@ class PlainLoop(OneProcess):
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
         self._around: list[Any] = []
+        self._observers = []
 
     def fit(self, loader: Iterable[Any], training: Watcher | None = None) -> Iterator[Tensor | None]:
         """Train on ``loader``, epoch after epoch up to ``max_steps``, one epoch without; yields the loss of each batch,
@@ -202,28 +203,6 @@ class PlainLoop(OneProcess):
         return self.take_over(run_within(around))
 
     @contextlib.contextmanager
-    def around_training_step(
-        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
-    ) -> Iterator[None]:
-        forward_loss = self.forward_loss
-
-        def observed(arguments: Mapping[str, Any]) -> Tensor | None:
-            del self.forward_loss  # for the observers' own forwards
-            try:
-                before(arguments)
-                loss = forward_loss(arguments)
-                after(loss)
-            finally:
-                self.forward_loss = observed  # type: ignore[method-assign]
-            return loss
-
-        self.forward_loss = observed  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self.forward_loss
-
-    @contextlib.contextmanager
     def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
         self._around.append((before, after))
         try:
@@ -256,7 +235,12 @@ class PlainMicroBatch:
     def forward_backward(self, batch: Any) -> dict[str, Any]:
         if self.begins:
             self._loop.optimizers[0].zero_grad()
-        loss = self._loop.forward_loss({"batch": batch, "batch_idx": self.index})
+        arguments = {"batch": batch, "batch_idx": self.index}
+        for before, _ in self._loop._observers:
+            before(arguments)
+        loss = self._loop.forward_loss(arguments)
+        for _, after in self._loop._observers:
+            after(loss)
         if loss is not None:
             self._loop.backward(loss)
         return {"loss": None if loss is None else loss.detach()}

@@ -231,6 +231,8 @@ class OneProcess:
     is_first_process = True
     capture_warmup_steps = 0
     wrapped: nn.Module | None = None
+    _observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]]
+    """Of each training step."""
     _fetching: Sequence[tuple[Callable[[], None], Callable[[], None]]] = ()
 
     def anywhere(self, flag: bool) -> bool:
@@ -259,7 +261,7 @@ class OneProcess:
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    unlogged = apart = quiet
+    apart = quiet
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         loop = cast(Loop, self)
@@ -271,6 +273,16 @@ class OneProcess:
         from trainer.guards.snapshot import Snapshot
 
         return Snapshot(cast(Loop, self), batch, weights=weights)
+
+    @contextlib.contextmanager
+    def around_training_step(
+        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
+    ) -> Iterator[None]:
+        self._observers.append((before, after))
+        try:
+            yield
+        finally:
+            self._observers.remove((before, after))
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         ours = (before, after)
