@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -217,10 +217,9 @@ class FunctionalUpdate(Update):
         self._plan: Plan | None = None
         self._plans = 0
         self._scaled = False
-        # From plan to plan, as compiled code and CUDA graphs hold on to them.
+        # From plan to plan:
         self._functions: dict[tuple[Any, ...], Callable[..., None]] = {}  # by kind of chunk
         self._scales: dict[torch.device, Tensor] = {}  # what gradients are multiplied by
-        self._scalars: dict[tuple[Any, ...], list[DeviceScalar]] = {}
         self._clock_of: dict[Tensor, Clock] = {}  # empty: the counts in the optimizer's state are believed
         # Loading replaces every state tensor: plan anew, and believe the loaded counts.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
@@ -340,7 +339,6 @@ class FunctionalUpdate(Update):
         """Plan for the gradients and groups as they are; creates the state that torch would create."""
         formula, state = self._formula, self.optimizer.state
         clocks: dict[tuple[Any, ...], Clock] = {}
-        alike: Counter[tuple[Any, ...]] = Counter()  # clocks of one group, device and precision
         places: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for index, group in enumerate(self.optimizer.param_groups):
             flags, names = tuple(formula.flags_of(group).items()), formula.states(group)
@@ -349,15 +347,15 @@ class FunctionalUpdate(Update):
                 steps = formula.steps_in(state.get(parameter, {})) if known is None else known.steps
                 if names or formula.counted:  # else torch makes no entry either
                     formula.create_state(state[parameter], parameter, group)
-                kind = (index, parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32)
-                if (*kind, steps) not in clocks:
-                    if (place := (*kind, alike[kind])) not in self._scalars:  # the same tensors from plan to plan
-                        values = formula.scalars(_numbers_of(group), steps + 1)
-                        self._scalars[place] = [DeviceScalar(one, device=kind[1], dtype=kind[2]) for one in values]
-                    alike[kind] += 1
-                    clocks[*kind, steps] = Clock(index, steps, self._scalars[place])
-                self._clock_of[parameter] = clocks[*kind, steps]
-                places[self._places.get(parameter), parameter.device, parameter.dtype, flags, names].append(parameter)
+                device = parameter.device
+                precision = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                kind = (index, device, precision, steps)
+                if kind not in clocks:
+                    values = formula.scalars(_numbers_of(group), steps + 1)
+                    scalars = [DeviceScalar(one, device=device, dtype=precision) for one in values]
+                    clocks[kind] = Clock(index, steps, scalars)
+                self._clock_of[parameter] = clocks[kind]
+                places[self._places.get(parameter), device, parameter.dtype, flags, names].append(parameter)
         cut = [
             (members[start : start + MAX_CHUNK], dict(flags), names)
             for (_, _, _, flags, names), members in places.items()
