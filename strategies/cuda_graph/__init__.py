@@ -25,18 +25,9 @@ class CudaGraph(Strategy):
     name: ClassVar[str] = "cuda_graph"
     stage: ClassVar[Stage] = Stage.STEP
 
-    eager_steps: int = 1
-    """Steps of each shape that run without a graph before it is captured: what they need is compiled and tuned then."""
-    max_graphs: int = 64
-    """Most graphs; batches of further shapes run without one, and the record says so."""
     required: bool = True
     """Whether a machine without CUDA, or processes whose steps no graph can hold, are an error; false = it leaves
     itself out, with a note."""
-
-    def __post_init__(self) -> None:
-        for option in ("eager_steps", "max_graphs"):
-            if getattr(self, option) < 1:
-                raise ValueError(f"compile.cuda_graph.{option}={getattr(self, option)} must be at least 1")
 
     def check(self) -> None:
         import torch
@@ -68,7 +59,7 @@ class CudaGraph(Strategy):
                 raise ValueError(f"compile.cuda_graph: {reason}")
             program.notes.append(f"cuda_graph: left out, {reason}")
             return
-        program.step = StepGraphs(CudaEngine(program.device), eager_steps=self.eager_steps, max_graphs=self.max_graphs)
+        program.step = StepGraphs(CudaEngine(program.device))
 
     def end(self, program: Program) -> None:
         if program.step is None:

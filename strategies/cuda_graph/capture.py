@@ -92,6 +92,8 @@ MIN_REPLAYS = 16
 """replays for each change that make up for observing and capturing again."""
 MAX_VARIANTS = 4
 """Graphs of one shape that are kept for states which may come back."""
+MAX_GRAPHS = 64
+"""Most graphs; batches of further shapes run without one."""
 MAX_KEYS = 256
 """Kinds of batches of which none came twice after which capture is given up."""
 MAX_OBSERVATIONS = 3
@@ -147,8 +149,8 @@ class Shape:
 
     name: str
     """For messages: the shapes of its tensors."""
-    seen: int = 0
-    """Steps run without a graph."""
+    seen: bool = False
+    """Whether a step has run without a graph."""
     variants: list[Variant] = field(default_factory=list)
     """The last one used comes last."""
     observations: int = 0
@@ -162,11 +164,12 @@ class Shape:
 class StepGraphs:
     """Runs steps, from a graph where there is one for the batch and the state at hand.
 
-    Of each kind of batch ``eager_steps`` run before its capture, of every shape of it until it is ``warmed``.
+    Of each kind of batch one runs before its capture, of every shape of it until it is ``warmed``: what it needs is
+    compiled and tuned then.
     """
 
-    def __init__(self, engine: Engine, *, eager_steps: int, max_graphs: int) -> None:
-        self._engine, self._eager_steps, self._max_graphs = engine, eager_steps, max_graphs
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._shapes: dict[Hashable, Shape] = {}
         self._kinds: set[Hashable] = set()
         self.warmed = False
@@ -234,7 +237,7 @@ class StepGraphs:
             shape.variants.append(variant)
         captured = variant is not None and variant.replay is not None
         self.settled = captured or shape.refused
-        ready = shape.seen >= self._eager_steps or (self.warmed and kind in self._kinds and not shape.failed)
+        ready = shape.seen or (self.warmed and kind in self._kinds and not shape.failed)
         able = ready and not shape.refused and self.eager_count >= self.warmup_steps
         verifier = None
         plan = Plan.REPLAY if captured else Plan.CAPTURE if able else Plan.EAGER
@@ -256,7 +259,7 @@ class StepGraphs:
                     one.copy_(value)
             self._capture(shape, variant, step, batch, after_capture)
         if plan is Plan.EAGER and not captured:
-            shape.seen += 1
+            shape.seen = True
             results = self.eager(step, batch, for_good=shape.refused)
             self._kinds.add(kind)
             return results
@@ -338,9 +341,9 @@ class StepGraphs:
         return self._agreed(Plan.CAPTURE if may else Plan.EAGER, changes)
 
     def _may_capture(self, shape: Shape, variant: Variant | None, observe: Callable[[], Observation]) -> bool:
-        if len(self._captured()) >= self._max_graphs:
+        if len(self._captured()) >= MAX_GRAPHS:
             shape.refused = True
-            self.refuse(f"there are max_graphs={self._max_graphs} graphs already")
+            self.refuse(f"there are {MAX_GRAPHS} graphs already")
             return False
         if variant is not None:  # a state that was seen before, and is here again
             return True
@@ -407,7 +410,7 @@ class StepGraphs:
         if not self._everywhere(error is None):
             self.release()
             shape.failed = True
-            shape.refused = self._everywhere(shape.seen >= self._eager_steps)
+            shape.refused = self._everywhere(shape.seen)
             reason = "another process could not capture it" if error is None else first_line(error)
             raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {reason}") from error
         if made is not None:

@@ -138,7 +138,7 @@ def test_a_captured_step_computes_again_too() -> None:
     def losses(*, captured: bool) -> list[float]:
         torch.manual_seed(0)
         module = Stack(nn.ModuleList(Block() for _ in range(3)))
-        graphs = StepGraphs(RecordingEngine(module), eager_steps=1, max_graphs=4)
+        graphs = StepGraphs(RecordingEngine(module))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         if captured:
             Checkpointing().apply(Program(module=module))

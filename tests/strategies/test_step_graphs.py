@@ -69,14 +69,14 @@ def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
 
 
 def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
-    graphs = StepGraphs(engine, eager_steps=1, max_graphs=8)
+    graphs = StepGraphs(engine)
     for rows in (4, 4, 4, 3, 3, 3):
         assert doubled(graphs, rows).tolist() == [4.0] * rows
     assert (graphs.eager_count, graphs.captures) == (4, 2), "once before it is observed, and once while it is"
 
 
 def test_once_all_shapes_are_warmed_only_the_first_of_a_kind_does(engine: Failing) -> None:
-    graphs = StepGraphs(engine, eager_steps=1, max_graphs=8)
+    graphs = StepGraphs(engine)
     graphs.warmed = True
     for rows in (4, 3, 2, 4):
         assert doubled(graphs, rows).tolist() == [4.0] * rows
@@ -86,7 +86,7 @@ def test_once_all_shapes_are_warmed_only_the_first_of_a_kind_does(engine: Failin
 
 
 def test_a_warmed_shape_that_cannot_be_captured_at_once_runs_and_is_tried_again(engine: Failing) -> None:
-    graphs = StepGraphs(engine, eager_steps=1, max_graphs=8)
+    graphs = StepGraphs(engine)
     graphs.warmed = True
     doubled(graphs, 4)
     engine.failures = 1
@@ -98,7 +98,7 @@ def test_a_warmed_shape_that_cannot_be_captured_at_once_runs_and_is_tried_again(
 
 
 def test_what_fails_after_it_has_run_is_not_tried_again(engine: Failing) -> None:
-    graphs = StepGraphs(engine, eager_steps=1, max_graphs=8)
+    graphs = StepGraphs(engine)
     for _ in range(2):
         doubled(graphs, 4)
     engine.failures = 1
@@ -112,7 +112,7 @@ def test_what_fails_after_it_has_run_is_not_tried_again(engine: Failing) -> None
 
 
 def test_a_state_that_comes_back_has_kept_its_graph(engine: Failing) -> None:
-    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    graphs, host = StepGraphs(engine), Host()
     for factor in (1.0, 1.0, 1.0, 3.0, 3.0, 1.0, 3.0, 1.0):
         host.factor = factor
         assert multiplied(graphs, 4, host).tolist() == [2.0 * factor] * 4
@@ -121,7 +121,7 @@ def test_a_state_that_comes_back_has_kept_its_graph(engine: Failing) -> None:
 
 
 def test_a_state_that_changes_at_every_step_is_never_captured_and_given_up(engine: Failing) -> None:
-    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    graphs, host = StepGraphs(engine), Host()
     for step in range(1, MAX_CHANGES + 3):
         host.factor = float(step)
         assert multiplied(graphs, 4, host).tolist() == [2.0 * step] * 4
@@ -132,7 +132,7 @@ def test_a_state_that_changes_at_every_step_is_never_captured_and_given_up(engin
 
 
 def test_what_nothing_could_compare_is_observed_again_before_it_is_refused(engine: Failing) -> None:
-    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    graphs, host = StepGraphs(engine), Host()
     host.problems = ["calls time.time"]
     for _ in range(8):
         multiplied(graphs, 4, host)
@@ -141,7 +141,7 @@ def test_what_nothing_could_compare_is_observed_again_before_it_is_refused(engin
 
 
 def test_few_graphs_are_kept_of_a_shape_whose_state_changes_now_and_then(engine: Failing) -> None:
-    graphs, host = StepGraphs(engine, eager_steps=1, max_graphs=8), Host()
+    graphs, host = StepGraphs(engine), Host()
     for epoch in range(12):
         host.factor = float(epoch)
         for _ in range(20):
@@ -185,7 +185,7 @@ def together(rows: list[list[int]], hosts: list[Host], engines: list[Counted]) -
     wishes, barrier = [0, 0], threading.Barrier(2, timeout=200)
     found: list[tuple[StepGraphs, list[str]]] = []
     for engine in engines:
-        found.append((StepGraphs(engine, eager_steps=1, max_graphs=8), []))
+        found.append((StepGraphs(engine), []))
         found[-1][0].verifier = Again()
 
     def agree(rank: int, wish: int) -> int:

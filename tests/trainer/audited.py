@@ -77,7 +77,7 @@ class Captured(Strategy):
     stage: ClassVar[Stage] = Stage.STEP
 
     def begin(self, program: Program) -> None:
-        program.step = StepGraphs(_Engine(program.module), eager_steps=1, max_graphs=8)
+        program.step = StepGraphs(_Engine(program.module))
 
     def end(self, program: Program) -> None:
         if program.step is not None:

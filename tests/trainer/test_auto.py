@@ -156,7 +156,7 @@ class Recorded(CudaGraph):
         pass
 
     def begin(self, program: Program) -> None:
-        program.step = StepGraphs(RecordingEngine(program.module), eager_steps=1, max_graphs=8)
+        program.step = StepGraphs(RecordingEngine(program.module))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class Recorded(Strategy):
     stage: ClassVar[Stage] = Stage.STEP
 
     def begin(self, program: Program) -> None:
-        program.step = StepGraphs(RecordingEngine(program.module), eager_steps=1, max_graphs=8)
+        program.step = StepGraphs(RecordingEngine(program.module))
 
     def end(self, program: Program) -> None:
         if program.step is not None:

@@ -37,7 +37,7 @@ class Forgetful(RecordingEngine):
 
 class Wrong(Recorded):
     def begin(self, program: Program) -> None:
-        program.step = StepGraphs(Forgetful(program.module), eager_steps=1, max_graphs=8)
+        program.step = StepGraphs(Forgetful(program.module))
 
 
 def test_a_right_replay_passes_and_trains_on_as_if_nothing_had_been_compared(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Program, Strategy
 from strategies.base import Stage
+from strategies.cuda_graph import capture
 from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import RecordingEngine
@@ -27,10 +28,9 @@ class Recorded(Strategy):
 
     name: ClassVar[str] = "recorded"
     stage: ClassVar[Stage] = Stage.STEP
-    max_graphs = 8
 
     def begin(self, program: Program) -> None:
-        program.step = StepGraphs(RecordingEngine(program.module), eager_steps=1, max_graphs=self.max_graphs)
+        program.step = StepGraphs(RecordingEngine(program.module))
 
     def end(self, program: Program) -> None:
         if program.step is not None:
@@ -342,15 +342,13 @@ def test_freezing_a_layer_is_another_graph(tmp_path: Path) -> None:
     assert report["graphs"] == 2
 
 
-def test_further_shapes_run_eager_once_there_are_enough_graphs(tmp_path: Path) -> None:
-    class Few(Recorded):
-        max_graphs = 1
-
-    compile_ = Compile([Few()])
+def test_further_shapes_run_eager_once_there_are_enough_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MAX_GRAPHS", 1)
+    compile_ = Compile([Recorded()])
     fit(Net(), tmp_path, compile_, rows=46, max_steps=40)
     report = compile_.record.report["recorded"]
     assert report["graphs"] == 1
-    assert report["refused"] == ["there are max_graphs=1 graphs already"]
+    assert report["refused"] == ["there are 1 graphs already"]
 
 
 def test_what_is_prepared_is_no_steady_step(tmp_path: Path) -> None:

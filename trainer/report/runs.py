@@ -33,8 +33,8 @@ SILENT = frozenset({"trainer.progress", "seed", "resume", "repeat"})
 """Settings that are never reported: the display, and what the runs of one arm differ in by design."""
 PLACES = frozenset({"root", "path", "val_path", "image_root"})
 """Last words of settings for where data lies."""
-PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
-"""Parameters of strategies for where something lies, not how the task executes."""
+PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options", "read_only", "eager_steps", "max_graphs"})
+"""Parameters of strategies for where something lies, not how the task executes; the last three in older records."""
 PEER = "peer"
 """Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
 
