@@ -170,8 +170,8 @@ class LoaderPadder:
         self._batches = batches
         collate = PaddingCollate(loader.collate_fn, padding)
         self._collates["training"] = [collate]
-        self.program.report[padding.name] = report = planned(lengths, batches, loader)
-        self.program.notes.extend(plan_notes(report, padding, batches, loader))
+        self.program.report[padding.name] = planned(batches)
+        self.program.notes.extend(plan_notes(padding, batches, loader))
         return with_buckets(loader, batches, collate)
 
     def _edges(self, lengths: NDArray[np.int64]) -> tuple[int, ...]:

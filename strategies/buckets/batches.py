@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -231,15 +230,6 @@ def clear_of_64(edges: Sequence[int], *, multiple: int, limit: int | None = None
     itself stays."""
     moved = {edge if edge % 128 != 64 else min(edge + multiple, limit or edge + multiple) for edge in edges}
     return tuple(sorted(moved))
-
-
-def share_of_random_batches(lengths: ArrayLike, batch_size: int, *, seed: int = 0) -> float:
-    """Padding over all positions of shuffled batches that are padded to their longest example, to compare with."""
-    values: NDArray[Any] = np.random.default_rng(seed).permutation(np.asarray(lengths, dtype=np.int64))
-    whole = values[: len(values) // batch_size * batch_size].reshape(-1, batch_size)
-    if not len(whole):
-        whole = values[None]
-    return 1 - int(whole.sum()) / int(whole.max(axis=1).sum() * whole.shape[1])
 
 
 def _histogram(lengths: ArrayLike, multiple: int, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -9,9 +9,7 @@ import copy
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,7 +21,7 @@ from torch.utils.data import (
 )
 
 from strategies.base import Ragged
-from strategies.buckets.batches import BucketBatchSampler, PlannedBatch, share_of_random_batches
+from strategies.buckets.batches import BucketBatchSampler, PlannedBatch
 from strategies.padding import Padding, edge_of, length_of, tensor_of, to_edge
 
 
@@ -190,33 +188,26 @@ def with_collate(loader: DataLoader[Any], collate: PaddingCollate) -> DataLoader
     return copied
 
 
-def planned(lengths: NDArray[np.int64], batches: BucketBatchSampler, loader: DataLoader[Any]) -> dict[str, Any]:
-    """For the record: what an epoch of ``batches`` holds, which take the place of ``loader``'s."""
-    rows = loader.batch_size
-    random = None if rows is None else share_of_random_batches(lengths, rows, seed=batches.seed)
+def planned(batches: BucketBatchSampler) -> dict[str, Any]:
+    """For the record: what an epoch of ``batches`` holds."""
     return {
         "edges": list(batches.edges),
         "batch_sizes": list(batches.batch_sizes.values()),
         "examples": batches.examples.tolist(),
         "batches_each_epoch": batches.batches_by_edge(),
         "left_out_each_epoch": batches.left_out,
-        "longest": int(lengths.max()),
+        "longest": int(batches.lengths.max()),
         "expected_padded_share": batches.planned_padded_share,
-        "padded_share_of_random_batches": random,
     }
 
 
-def plan_notes(
-    report: dict[str, Any], padding: Padding, batches: BucketBatchSampler, loader: DataLoader[Any]
-) -> list[str]:
+def plan_notes(padding: Padding, batches: BucketBatchSampler, loader: DataLoader[Any]) -> list[str]:
     sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
     rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     note = (
         f"{padding.name}: {len(batches.lengths):,} examples padded up to {', '.join(map(str, padding.edges))}; "
         f"batches of {rows}; expected padded share {batches.planned_padded_share:.1%}"
     )
-    if report["padded_share_of_random_batches"] is not None:
-        note += f" (random batches padded to their longest: {report['padded_share_of_random_batches']:.1%})"
     if batches.left_out:
         note += f"; {batches.left_out} left out each epoch, others each time: the loader's drop_last=True"
     if not isinstance(loader.sampler, SequentialSampler) or batches.replicas > 1:

@@ -158,7 +158,6 @@ def ragged() -> list[RunRecord]:
                     "examples": [120, 180, 230, 200, 130, 110, 40, 14],
                     "padded_share_by_edge": shares,
                     "expected_padded_share": 0.139,
-                    "padded_share_of_random_batches": 0.646,
                 }
             if arm == "full_stack":
                 one.recompiles, one.graph_breaks = 1, 1

@@ -22,7 +22,6 @@ FULL = "[regional,optimizer,buckets,cached]"
     ("fact", "value", "expected"),
     [
         ("expected_padded_share", 0.1234, "12.3%"),
-        ("padded_share_of_random_batches", 0.5, "50.0%"),
         ("load_seconds", 1.5, "1.50 s"),
         ("steps.eager_step_seconds", 0.01025, "10.2 ms"),
         ("compiled_milliseconds", 1.23456, "1.23 ms"),

@@ -154,7 +154,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
         *("cache_misses", "longest_eager_step_seconds", "longest_switching_step_seconds"),
     ),
     "buckets": (
-        *("edges", "expected_padded_share", "seen_padded_share", "padded_share_of_random_batches"),
+        *("edges", "expected_padded_share", "seen_padded_share"),
         *("unexpected_training_batches", "unexpected_validation_batches"),
     ),
     "cached": ("state", "reason", "artifacts_loaded", "load_seconds", "artifacts_saved", "refused", "save_error"),
