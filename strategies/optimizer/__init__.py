@@ -127,11 +127,11 @@ class Optimizer(CompileOptions):
         return put_all_back
 
     def end(self, program: Program) -> None:
-        from strategies.optimizer.step import uninstall
+        from strategies.optimizer.step import ATTRIBUTE
 
         program.kept.pop(self.name, lambda: None)()
         for optimizer in program.optimizers:
-            uninstall(optimizer)
+            vars(optimizer).pop(ATTRIBUTE, None)  # its own step continues from the state as it is
 
     def update_for(
         self, optimizer: torch.optim.Optimizer, program: Program, places: Mapping[Tensor, str] | None = None

@@ -221,8 +221,6 @@ class FunctionalUpdate(Update):
         self._functions: dict[tuple[Any, ...], Callable[..., None]] = {}  # by kind of chunk
         self._scales: dict[torch.device, Tensor] = {}  # what gradients are multiplied by
         self._clock_of: dict[Tensor, Clock] = {}  # empty: the counts in the optimizer's state are believed
-        # Loading replaces every state tensor: plan anew, and believe the loaded counts.
-        self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
 
     def __call__(self) -> None:
         """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
@@ -305,9 +303,6 @@ class FunctionalUpdate(Update):
         self._plan = None
         self._clock_of.clear()
 
-    def uninstall(self) -> None:
-        self._loaded.remove()
-
     def scale_on(self, device: torch.device) -> Tensor | float:
         return self._scales.get(device, 1.0)
 
@@ -320,7 +315,7 @@ class FunctionalUpdate(Update):
         return self._holds_state(plan) and [steps._version for steps in plan.counts] == plan.versions
 
     def _holds_state(self, plan: Plan) -> bool:
-        """Whether the optimizer's state is still in the tensors that the plan works on."""
+        """Whether the optimizer's state is still in the tensors that the plan works on: loading one makes others."""
         now = list(self.optimizer.state.values())
         same = len(now) == len(plan.entries) and all(map(operator.is_, now, plan.entries))
         return same and all(entry.get(name) is tensor for entry, name, tensor in plan.held)

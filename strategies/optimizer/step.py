@@ -73,9 +73,6 @@ class Update(GraphedStep):
     def facts(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def uninstall(self) -> None:
-        """Leave the optimizer as torch's own step expects it."""
-
     def scale_on(self, device: torch.device) -> Tensor | float:
         """What the last step multiplied gradients by to clip them, ``()``; 1 where it did not."""
         return 1.0
@@ -133,12 +130,6 @@ def replace_step(optimizer: torch.optim.Optimizer, update: Callable[[torch.optim
 def installed(optimizer: torch.optim.Optimizer) -> Update | None:
     """The update that stands in for the step of ``optimizer``, or None."""
     return vars(optimizer).get(ATTRIBUTE)
-
-
-def uninstall(optimizer: torch.optim.Optimizer) -> None:
-    """Let go of what is installed in ``optimizer``, whose own step continues from the state as it is."""
-    if (update := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
-        update.uninstall()
 
 
 def not_torchs_own(optimizer: torch.optim.Optimizer) -> str | None:
