@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import getpass
 import importlib.util
-import inspect
 import os
 import re
 import shutil
@@ -153,28 +151,6 @@ def near(given: str, known: list[str]) -> str:
     """What an error about ``given`` ends with: the names in ``known`` that resemble it."""
     matches = difflib.get_close_matches(given, known, n=3)
     return f"; near: {', '.join(matches)}" if matches else ""
-
-
-def file_of_backend(name: str) -> Path | None:
-    """The file that defines the backend called ``name``; None for those that come with torch.
-
-    Raises ValueError where the file is not known.
-    """
-    import torch
-    from torch._dynamo.backends.registry import lookup_backend
-
-    found: Any = lookup_backend(name)
-    while isinstance(found, functools.partial):
-        found = found.func
-    function = found if inspect.isroutine(found) else type(found)
-    # The backend itself, and what torch's aot_autograd helper was given to build it from.
-    parts = [part for part in getattr(found, "kwargs", {}).values() if inspect.isroutine(part)]
-    modules = [inspect.getmodule(wanted) for wanted in (function, *parts)]
-    files = [Path(file) for module in modules if (file := getattr(module, "__file__", None)) is not None]
-    ours = [file for file in files if not file.is_relative_to(Path(torch.__file__).parent)]
-    if not ours and modules[0] is None:
-        raise ValueError(f"where backend {name!r} is defined is not known")
-    return ours[0] if ours else None
 
 
 # ---- what the compiler needs of the machine --------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from strategies.options import file_of_backend
 from trainer.guards.compare import TENSOR_FLOOR, UNITS, Comparison, Tensors, local, loss_sizes, perturb
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 from trainer.telemetry.record import AuditDifference
@@ -38,6 +37,11 @@ SAMPLES = 4
 """Steps from copies one rounding off by which the tolerance is widened before a difference counts."""
 MAX_TOLERANCE = 0.5
 """Relative to the update, beyond which a comparison says nothing: weights of few bits that hardly move."""
+TAKING_APART = (
+    *("aot_eager_decomp_partition", "aot_eager_decomp_partition_crossref", "aot_eager_decomp_partition_with_mode"),
+    *("aot_ts", "ts", "cudagraphs", "openxla", "openxla_eval", "tvm", "onnxrt"),
+)
+"""Torch's backends, beside Inductor, that may take operations apart; others run them as they are."""
 FORMS = ("foreach", "fused", "capturable", "differentiable")
 SEED = 2**31 - 101
 
@@ -224,22 +228,11 @@ def region_draws(program: Program) -> Iterator[list[str]]:
 def draws_as_eager(program: Program) -> bool:
     """Whether compiled code that leaves the generators where eager does has drawn eager's numbers.
 
-    A dropout that is taken apart draws others, in double precision as many of them. Torch's own backends, all but
-    two, may take operations apart.
+    A dropout that is taken apart draws others, in double precision as many of them.
     """
     return not any(
-        strategy.needs_inductor or _takes_apart(getattr(strategy, "backend", "eager"))
-        for strategy in program.strategies
+        strategy.needs_inductor or getattr(strategy, "backend", None) in TAKING_APART for strategy in program.strategies
     )
-
-
-def _takes_apart(backend: str) -> bool:
-    if backend in ("eager", "aot_eager"):
-        return False
-    try:
-        return file_of_backend(backend) is None
-    except ValueError:  # nobody knows whose it is
-        return True
 
 
 class UpdateSample:
