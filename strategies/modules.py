@@ -217,8 +217,6 @@ class Auto(Strategy):
     background: bool | None = None
     """Whether a helper process compiles what is tried while the training continues, as ``background`` does; null = on
     machines of four cores or more, false = the training stands still for each compile."""
-    margin: float = 0.02
-    """Share of a step's time that a candidate must save: less is not worth a surprise."""
     remember: bool = True
     """Whether what an earlier run of the same program, batch, machine and torch measured is used, and this one kept: in
     ``crucible/auto`` of the user's cache directory."""
@@ -237,8 +235,6 @@ class Auto(Strategy):
         ]
         if self.planned_steps is not None and self.planned_steps < 1:
             complaints.append(f"compile.auto.planned_steps={self.planned_steps} must be at least 1")
-        if not 0 <= self.margin < 1:
-            complaints.append(f"compile.auto.margin={self.margin} must be at least 0 and below 1")
         if complaints:
             raise ValueError("\n".join(complaints))
 
@@ -263,15 +259,9 @@ class Background(Strategy):
     stage: ClassVar[Stage] = Stage.BACKGROUND
     takeover: ClassVar[str | None] = "trainer.background.takeover:Takeover"
 
-    regions_per_step: int = 1
-    """Regions that take over before one step; each costs that step its tracing and loading."""
     at_step: int | None = None
     """First optimizer step that runs compiled code, 3 or later in a run; the run waits there for the helper. Repeats
     the switches of an earlier run, also where a run is resumed. null = as soon as each region is compiled."""
-    workers: int | None = None
-    """Compile workers of the helper; null = half of the cores, at most 8."""
-    niceness: int = 10
-    """How far the helper stands back from the training on the processor, 0 to 19."""
     max_device_gib: float = 8.0
     """Device memory that the helper may use, GiB, beside CUDA's own context."""
     max_host_gib: float = 16.0
@@ -284,13 +274,9 @@ class Background(Strategy):
     def __post_init__(self) -> None:
         """Raise one ValueError with a line for each value out of range."""
         key = f"compile.{self.name}"
-        complaints = [
-            f"{key}.{option}={getattr(self, option)} must be at least 1"
-            for option in ("regions_per_step", "at_step", "workers")
-            if getattr(self, option) is not None and getattr(self, option) < 1
-        ]
-        if not 0 <= self.niceness <= 19:
-            complaints.append(f"{key}.niceness={self.niceness} must be between 0 and 19")
+        complaints = []
+        if self.at_step is not None and self.at_step < 1:
+            complaints.append(f"{key}.at_step={self.at_step} must be at least 1")
         complaints += [
             f"{key}.{option}={getattr(self, option)} must be above 0"
             for option in ("max_device_gib", "max_host_gib", "timeout_seconds")
@@ -314,10 +300,6 @@ class Background(Strategy):
     def takes_over_later(self) -> bool:
         """Not on a machine of few cores."""
         return self.left_out is None
-
-    @property
-    def worker_count(self) -> int:
-        return self.workers or max(1, min(8, usable_cores() // 2))
 
     def apply(self, program: Program) -> None:
         """Raise ValueError where there is nothing that can be compiled in the background."""

@@ -359,8 +359,8 @@ def test_it_chooses_alone_how_modules_are_compiled(other: Any) -> None:
 
 
 def test_wrong_options_are_named_all_at_once() -> None:
-    with pytest.raises(ValueError, match=r"'regionel' is not one of (.|\n)*planned_steps=0 (.|\n)*margin=1\.5"):
-        Auto(candidates=["regionel"], planned_steps=0, margin=1.5)
+    with pytest.raises(ValueError, match=r"'regionel' is not one of (.|\n)*planned_steps=0"):
+        Auto(candidates=["regionel"], planned_steps=0)
 
 
 def test_an_eager_step_that_fails_is_the_users_error(tmp_path: Path) -> None:

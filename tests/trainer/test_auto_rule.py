@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.auto import EAGER, SETUP_SECONDS, SHARE, Arm, Knowledge
+from trainer.auto import EAGER, MARGIN, SETUP_SECONDS, SHARE, Arm, Knowledge
 from trainer.auto.remembered import keep, memory_of, recall
 
-MARGIN = 0.02
 STARTED = 12.0
 """Seconds that the process has run before its first step."""
 TIMED = 15
@@ -218,9 +217,9 @@ def test_what_an_earlier_run_measured_takes_the_place_of_bounds() -> None:
         arm = known.arms[name, False]
         arm.step_seconds, arm.setup_seconds, arm.remembered = seconds, setup, True
     eager = known.arms[EAGER, False]
-    assert known.best_known(eager, 10, MARGIN) is eager
-    assert known.best_known(eager, 1_000, MARGIN).name == "regional"
-    assert known.best_known(eager, 10_000, MARGIN).name == "whole"
+    assert known.best_known(eager, 10) is eager
+    assert known.best_known(eager, 1_000).name == "regional"
+    assert known.best_known(eager, 10_000).name == "whole"
 
 
 def test_arms_are_compared_on_batches_of_the_shapes_that_both_had() -> None:

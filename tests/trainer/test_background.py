@@ -347,8 +347,8 @@ def test_blocks_that_compute_again_do_so_in_the_helper() -> None:
 def test_what_it_cannot_go_with_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to compile"):
         train(tmp_path, Background(force=True))
-    with pytest.raises(ValueError, match=r"compile.background.niceness=40 must be between 0 and 19"):
-        Background(niceness=40)
+    with pytest.raises(ValueError, match=r"compile.background.max_host_gib=0 must be above 0"):
+        Background(max_host_gib=0)
 
 
 def test_a_script_without_a_guard_is_never_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,11 +401,12 @@ def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch
     """With Inductor and a helper of its own: every graph of the training comes from the cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    callback, _ = train(tmp_path, regional(backend="inductor"), Background(force=True, at_step=2, workers=1), steps=12)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    callback, _ = train(tmp_path, regional(backend="inductor"), Background(force=True, at_step=2), steps=12)
     assert facts(callback)["helper_failed"] is None
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
-    assert facts(callback)["cache_misses"] == 0
-    assert facts(callback)["cache_hits"] > 0
+    assert callback.record.cache_misses == 0
+    assert callback.record.cache_hits
     assert callback.record.cache is None, "it began with empty caches: no warm start"
 
 

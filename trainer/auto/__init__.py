@@ -48,7 +48,8 @@ MAX_SAVED_OF_GAPS, CAPTURE_STEPS = 0.03, 12
 """Where the device never waits for the host: the share of a step that lies between kernels (0.9 of 29.5 ms in
 ResNet-50, docs/log.md), and steps whose time a capture takes (1.2 s of GPT-2 at 90 ms, 0.6 s of BERT at 48 ms)."""
 NEVER_WAITED = "the device never waited for the host in {} steps"
-PAYS, SHARE = 1.5, 0.02
+PAYS, SHARE, MARGIN = 1.5, 0.02, 0.02
+"""``MARGIN``: the share of a step's time that a candidate must save to stay: less is not worth a surprise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,15 +198,15 @@ class Knowledge:
                 worth.append((saved - setup, arm))
         return max(worth, key=lambda one: one[0])[1] if worth else None
 
-    def best_known(self, base: Arm, steps_left: int, margin: float) -> Arm:
-        """The arm of least total time by what earlier runs measured; ``base`` unless more than ``margin`` is saved."""
+    def best_known(self, base: Arm, steps_left: int) -> Arm:
+        """The arm of least total time by what earlier runs measured; ``base`` unless more than ``MARGIN`` is saved."""
         if base.step_seconds is None:
             return base
         known = [arm for arm in self.arms.values() if arm.step_seconds is not None and arm.failed is None]
         totals = {arm.name: steps_left * (arm.step_seconds or 0.0) for arm in known}
         totals = {arm.name: totals[arm.name] + self.expected_setup(arm, base) * (arm is not base) for arm in known}
         best = min(known, key=lambda arm: totals[arm.name])
-        return best if totals[best.name] < (1 - margin) * totals[base.name] else base
+        return best if totals[best.name] < (1 - MARGIN) * totals[base.name] else base
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.modules import Auto
 from strategies.regions import uncompile
-from trainer.auto import EAGER, NEVER_WAITED, Ahead, Arm, Choice, Knowledge
+from trainer.auto import EAGER, MARGIN, NEVER_WAITED, Ahead, Arm, Choice, Knowledge
 from trainer.auto.candidates import Candidate, Candidates
 from trainer.auto.remembered import keep, memory_of, program_facts, recall
 from trainer.guards.compare import ParityError
@@ -155,7 +155,7 @@ class Chooser:
             self._candidates.known = self._known
             self._base = self._best = self._on = self._known.arms[EAGER, False]
         self._base.switched_at_step = self._loop.steps_done
-        best = self._known.best_known(self._base, self._steps_left, self._auto.margin)
+        best = self._known.best_known(self._base, self._steps_left)
         self._candidates.record_calls(self._others, STRATEGIES)
         if best is not self._base and not self._known.needs_helper(best, self._base):
             self._next = best
@@ -259,7 +259,7 @@ class Chooser:
         elif arm is not self._best:
             # What an earlier run chose was not measured against anything here: it stays.
             chosen_before = self._recalled is not None and not self._best.steps_timed
-            if self._loop.broadcast(chosen_before or arm.over(self._best) < 1 - self._auto.margin):
+            if self._loop.broadcast(chosen_before or arm.over(self._best) < 1 - MARGIN):
                 self._best = arm
             else:
                 self._leave(arm)

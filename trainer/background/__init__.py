@@ -28,10 +28,13 @@ from torch import nn
 from strategies.base import Program, Region
 from strategies.errors import one_line
 from strategies.modules import Background as Options
+from strategies.modules import usable_cores
 from strategies.prepare import INDUCTOR, import_beside
 from strategies.regions import outermost, switch_off
 from trainer.background.wire import Call, Request, call_of
 
+MAX_WORKERS = 8
+"""Compile workers of a helper; half of the cores where these are fewer."""
 Key = tuple[str, int]
 """A region's path, and the number of the shapes it is called with."""
 
@@ -141,12 +144,11 @@ class Background:
     def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self._options.worker_count))
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MAX_WORKERS, usable_cores() // 2))))
         environment["CRUCIBLE_HELPER"] = "1"
-        options = [str(self._options.niceness), str(self._options.max_host_gib)]
         with (folder / "errors.txt").open("wb") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.background.helper", *options],
+                [sys.executable, "-m", "trainer.background.helper", str(self._options.max_host_gib)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

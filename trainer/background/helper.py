@@ -16,15 +16,17 @@ import sys
 import threading
 from typing import Any, TextIO
 
+NICENESS = 10
+"""How far it stands back from the training on the processor."""
 WATCH_SECONDS = 1.0
 COMPILER = ("torch", "triton", "sympy", "mpmath")
 """Packages of which the training will import what this process did."""
 
 
-def main(niceness: int, max_host_gib: float) -> None:
+def main(max_host_gib: float) -> None:
     """Compile what one request names."""
     with contextlib.suppress(OSError):
-        os.nice(niceness)
+        os.nice(NICENESS)
     # What libraries print goes to the file of errors; the training reads lines of ours alone.
     parent = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -148,7 +150,7 @@ def _compile_call(call: Any, *, trains: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(float(sys.argv[1]))
     sys.stdin.close()
     from strategies.prepare import stop_compiling
 

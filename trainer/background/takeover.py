@@ -64,7 +64,7 @@ class Takeover:
         self.helper = Background(options, program)
         self._outer = outermost(program)
         self._pending = list(self._outer)
-        self._trials: list[Trial] = []
+        self._trial: Trial | None = None
         self._shapes: dict[tuple[Any, ...], set[Key]] = {}
         """What regions are called with in batches of each shape, where they take over shape by shape."""
         self._taken: dict[Key, int] = {}
@@ -124,13 +124,12 @@ class Takeover:
         if self.helper.by_shape:
             self._try_shapes(known)
             return
-        for region in self._next({path for path, _ in known}):
-            trial = Trial(program=self._program, region=region, parity=self._parity)
-            self._trials.append(trial)
-            switch_off(self._program, region, trial)
+        if (region := self._next({path for path, _ in known})) is not None:
+            self._trial = Trial(program=self._program, region=region, parity=self._parity)
+            switch_off(self._program, region, self._trial)
 
     def _try_shapes(self, known: set[Key]) -> None:
-        """Let regions be tried that are ready for batches of this shape, each kind of region once for each shape."""
+        """Let a region be tried that is ready for batches of this shape, each kind of region once for each shape."""
         for region in self._outer:
             if region.path in self._program.eager_parts:
                 continue
@@ -141,18 +140,18 @@ class Takeover:
                     continue
                 if gate.ready and (region.kind, shapes) in self._tried:
                     self._take(key)
-                elif len(self._trials) < self._options.regions_per_step:
-                    trial = Trial(program=self._program, region=region, parity=self._parity, gate=gate, number=number)
-                    self._trials.append(trial)
-                    gate.trials[number] = trial
+                elif self._trial is None:
+                    self._trial = gate.trials[number] = Trial(
+                        program=self._program, region=region, parity=self._parity, gate=gate, number=number
+                    )
 
     def _take(self, key: Key) -> None:
         path, number = key
         self.helper.gates[path].ready.add(number)
         self._taken[key] = self._loop.steps_done + 1
 
-    def _next(self, known: set[str]) -> list[Region]:
-        """The regions to try in this step; several processes try the same ones, once all of them can."""
+    def _next(self, known: set[str]) -> Region | None:
+        """The region to try in this step; several processes try the same one, once all of them can."""
         pending = self._pending
         if self._agreement is not None:
             settled = [one not in self._pending or one.path in known for one in self._outer] + [False]
@@ -166,7 +165,7 @@ class Takeover:
                     self._leave(region, "it stays eager on another process")
             there = 0 if self._agreed is None else len(settled) - self._agreed[0]
             pending = [one for one in pending if one in self._outer[:there]]
-        return [one for one in pending if one.path in known][: self._options.regions_per_step]
+        return next((one for one in pending if one.path in known), None)
 
     def after_batch(self, *, stepped: bool) -> None:
         """A batch is through; between two steps, regions that passed their trial are switched."""
@@ -181,9 +180,9 @@ class Takeover:
             self._shapes[self._batch] |= {(path, number) for number in gate.called}
             gate.called.clear()
         ready = {path for path, _ in self.helper.ready()}
-        for trial in self._trials:
-            self._judge(trial)
-        self._trials.clear()
+        if self._trial is not None:
+            self._judge(self._trial)
+            self._trial = None
         for region in [one for one in self._pending if one.path in self.helper.refused]:
             self._leave(region, self.helper.refused[region.path])
         if self.helper.failed is not None:
@@ -274,7 +273,7 @@ class Takeover:
 
     def _time(self) -> None:
         now = time.perf_counter()
-        laps = self._laps["switching" if self._trials or self._switched else "eager"]
+        laps = self._laps["switching" if self._trial is not None or self._switched else "eager"]
         if self._last and len(laps) < LAPS:
             laps.append(now - self._last)
         self._last = now
@@ -291,7 +290,6 @@ class Takeover:
             )
 
     def _report(self) -> None:
-        figures = self._telemetry.compiler.figures()
         eager, switching = self._laps["eager"], self._laps["switching"]
         steps = sorted(self._switched.values())
         self._program.report["background"] = {
@@ -304,8 +302,6 @@ class Takeover:
             "eager_step_seconds_median": median(eager) if eager else None,
             "longest_eager_step_seconds": max(eager, default=None),
             "longest_switching_step_seconds": max(switching, default=None),
-            "cache_hits": figures.cache_hits,
-            "cache_misses": figures.cache_misses,
         }
 
     def _shape_facts(self) -> dict[str, dict[str, int]]:

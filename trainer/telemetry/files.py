@@ -150,8 +150,8 @@ def printable(value: Any, *, lines: bool = False) -> Any:
 HEADLINES: dict[str, tuple[str, ...]] = {
     "auto": ("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
     "background": (
-        *("switched", "regions", "helper_seconds", "helper_failed", "eager_step_seconds_median", "cache_hits"),
-        *("cache_misses", "longest_eager_step_seconds", "longest_switching_step_seconds"),
+        *("switched", "regions", "helper_seconds", "helper_failed", "eager_step_seconds_median"),
+        *("longest_eager_step_seconds", "longest_switching_step_seconds"),
     ),
     "buckets": (
         *("edges", "expected_padded_share", "seen_padded_share"),
