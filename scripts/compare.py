@@ -26,7 +26,7 @@ from scripts.arguments import at_least, exit_code, parser, sort_runs_and_steps
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY
-from trainer.report.runs import LOOSE, SILENT, find
+from trainer.report.runs import LOOSE, find
 from trainer.telemetry.files import printable, written_whole
 
 ABOUT = """\
@@ -137,7 +137,7 @@ def write(target: str, text: str) -> None:
 
 TOLERANCE = 0.03
 """By how much a ratio may differ, relatively, beyond its noise."""
-NO_WORKLOAD = frozenset({"task", "compile", "repeat", "resume", "peer"}) | LOOSE | SILENT
+NO_WORKLOAD = frozenset({"task", "compile", "repeat", "resume", "peer", "seed"}) | LOOSE
 """Overrides that do not tell one workload from another; the task is named by itself."""
 WORSE, BETTER, NOT_JUDGED = "WORSE", "better", "not judged"
 Moves = list[tuple[str, str]]

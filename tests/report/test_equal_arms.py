@@ -13,7 +13,9 @@ import pytest
 
 from tests.report.records import record
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.runs import Run
+from trainer.report.flags import step_seconds
+from trainer.report.published import RECORDS, SAME
+from trainer.report.runs import Run, find, group
 from trainer.report.statistics import Sample, ratio
 
 AT_MOST = 0.05
@@ -140,3 +142,48 @@ def test_a_comparison_of_recorded_equal_arms_says_so_in_every_figure() -> None:
                 assert row.break_even_steps is None
                 assert found.verdict.startswith("no difference from eager is shown")
     assert wrong / compared <= 2 * AT_MOST, "few pairs: 5% of them, give or take"
+
+
+# ---- published records of one arm taken for two: docs/results/cpu.md ------------------------------------------------
+
+
+def false_calls(runs: Sequence[Run], pairs: int) -> tuple[int, int, int]:
+    """How often ``compare`` calls a difference between an arm and itself, how often it would if a busy machine withheld
+    no verdict, and of how many times.
+
+    Runs follow each other as first and second arm of a round, as in a sweep of two. Each ``pairs`` rounds in a row are
+    one comparison, and those that begin one round later another: they share runs, which leaves the share unbiased.
+    """
+    called = alone = count = 0
+    for cell in group(runs):
+        timed = sorted((run.record for run in cell.finished), key=lambda record: record.started or "")
+        sweep = [(record, seconds) for record in timed if (seconds := step_seconds(record)) is not None]
+        samples = [Sample(seconds, place // 2) for place, (_, seconds) in enumerate(sweep)]
+        for start in range(0, len(sweep) - 2 * pairs + 1, 2):
+            end = start + 2 * pairs
+            found = ratio(samples[start + 1 : end : 2], samples[start:end:2])
+            shown = found is not None and found.shown
+            busy = any(record.machine is not None and record.machine.busy for record, _ in sweep[start:end])
+            called, alone, count = called + (shown and not busy), alone + shown, count + 1
+    return called, alone, count
+
+
+def test_published_runs_of_one_arm_are_called_different_as_often_as_the_page_says() -> None:
+    files = list(RECORDS.glob(f"{SAME}*.jsonl"))
+    assert files
+    for file in files:
+        counts = {pairs: false_calls(find([file]), pairs) for pairs in (3, 5, 10)}
+        for called, alone, of in counts.values():
+            assert called <= alone <= AT_MOST * of
+        if file.stem == "same-cpu":
+            rows = [f"| {pairs} | {of} | {called} | {alone} |" for pairs, (called, alone, of) in counts.items()]
+            assert "\n".join(rows) in (RECORDS.parent / "cpu.md").read_text(encoding="utf-8")
+
+
+def test_a_lasting_difference_between_runs_in_turns_is_called() -> None:
+    drawn = random.Random(0)
+    steps = [0.1 * (1 + drawn.gauss(0, 0.01)) * (1.1 if place % 2 else 1) for place in range(200)]
+    started = [f"2026-11-22T{place // 60:02}:{place % 60:02}:00+00:00" for place in range(200)]
+    records = [record("eager", step_seconds=each, started=at) for each, at in zip(steps, started, strict=True)]
+    called, _, of = false_calls([Run(Path(one.started or ""), one) for one in records], 5)
+    assert called == of == 96

@@ -2,10 +2,10 @@
 makes of them, and whether figures measured elsewhere agree with them. ``crucible verify`` is the command.
 
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
-table between ``<!-- table: NAME -->`` and ``<!-- end -->``. Files ``same-*.jsonl``, of arms beside themselves, begin
-with ``<!-- same: NAME -->`` there; of ``losses-*.jsonl`` a page shows the picture alone. Ratios are taken in each
-round; the median is given with the least and the largest. Of runs under the profiler only the device's own time of a
-step is taken, and the cold warm-up where no other run was.
+table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
+``same-*.jsonl``, of arms beside themselves, are for tests of the statistics. Ratios are taken in each round; the median
+is given with the least and the largest. Of runs under the profiler only the device's own time of a step is taken, and
+the cold warm-up where no other run was.
 Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records.
 """
 
@@ -24,8 +24,7 @@ from typing import Any
 from trainer.report import pictures
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import step_seconds
-from trainer.report.runs import Run, find, group
-from trainer.report.statistics import Sample, ratio
+from trainer.report.runs import Run, find
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
@@ -45,7 +44,7 @@ SAME, CURVES_ALONE = "same-", "losses-"
 """What the names of files begin with that hold no rows: arms beside themselves, and runs of which the losses count."""
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
-MARK = re.compile(r"(<!-- (table|same): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
@@ -55,8 +54,6 @@ TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
 """The same of times and memory, which are compared on one model of GPU alone."""
-GROUPS = (3, 5, 10)
-"""Pairs that a comparison of an arm with itself is made of."""
 Figures = dict[str, tuple[float, ...]]
 """Values by the name of a figure, of each round."""
 
@@ -218,9 +215,8 @@ def refreshed(text: str, records: Path = RECORDS) -> str:
     """A page with its tables made anew from the files in ``records``. Raises ValueError for a file that is missing."""
 
     def made(match: re.Match[str]) -> str:
-        file = records / f"{match[3]}.jsonl"
-        lines = table(find([file]), f"records/{file.name}") if match[2] == "table" else same_table(find([file]))
-        return "\n".join((match[1].rstrip("\n"), *lines, match[4]))
+        file = records / f"{match[2]}.jsonl"
+        return "\n".join((match[1].rstrip("\n"), *table(find([file]), f"records/{file.name}"), match[3]))
 
     return MARK.sub(made, text)
 
@@ -282,38 +278,3 @@ def lands(name: str, published: Sequence[float], here: Sequence[float], same_gpu
         return set(here) <= set(published)
     room = tolerance * abs(statistics.median(published))
     return min(published) - room <= statistics.median(here) <= max(published) + room
-
-
-def false_calls(runs: Sequence[Run], pairs: int) -> tuple[int, int, int]:
-    """How often ``compare`` calls a difference between an arm and itself, how often it would if a busy machine withheld
-    no verdict, and of how many times.
-
-    Runs follow each other as first and second arm of a round, as in a sweep of two. Each ``pairs`` rounds in a row are
-    one comparison, and those that begin one round later another: they share runs, which leaves the share unbiased.
-    """
-    called = alone = count = 0
-    for cell in group(runs):
-        timed = sorted((run.record for run in cell.finished), key=lambda record: record.started or "")
-        sweep = [(record, seconds) for record in timed if (seconds := step_seconds(record)) is not None]
-        samples = [Sample(seconds, place // 2) for place, (_, seconds) in enumerate(sweep)]
-        for start in range(0, len(sweep) - 2 * pairs + 1, 2):
-            end = start + 2 * pairs
-            found = ratio(samples[start + 1 : end : 2], samples[start:end:2])
-            shown = found is not None and found.shown
-            busy = any(record.machine is not None and record.machine.busy for record, _ in sweep[start:end])
-            called, alone, count = called + (shown and not busy), alone + shown, count + 1
-    return called, alone, count
-
-
-def same_table(runs: Sequence[Run]) -> list[str]:
-    """The lines of a table of ``false_calls``."""
-    runs = [run for run in runs if run.record.status == "finished"]
-    counts = [(pairs, *false_calls(runs, pairs)) for pairs in GROUPS]
-    columns = {
-        "rounds": [str(pairs) for pairs, *_ in counts],
-        "comparisons": [str(of) for *_, of in counts],
-        "differences called": [f"{called} ({called / of:.1%})" if of else ABSENT for _, called, _, of in counts],
-        "by the statistics alone": [f"{alone} ({alone / of:.1%})" if of else ABSENT for _, _, alone, of in counts],
-    }
-    arms = ", ".join(f"{len(cell.finished)} runs of {cell.workload} under {cell.arm}" for cell in group(runs))
-    return [f"{arms} · {conditions_of([run.record for run in runs])}", "", *piped(columns), ""]

@@ -25,12 +25,10 @@ SECTIONS = ("task", "run", "trainer")
 LOOSE = frozenset(
     {
         *("trainer.max_steps", "trainer.val_every_n_steps", "trainer.val_batches", "trainer.checkpoint_every_n_steps"),
-        *("trainer.log_every_n_steps", "trainer.warmup_steps", "trainer.measure_peak"),
+        *("trainer.log_every_n_steps", "trainer.warmup_steps", "trainer.measure_peak", "trainer.progress"),
     }
 )
 """Settings that a steady step does not depend on."""
-SILENT = frozenset({"trainer.progress", "seed", "resume", "repeat"})
-"""Settings that are never reported: the display, and what the runs of one arm differ in by design."""
 PLACES = frozenset({"root", "path", "val_path", "image_root"})
 """Last words of settings for where data lies."""
 PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options", "read_only", "eager_steps", "max_graphs"})
@@ -270,7 +268,7 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _is_fixed(name: str) -> bool:
     section, _, _ = name.partition(".")
-    return section in SECTIONS and name not in LOOSE | SILENT and name.rpartition(".")[2] not in PLACES
+    return section in SECTIONS and name not in LOOSE and name.rpartition(".")[2] not in PLACES
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
