@@ -59,7 +59,7 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         seconds = known[arm].total_at(steps) or math.nan
         return seconds if base is None else (base.total_at(steps) or math.nan) / seconds
 
-    low, high = _limits(comparison)
+    low, high = float(MIN_STEPS), _most(comparison)
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
     caches = ", from filled caches" if comparison.start == "warm" else ""
     title = f"Seconds to N steps, all of it included{caches}"
@@ -93,15 +93,12 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     return figure
 
 
-def _limits(comparison: WorkloadComparison) -> tuple[float, float]:
-    """Steps from which to which the picture goes: a good way beyond all that happens."""
-    marks = [float(one.from_steps) for one in comparison.crossings]
-    for row in comparison.rows:
-        marks += [row.break_even_steps or 0.0, *map(float, row.total_seconds)]
-    known = [steps for steps in marks if math.isfinite(steps) and steps > 0] or [1000.0]
-    low = 10 ** math.floor(math.log10(max(MIN_STEPS, min(known) / 4)))
-    high = 10 ** math.ceil(math.log10(min(MAX_STEPS, max(known) * 2)))
-    return float(low), float(max(high, 100 * low))
+def _most(comparison: WorkloadComparison) -> float:
+    """Steps up to which the picture goes: a good way beyond all that happens, a power of ten."""
+    marks = [row.break_even_steps or 0.0 for row in comparison.rows]
+    marks += [steps for row in comparison.rows for steps in row.total_seconds]
+    known = [steps for steps in (*marks, *(one.from_steps for one in comparison.crossings)) if math.isfinite(steps)]
+    return float(10 ** math.ceil(math.log10(min(MAX_STEPS, max(100, *known) * 2))))
 
 
 def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:

@@ -40,11 +40,8 @@ FINAL: dict[str, tuple[str, str]] = {
     "whole_run/loss": ("final_loss", "final loss"),
     "whole_run/step_milliseconds_p95": ("steady_step_seconds_p95", "p95 step ms"),
     "whole_run/samples_per_second": ("samples_per_second", "samples/s"),
-    "whole_run/first_step_seconds": ("first_step_seconds", "first step s"),
     "whole_run/warmup_seconds": ("warmup_seconds", "warm-up s"),
     "whole_run/peak_device_gib": ("peak_device_memory_gib", "peak GiB"),
-    "whole_run/preflight_seconds": ("preflight_seconds", "preflight s"),
-    "whole_run/step_milliseconds_median": ("steady_step_seconds_median", "median step ms"),
 }
 """Metric columns of the HParams table, the record's field and the heading of each; written when a run finishes. At a
 width of 1500 pixels TensorBoard shows the first four."""
