@@ -25,7 +25,7 @@ from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.files import build
 from trainer.telemetry.hardware import Peak
 from trainer.telemetry.meter import Meter, NonFinite, Rates, Step, StepClock, Totals, percentile
-from trainer.telemetry.record import RankFigures, communication_of
+from trainer.telemetry.record import RankFigures
 
 Points = dict[str, float | None]
 
@@ -160,7 +160,7 @@ def compiler_points(monitor: CompilerMonitor) -> Points:
 # ---- several processes ------------------------------------------------------------------------------------------
 #
 # What each measured is handed to the first one without a collective: through the key-value store by which the processes
-# found each other. Whoever is gone has left its last figures there, and nobody waits for anybody.
+# found each other. Whoever is gone has left nothing there, and nobody waits for anybody.
 # https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
 
 _FIRST_SAMPLES = 10
@@ -177,29 +177,19 @@ class Ranks:
         self._size, self._name = loop.world_size, f"crucible/run-{next(_RUNS)}"
         self.rank = distributed.get_rank() if distributed.is_initialized() else 0
         self.exposed = ExposedCommunication()
-        self._before: int | None = None
 
-    def exchange(self, figures: RankFigures, step: int) -> tuple[Points, int]:
-        """Publish the figures of a window; returns, on the first process, those of all of the window before for
-        TensorBoard and its last step. By then all are through with it."""
-        before, self._before = self._before, step
-        self.publish(figures, step)
-        return (rank_points(self.collect(before)) if self.rank == 0 and before is not None else {}), before or 0
-
-    def publish(self, figures: RankFigures, moment: object) -> None:
-        """Leave this process's figures of a moment, which all processes name alike, for the first one."""
+    def publish(self, figures: RankFigures) -> None:
+        """Leave this process's figures for the first one."""
         with contextlib.suppress(RuntimeError, ValueError):  # who holds the store is gone; there is none
-            _store().set(f"{self._name}/{moment}/{self.rank}", json.dumps(dataclasses.asdict(figures)))
+            _store().set(f"{self._name}/{self.rank}", json.dumps(dataclasses.asdict(figures)))
 
-    def collect(self, moment: object) -> list[RankFigures]:
-        """Figures of that moment of each process that has left some, in order; they are gone afterwards. For one
-        process alone: of two, one would wait for what the other has taken."""
+    def collect(self) -> list[RankFigures]:
+        """Figures of each process that has left some, in order."""
         found = []
         with contextlib.suppress(RuntimeError, ValueError):
-            for key in (f"{self._name}/{moment}/{rank}" for rank in range(self._size)):
+            for key in (f"{self._name}/{rank}" for rank in range(self._size)):
                 if _store().check([key]):
                     found.append(build(RankFigures, json.loads(_store().get(key))))
-                    _store().delete_key(key)
         return found
 
 
@@ -220,26 +210,12 @@ class ExposedCommunication:
         """Over all samples; None without any."""
         return statistics.median(self._samples) if self._samples else None
 
-    def look(self, model: nn.Module | None) -> float | None:
-        """Take the newest sample of ``model`` in, which does not wait for the device; None where there is no new
-        one."""
+    def look(self, model: nn.Module | None) -> None:
+        """Take the newest sample of ``model`` in, if there is a new one; this does not wait for the device."""
         if not isinstance(model, nn.parallel.DistributedDataParallel) or model.logger is None:
-            return None
+            return
         timed = model._get_ddp_logging_data()
-        if timed.get("iteration", 0) <= self._seen or not timed.get("backward_comm_time"):
-            return None
-        self._seen = timed["iteration"]
-        self._samples.append((timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]) / 1e9)
-        return self._samples[-1]
-
-
-def rank_points(ranks: Sequence[RankFigures]) -> Points:
-    """What TensorBoard shows of all processes."""
-    found, peaks = communication_of(ranks), [one.peak_device_memory_gib for one in ranks]
-    known = [peak for peak in peaks if peak is not None]
-    return {
-        "ranks/skew_milliseconds": None if found is None else found.skew_seconds * 1e3,
-        "ranks/slowest": None if found is None else found.slowest.rank,
-        "ranks/exposed_communication_share": None if found is None else found.exposed_share,
-        "ranks/peak_device_gib": max(known, default=None),
-    }
+        if timed.get("iteration", 0) > self._seen and timed.get("backward_comm_time"):
+            self._seen = timed["iteration"]
+            exposed = timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]
+            self._samples.append(exposed / 1e9)

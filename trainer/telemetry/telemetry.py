@@ -256,11 +256,10 @@ class Telemetry:
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
         for number, points in self.curves.read(everything=everything):
-            self._write(points | self._points(), number)
+            if self._pages is not None:
+                self._pages.scalars(points | self._points(), number)
         if self._ranks is not None:
-            rate, newest = self.curves.steps_per_second, self._ranks.exposed.look(self._loop.wrapped)
-            figures = self._figures(self._ranks.rank, None if rate is None else 1 / rate, newest)
-            self._write(*self._ranks.exchange(figures, self.steps_done))
+            self._ranks.exposed.look(self._loop.wrapped)
 
     def _points(self) -> Points:
         """What is counted from the beginning on."""
@@ -275,19 +274,18 @@ class Telemetry:
             "usage/joules_per_sample": self._energy.joules_per_sample(),
         }
 
-    def _write(self, points: Points, step: int) -> None:
-        if self._pages is not None:
-            self._pages.scalars(points, step)
-
-    def _figures(self, rank: int, step_seconds: float | None, exposed_seconds: float | None) -> RankFigures:
-        """What this process measured so far."""
+    def _rank_figures(self, ranks: Ranks) -> RankFigures:
+        """What this process measured."""
+        exposed = ranks.exposed.median_seconds
+        if exposed is None and (profile := self.profile()) is not None:
+            exposed = profile.get("exposed_communication_seconds_per_step")
         number = "" if self._device.index is None else f" {self._device.index}"
         return RankFigures(
-            rank=rank,
+            rank=ranks.rank,
             host=platform.node(),
             device=hardware.device_name(self._device) + number,
-            steady_step_seconds_median=step_seconds,
-            exposed_communication_seconds=exposed_seconds,
+            steady_step_seconds_median=self.meter.median_seconds,
+            exposed_communication_seconds=exposed,
             compile_seconds=self.compiler.compile_seconds if self.compiler.compilations else None,
             peak_device_memory_gib=hardware.peak_device_gib(self._device),
             peak_process_memory_gib=hardware.peak_process_gib(),
@@ -309,10 +307,7 @@ class Telemetry:
         """Write what was measured into ``record``; ``together`` adds the rates of all processes up, for which every one
         of them must call this: after an error on one of them that would hang."""
         if self._ranks is not None:
-            exposed = self._ranks.exposed.median_seconds
-            if exposed is None and (profile := self.profile()) is not None:
-                exposed = profile.get("exposed_communication_seconds_per_step")
-            self._ranks.publish(self._figures(self._ranks.rank, self.meter.median_seconds, exposed), "end")
+            self._ranks.publish(self._rank_figures(self._ranks))
         rates, peak = self.meter.steady.rates(), self._peak
         if together:
             rates = added_up(rates, self._loop)  # which waits for all ranks
@@ -332,7 +327,7 @@ class Telemetry:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
         record.preflight_seconds = self.preflight_seconds
         if self._ranks is not None and self._loop.is_first_process:
-            record.ranks = self._ranks.collect("end")
+            record.ranks = self._ranks.collect()
             record.peak_device_memory_gib = _highest([one.peak_device_memory_gib for one in record.ranks])
             record.peak_process_memory_gib = _highest([one.peak_process_memory_gib for one in record.ranks])
         record.steps = self.steps_done

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -29,7 +29,7 @@ from strategies.loop import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
 from trainer.telemetry.files import finite
-from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.record import Event, RankFigures, RunRecord, communication_of
 from trainer.telemetry.source import shown
 
 FINAL: dict[str, tuple[str, str]] = {
@@ -84,6 +84,8 @@ class TensorBoardPages:
         step = record.steps or 0
         rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.items())
         self._writer.add_text("run/summary", f"| figure | value |\n|---|---|\n{rows}", step)
+        if record.ranks:
+            self.scalars(rank_figures(record.ranks), step)
         if record.status == "finished":
             self.scalars(final_figures(record), step)
             self._writer._get_file_writer().add_summary(Summary(value=[row_ends()]))
@@ -115,6 +117,17 @@ def final_figures(record: RunRecord) -> dict[str, float | None]:
             value = getattr(record, name)
             values[key] = value * 1e3 if value is not None and "_milliseconds" in key else value
     return values
+
+
+def rank_figures(ranks: Sequence[RankFigures]) -> dict[str, float | None]:
+    """What the processes of one run lose to each other, and the fullest one's memory, by key."""
+    found, peaks = communication_of(ranks), [one.peak_device_memory_gib for one in ranks]
+    return {
+        "ranks/skew_milliseconds": None if found is None else found.skew_seconds * 1e3,
+        "ranks/slowest": None if found is None else found.slowest.rank,
+        "ranks/exposed_communication_share": None if found is None else found.exposed_share,
+        "ranks/peak_device_gib": max((peak for peak in peaks if peak is not None), default=None),
+    }
 
 
 def hyperparameters(record: RunRecord) -> dict[str, str]:
